@@ -86,16 +86,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, in the order in which they stand above.
-
-    On a GPU compiled kernels cannot read the CPU's tensors, in which some tests compute.
-    """
-    if torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("interpreted"):
-                item.add_marker(pytest.mark.skip(reason="computes on the CPU"))
+    """Puts the longest files first, in the order in which they stand above."""
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a GPU compiled kernels cannot read the CPU's tensors, in which some tests compute."""
+    if torch.cuda.is_available() and item.get_closest_marker("interpreted"):
+        pytest.skip("computes on the CPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:

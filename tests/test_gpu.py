@@ -54,9 +54,8 @@ def test_programs_keep_the_same_entries(name, tokens, kernels):
     kept = {}
     q = torch.randn(3, 8, bound.queries(tokens), 64, generator=generator)
     k, v = torch.randn(2, 3, 2, tokens, 64, generator=generator)
-    for device in ("cpu", "cuda"):
-        chosen = kernels if device == "cuda" else REFERENCE
-        run = TorchProgram(bound, kernels=chosen).start(tokens)
+    for device, table in (("cpu", REFERENCE), ("cuda", kernels)):
+        run = TorchProgram(bound, kernels=table).start(tokens)
         for layer in range(3):
             run.observe(layer, *(x[layer].to(device) for x in (q, k, v)))
         kept[device] = torch.stack(list(run.finish())).cpu()

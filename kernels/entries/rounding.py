@@ -25,12 +25,15 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x: any float dtype.
         dtype: float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
     """
-    if x.dtype == dtype:
-        return x
+    if x.dtype == torch.float64 and dtype in _NARROW:
+        x = _to_odd(x)
     if dtype == torch.float8_e4m3fn:  # torch 2.11 makes NaN of what is too large
-        x = (x if x.dtype not in FLOAT8 else x.float()).clamp(-_MOST, _MOST)
-    if x.dtype != torch.float64 or dtype not in _NARROW:
-        return x.to(dtype)
+        x = x.float().clamp(-_MOST, _MOST)
+    return x.to(dtype)
+
+
+def _to_odd(x: torch.Tensor) -> torch.Tensor:
+    """float64 as float32 whose last bit keeps that something was cut off."""
     nearest = x.to(torch.float32)
     back = nearest.double()
     # Rounding to odd keeps in the last bit that something was cut off, so the second rounding
@@ -38,4 +41,4 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     bits = nearest.view(torch.int32)
     bits = torch.where(back.abs() > x.abs(), bits - 1, bits)
     bits = torch.where(back == x, bits, bits | 1)
-    return bits.view(torch.float32).to(dtype)
+    return bits.view(torch.float32)

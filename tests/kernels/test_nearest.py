@@ -36,7 +36,7 @@ def random(heads, size, dim, dtype, seed, unused=0.1):
 
 
 def by_definition(x, places, real, kept):
-    result = torch.zeros(places.shape, dtype=torch.int64, device=x.device)
+    result = torch.zeros(places.shape, dtype=torch.int64)
     for head, p in (real & kept.any(1, keepdim=True)).nonzero().tolist():
         best, vector = -torch.inf, x[head, places[head, p]].double()
         for c in kept[head].nonzero()[:, 0].tolist():
