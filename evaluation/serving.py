@@ -222,11 +222,10 @@ def together(
         starting: calls of `serve`, by name.
 
     Returns:
-        Each server, or why it did not start; the others go on.
+        Each server, or why it did not start (`started` raises that); the others go on.
     """
-
     # A server ends with the thread that started it: these stay until the end.
-    with ThreadPoolExecutor(max(len(starting), 1)) as pool, contextlib.ExitStack() as stack:
+    with ThreadPoolExecutor(len(starting)) as pool, contextlib.ExitStack() as stack:
 
         def begun(server: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
             try:
@@ -237,6 +236,17 @@ def together(
             return made
 
         yield dict(zip(starting, pool.map(begun, starting.values()), strict=True))
+
+
+def started(found: Server | ServerFailed) -> Server:
+    """The server of `together`, if there is one.
+
+    Raises:
+        ServerFailed: it did not start.
+    """
+    if isinstance(found, ServerFailed):
+        raise found
+    return found
 
 
 def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvpolicy.evaluation.serving import ServerFailed, serve, together
+from kvpolicy.evaluation.serving import serve, started, together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,25 +127,17 @@ def servers(checkpoint):
         yield servers
 
 
-def running(servers, name):
-    """The server, or why it did not start."""
-    found = servers[name]
-    if isinstance(found, ServerFailed):
-        raise found
-    return found
-
-
 @pytest.fixture(scope="module")
 def defined(servers):
     """Answers by policy of the implementation that defines them."""
-    server = running(servers, DEFINITION)
+    server = started(servers[DEFINITION])
     return {policy: answers(server, policy) for policy in (*POLICIES, "none")}
 
 
 @pytest.fixture(scope="module", params=SERVED)
 def server(request, servers):
     """A server with one backend and reader."""
-    return running(servers, request.param)
+    return started(servers[request.param])
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "none"])
