@@ -240,7 +240,10 @@ def serve_cells(
     for server, (chosen, tokens, number) in (bar := tqdm(asked, desc="cells", mininterval=1)):
         what = f"{chosen.label}, {number} x {tokens}"
         bar.set_postfix_str(what)
-        if time.monotonic() > until or server.process.poll() is not None:
+        if server.process.poll() is not None:
+            facts["failed"].append(f"{what}: its server has stopped")
+            continue
+        if time.monotonic() > until:
             facts["left_out"].append(what)
             continue
         try:
