@@ -20,13 +20,14 @@ A policy's work at any of these is contained (failures.py): where it fails, it f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvpolicy.sglang_ext.experiment.raw import Raw
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward.failures import ADMISSION
+from kvpolicy.sglang_ext.forward.foreseen import Foreseen
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.forward.step import Step
@@ -57,6 +58,7 @@ class Runtime:
         self.forcing = Forcing()
         self.raw = Raw()
         self._under_way: deque[Outcome] = deque()
+        self._foreseen: list[Foreseen] = []  # until the device has said how much stays
         # Tokens of a prompt that may not be split, for policies by which tokens leave the prefill.
         self.one_piece: int | None = None
         # From the start on, when they are bound to the model.
@@ -225,6 +227,8 @@ class Runtime:
             step.finish()
         finally:
             self.services.step = None
+        if step.prefill is not None:
+            self._foreseen += step.prefill.foreseen
         finishing = list(iterate_finishing(batch)) if batch.forward_mode.is_extend() else []
         if self.services.stages.size > 1:
             self._under_way.append(Outcome(self.services, batch, step, finishing))
@@ -237,9 +241,23 @@ class Runtime:
 
         Stages compute a batch at different times, but each computes, schedules and processes in
         the same order as all others. What a forward has found on all of them is taken up here.
+        So is, of one stage, what the device has found where the host did not wait for it.
         """
         if self.services.stages.size > 1:
             self._under_way.popleft().take_up(batch)
+        elif self._foreseen:
+            self._confirm({id(req) for req in batch.reqs})
+
+    def _confirm(self, processed: Collection[int]) -> None:
+        """Hear from the device what stays of prompts whose forward is processed, by id."""
+        waiting, self._foreseen = self._foreseen, []
+        for each in waiting:
+            if not each.goes_on:
+                continue
+            if id(each.request) in processed:
+                each.confirm(self.services)
+            else:
+                self._foreseen.append(each)
 
     def awaits(self, adder: Any, req: Any) -> bool:
         """Whether a request in chunks cannot go on in a pass.

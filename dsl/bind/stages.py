@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.ends import ends_of, filled
-from kvpolicy.dsl.bind.kept import keep_of, present_outside
+from kvpolicy.dsl.bind.entries import counting
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.nodes import Node, When, brackets
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 
@@ -30,8 +30,8 @@ def apart(bound: Bound) -> str | None:
     found = found or next((x for x in nodes_of(_decoding(bound)) if _looks(x)), None)
     if found is not None:
         return f"`{found.op}{brackets(found.axes)}` looks at layers that lie in other stages"
-    counting = _counting(keep_of(bound.lowered.prefill))
-    if exchanged(bound) and (counting is None or not all(map(_is_number, counting))):
+    numbers = counting(keep_of(bound.lowered.prefill))
+    if exchanged(bound) and (numbers is None or not all(map(_is_number, numbers))):
         return "layers are compared, and only its own data say how many entries a layer keeps then"
     return None
 
@@ -42,8 +42,8 @@ def exchanged(bound: Bound) -> tuple[Node, ...]:
     if not compared:
         return ()
     found = {id(x): x for node in compared for x in _own(node)}
-    for numbers in _counting(keep_of(bound.lowered.prefill)) or ():
-        found.update((id(x), x) for x in _own(numbers))
+    for number in counting(keep_of(bound.lowered.prefill)) or ():
+        found.update((id(x), x) for x in _own(number))
     return tuple(found.values())
 
 
@@ -93,18 +93,3 @@ def _own(node: Node) -> Iterator[Node]:
             yield from _own(each)
     elif not _is_planned(node):
         yield node
-
-
-def _counting(keep: Node) -> list[Node] | None:
-    """What says how many entries a layer keeps; None: not numbers alone do."""
-    if keep.op == "all":
-        return []
-    if keep.op == "choose":
-        one, other = (_counting(each) for each in keep.args[::2])
-        return None if one is None or other is None else [keep.args[1], *one, *other]
-    ends = filled(keep) if keep.op == "fill" else ends_of(keep)
-    if ends is None:
-        return None
-    if ends.score is not None and not present_outside(ends.score, keep.args[1]):
-        return None
-    return [number for number in ends.numbers if number is not None]

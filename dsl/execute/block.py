@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kvpolicy.dsl.execute.arriving import Arriving
 from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.layout import Layout
 from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
@@ -63,24 +64,17 @@ class Counts:
 
     def __init__(self, numbers: torch.Tensor, requests: int, kv: int) -> None:
         self.numbers, self._requests, self._kv = numbers, requests, kv
-        self._host, self._event = numbers, None
+        self._arriving = Arriving(numbers)
         self._read: list[Landed] | None = None
-        if numbers.device.type == "cuda":
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host = host.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
 
     def arrived(self) -> bool:
         """Whether the numbers can be read without waiting."""
-        return self._event is None or self._event.query()
+        return self._arriving.arrived()
 
     def read(self) -> list[Landed]:
         """Those of every request; the host waits for them."""
         if self._read is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._read = _landed(self._host.numpy(), self._requests, self._kv)
+            self._read = _landed(self._arriving.read(), self._requests, self._kv)
         return self._read
 
 

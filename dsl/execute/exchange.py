@@ -14,12 +14,11 @@ from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.ends import MOST, ends_of, filled
+from kvpolicy.dsl.bind.entries import counting, entries_kept
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import Layers
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.values import Value, as_tensor
-from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
 PARTS = 3  # that a number is sent in: whether it is there, and the halves of its 64 bits
@@ -62,31 +61,16 @@ def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list
     return found
 
 
-def entries_kept(bound: Bound, prompt: int, model: Layers) -> list[int]:
+def entries_of_layers(bound: Bound, prompt: int, model: Layers) -> list[int]:
     """[L] entries that each list of a layer keeps of a prompt of N tokens, finite or not.
 
     Args:
         model: all layers of a policy that `stages.apart` has nothing against.
     """
-    numbers: dict[int, list[int]] = {}
-
-    def number(node: Node | None, layer: int) -> int:
-        if node is None:
-            return 0
-        if id(node) not in numbers:
-            numbers[id(node)] = [counts.whole(x, MOST) for x in model.numbers(node)]
-        return numbers[id(node)][layer]
-
-    def kept(keep: Node, layer: int) -> int:
-        while keep.op == "choose":
-            keep = keep.args[0 if number(keep.args[1], layer) else 2]
-        if keep.op == "all":
-            return prompt
-        ends = filled(keep) if keep.op == "fill" else ends_of(keep)
-        if ends is None:
-            raise TypeError(f"no numbers say how many entries `{keep.op}` keeps")
-        taken = number(ends.first, layer) + number(ends.last, layer)
-        return min(prompt, max(taken, number(ends.budget, layer)))
-
     keep = keep_of(bound.lowered.prefill)
-    return [kept(keep, layer) for layer in range(bound.shape.layers)]
+    numbers = {id(node): model.numbers(node) for node in counting(keep) or ()}
+
+    def of_layer(layer: int) -> int:
+        return entries_kept(keep, prompt, lambda node: numbers[id(node)][layer])
+
+    return [of_layer(layer) for layer in range(bound.shape.layers)]

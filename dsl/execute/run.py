@@ -16,7 +16,7 @@ from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.checks import Checks
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
-from kvpolicy.dsl.execute.exchange import entries_kept, heard, said
+from kvpolicy.dsl.execute.exchange import entries_of_layers, heard, said
 from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Keys, Slots
 from kvpolicy.dsl.execute.layout import shift_of
@@ -303,7 +303,7 @@ class Run:
         model = self._all_layers.model
         if model is None:
             raise TypeError(f"all layers of `{self.program.bound.program.name}` are here")
-        return entries_kept(self.program.bound, self.prompt, model)
+        return entries_of_layers(self.program.bound, self.prompt, model)
 
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
         """What is kept, once every layer that is here has been observed: of each bool [G, N].

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import Bounds
+from kvpolicy.dsl.bind.entries import foreseen
 from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
@@ -48,17 +49,28 @@ def _share(own: int, model: int) -> str:
 
 
 def prefill_bytes(bound: Bound, length: int, element: int) -> int:
-    """What is exchanged of a prompt: what is compared, and how many entries each list keeps."""
+    """What is exchanged of a prompt: what is compared, and what the hosts have to know."""
     sections = heads_last(bound.lowered)
     rules = sections.prefill
     roots = [rules.keep, rules.budget, *rules.decided.values(), *state_roots(rules.states)]
     roots += [*merge_roots(rules.merge), *propagate_roots(sections.propagate)]
     kept = Bounds(bound, length).kept.head
-    nodes, total = _across(roots), bound.shape.layers * bound.shape.kv_heads * _NUMBER
+    nodes, total = _across(roots), _known_to_hosts(bound, length, roots)
     for layer, (_, tokens) in enumerate(lengths(bound, length)):
         sizes = Sizes(bound, length, layer, tokens, kept[layer], element)
         total += _bytes(nodes, sizes)
     return total
+
+
+def _known_to_hosts(bound: Bound, length: int, roots: list[Node | None]) -> int:
+    """Bytes that say whether what was read is finite, and how many entries each list keeps."""
+    shape = bound.shape
+    reads = any(node.operation.reads_tensors for node in nodes_of(roots))
+    finite = shape.kv_heads * _TRUTH * reads
+    goes_on = bound.folded.decode is not None
+    if foreseen(bound, length) is not None and not (goes_on and heads_differ(bound.lowered)):
+        return finite
+    return finite + shape.layers * shape.kv_heads * _NUMBER
 
 
 def fold_bytes(bound: Bound, length: int, element: int) -> int:

@@ -138,7 +138,7 @@ class Failures:
         state.failed, state.failing = True, 0
         self._failed()
         if whole:
-            self._serve_in_full(req, state)
+            serve_in_full(self._store, self._reports, req, Reason.POLICY_ERROR)
         else:
             self._end(req, state, stage)
         self._count(state.served)
@@ -158,21 +158,6 @@ class Failures:
             req.rid,
             exc_info=error,
         )
-
-    def _serve_in_full(self, req: Any, state: State) -> None:
-        private = state.private
-        if state.progress.barred:
-            # All layers have all entries: others may use them.
-            req.skip_radix_cache_insert = state.progress.barred = False
-        if private is not None:
-            state.private = None
-            if private.ready and req.kv.kv_committed_len > state.prompt:
-                # Tokens were decoded from chosen entries; others must not reuse them.
-                req.skip_radix_cache_insert = True
-            self._store.free(private.row)
-        state.give_up(Reason.POLICY_ERROR)
-        if state.told.counted:
-            self._reports.gave_up(req, state, Reason.POLICY_ERROR)
 
     def _end(self, req: Any, state: State, stage: str) -> None:
         name = state.served.name
@@ -206,6 +191,30 @@ class Failures:
             served.name,
             standing.failures,
         )
+
+
+def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> None:
+    """A request whose prompt is whole goes on without its policy.
+
+    Raises:
+        TypeError: it has none.
+    """
+    state = state_of(req)
+    if state is None:
+        raise TypeError(f"request {req.rid} has no policy")
+    private = state.private
+    if state.progress.barred:
+        # All layers have all entries: others may use them.
+        req.skip_radix_cache_insert = state.progress.barred = False
+    if private is not None:
+        state.private = None
+        if private.ready and req.kv.kv_committed_len > state.prompt:
+            # Tokens were decoded from chosen entries; others must not reuse them.
+            req.skip_radix_cache_insert = True
+        store.free(private.row)
+    state.give_up(reason)
+    if state.told.counted:
+        reports.gave_up(req, state, reason)
 
 
 def _stage(code: int) -> str:

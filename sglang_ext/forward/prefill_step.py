@@ -1,8 +1,8 @@
 """Prompts in one extend forward: which rows the policies see, what is kept when a prompt ends.
 
-After the last layer the host waits for the device once, for all prompts that end in the forward:
-it needs to know how many entries each list has, and whether the tensors were finite. What else
-makes it wait:
+Where a prompt's length does not decide how many entries each list keeps (foreseen.py), the host
+waits for the device once after the last layer, for all such prompts that end in the forward: it
+needs to know these numbers, and whether the tensors were finite. What else makes it wait:
 
 * a policy that propagates: once per prompt at each layer after which it lets tokens go, for how
   many they are, once more where the radix cache had some of them; and for a condition that data
@@ -30,6 +30,7 @@ from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import compress, give_back, slots_of_copy, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.fold import begun
+from kvpolicy.sglang_ext.forward.foreseen import Foreseen, foreseen, launched, taken_over
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part
 from kvpolicy.sglang_ext.report.kept import described
@@ -53,6 +54,7 @@ class Scored:
             observed; None if all do.
         origin: [N] int64 positions in the prompt of what the run decides about, after a restart
             of a request that asks for them; None: the run's are the prompt's.
+        foreseen: [L] entries that each list of a layer keeps; None: the device says it.
     """
 
     request: Any
@@ -64,6 +66,7 @@ class Scored:
     tokens: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     origin: torch.Tensor | None = None
+    foreseen: list[int] | None = None
 
     def narrow(self, chosen: torch.Tensor) -> None:
         """Only the chosen tokens [m] are there from now on."""
@@ -120,6 +123,7 @@ class PrefillStep:
 
     Attributes:
         ending: requests whose prompt ends in it, whatever has failed here.
+        foreseen: of these, those compressed before the device has said how much stays.
         parts: of several stages, what this one has found, by `id` of the request.
     """
 
@@ -130,6 +134,7 @@ class PrefillStep:
         self._accumulated: list[_Accumulated] = []
         self._concerned: list[Any] = []
         self.ending: list[tuple[Any, State]] = []
+        self.foreseen: list[Foreseen] = []
         self.parts: dict[int, Part] = {}
         table = batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
@@ -163,7 +168,8 @@ class PrefillStep:
                 run = state.served.program.start(state.prompt)
             else:
                 queries = max(state.prompt - prefix, state.served.tail(state.prompt))
-            self.scored.append(Scored(request, state, slots, slots, run, queries))
+            scored = Scored(request, state, slots, slots, run, queries, foreseen=foreseen(state))
+            self.scored.append(scored)
 
     @property
     def reads_lse(self) -> bool:
@@ -267,6 +273,10 @@ class PrefillStep:
                 else:
                     found.append((each, self._choose(each)))
         chosen = [(each, own) for each, own in found if not each.state.broken]
+        for each, own in chosen:
+            if each.foreseen is not None:
+                self._compress_at_once(each, own, each.foreseen)
+        chosen = [(each, own) for each, own in chosen if each.foreseen is None]
         # All have been asked before the host waits for the first one's numbers.
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
@@ -282,9 +292,27 @@ class PrefillStep:
                     self._compress(each, own.kept, counts)
                     each.state.remember(each.run, _known(held, widest))
                 self._describe(each, own.kept)
-            if not each.state.broken:  # on any rank
-                with failures.contained(each.request, COMPACTION):
-                    self._note(each, int(counts.sum()))
+            self._ended(each, counts)
+
+    def _compress_at_once(self, scored: Scored, own: _Chosen, layers: list[int]) -> None:
+        """Compress a prompt of which as much stays as foreseen, [L], if its tensors are finite."""
+        failures, store = self._services.failures, self._services.store
+        request, state = scored.request, scored.state
+        counts = torch.tensor(layers)[:, None].expand(-1, store.kv_heads).contiguous()
+        with failures.contained(request, COMPACTION, joint=True), timed(state):
+            scored.run.settle(finite=True)
+            asked = launched(request, state, store.here(counts), own.counts, own.finite)
+            self._compress(scored, asked.fitting(own.kept), counts)
+            state.remember(scored.run, taken_over(state, layers))
+            if state.private is not None:
+                self.foreseen.append(asked)
+        self._ended(scored, counts)
+
+    def _ended(self, scored: Scored, counts: torch.Tensor) -> None:
+        """A prompt has been compressed, or that has failed on some rank."""
+        if not scored.state.broken:
+            with self._services.failures.contained(scored.request, COMPACTION):
+                self._note(scored, int(counts.sum()))
 
     def _comparing(self, scored: Scored) -> Comparing:
         finite = scored.run.finite

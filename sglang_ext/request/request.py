@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.entries import foreseen
+from kvpolicy.dsl.bind.kept import heads_differ, keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode import Known, Memory
 from kvpolicy.dsl.execute.heads import ALL, Heads
@@ -53,6 +54,7 @@ class Served:
 
     Attributes:
         set: values of parameters that the request has set.
+        heads_differ: whether the KV heads of a layer may hold different entries.
         in_stages: whether other stages have other layers.
     """
 
@@ -78,6 +80,8 @@ class Served:
         self.queries = lru_cache(maxsize=4096)(bound.queries)
         self.tail = lru_cache(maxsize=4096)(self._tail)
         self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
+        self.foreseen = lru_cache(maxsize=4096)(lambda prompt: foreseen(bound, prompt))
+        self.heads_differ = heads_differ(bound.lowered)
         self._bounded = max_entries(bound, ENDLESS) < self._everything(ENDLESS)
         self.standing = Standing()
         self.set: dict[str, Any] = {}

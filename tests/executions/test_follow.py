@@ -147,7 +147,7 @@ def test_nothing_waits_before_the_numbers_land(name):
     _, store = stores(bound_to(name, shape), shape, 14, 0, kernels=kernels)
     memory = store.memory
     at_once = memory.bound.folded.decode.merge is not None and memory.steps.rule(14) is None
-    waited = ["block.py:read numpy"]
+    waited = ["arriving.py:read numpy"]
     for number in (1, 4, 16):
         memory.land()
         memory.block[0].left()  # as far as that was read

@@ -138,7 +138,8 @@ def made_up(shape: ModelShape) -> Iterator[None]:
         self.numbers = numbers
         row = [KEPT, 0, 1, *[KEPT + STEPS] * shape.kv_heads, *[KEPT] * shape.kv_heads]
         rows = np.array([row] * len(numbers))
-        self._event, self._read = None, block._landed(rows, requests, kv)
+        self._arriving = SimpleNamespace(arrived=lambda: True)
+        self._read = block._landed(rows, requests, kv)
 
     program = partial(TorchProgram, deferred_bytes=DEFERRED)
     with (

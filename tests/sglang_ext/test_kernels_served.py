@@ -14,18 +14,24 @@ from served_policies import OF_EVERY_CLASS
 
 TRITON = {"SGLANG_KV_POLICY_KERNELS": "triton", "TRITON_INTERPRET": "1"}
 TORCH = {"SGLANG_KV_POLICY_KERNELS": "torch", "TRITON_INTERPRET": "1"}
-ONE_WAIT = {
+NO_WAIT = {  # the prompt's length decides how much stays
     "snapkv": ["capacity=48", "window=16"],
+    "pyramidkv": ["capacity=48"],
+    "vatp-snapkv": ["capacity=48"],
+    "sinks-recent": ["capacity=30"],
+    "tova": ["capacity=40"],  # remembered for decode steps
+    "streamingllm": ["start=2", "window=30"],
+}
+ONE_WAIT = {
     "adakv": ["capacity=40"],
     "lava": ["capacity=48"],
-    "pyramidkv": ["capacity=48"],
     "dynamickv": ["capacity=40"],
     "cake": ["capacity=48"],  # remembered for decode steps
-    "h2o": ["heavy=20", "window=20"],
+    "h2o": ["heavy=20", "window=20"],  # the same; its KV heads keep different positions
     "d2o": ["rate=0.4"],
 }
 WAIT = "host.py:to_host cpu"
-COUNT = "block.py:read numpy"
+COUNT = "arriving.py:read numpy"
 
 
 @pytest.mark.server
@@ -83,15 +89,17 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
 
 @pytest.mark.server
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
-def test_a_prefill_forward_waits_once(scenario, flags):
+def test_a_prefill_forward_waits_once_if_at_all(scenario, flags):
     """For several prompts together; in chunks, the forwards before a prompt's last do not wait."""
     # Windows of queries are carried from chunk to chunk, or sums over all queries.
-    chosen = [name for name in ONE_WAIT if not flags or name in ("snapkv", "cake", "h2o")]
+    policies = NO_WAIT | ONE_WAIT
+    in_chunks = ("snapkv", "tova", "cake", "h2o")
+    chosen = [name for name in policies if not flags or name in in_chunks]
     seen = scenario(
         "scenarios_kernels.py",
         "waits",
-        TRITON,
-        policies={name: ONE_WAIT[name] for name in chosen},
+        TRITON | {"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"},
+        policies={name: policies[name] for name in chosen},
         lengths=[100, 70],
         **flags,
     )
@@ -101,7 +109,8 @@ def test_a_prefill_forward_waits_once(scenario, flags):
         assert sum(ended) == 2, name
         assert flags or ended == [2], name
         for forward in each["forwards"]:
-            assert forward["waits"] == ([WAIT] if forward["ended"] else []), name
+            waits = [WAIT] if name in ONE_WAIT and forward["ended"] else []
+            assert forward["waits"] == waits, name
         assert all("entries_kept" in facts for facts in each["facts"]), name
 
 
