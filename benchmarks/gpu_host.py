@@ -3,7 +3,8 @@
     python benchmarks/gpu_host.py --out FOLDER
     python benchmarks/gpu_host.py --toy --out FOLDER     the embedded model on a CPU
 
-Stock SGLang and a server with policies run one after the other. Per step: microseconds in which
+Stock SGLang and a server with policies start at once, which a GPU has to hold, and are asked one
+at a time. Per step: microseconds in which
 the scheduler does not wait for the device, launches (a replayed graph is one), and the share of
 the time in which the device has nothing to do; how many kernels Triton compiled once the server was
 ready. The profiler itself takes time, of both servers.
@@ -24,7 +25,7 @@ import checkout  # noqa: F401
 import numpy as np
 import report
 from gpu_checks import compiled
-from kvpolicy.evaluation.serving import Server, serve
+from kvpolicy.evaluation.serving import Server, serve, started, together
 from serving_report import STOCK
 from serving_setup import EMBEDDED, NO_PLUGIN, Model, flags_of, gpu_flags, model_of
 from shipped import settings
@@ -130,23 +131,28 @@ def run(options: argparse.Namespace, model: Model) -> dict:
         "command": report.command(),
         "machine": report.machine("sglang", "torch", "triton", "flashinfer-python"),
         "model": model.words, "steps": options.steps, "prompt": options.prompt,
-        "rows": [], "compiled_after_ready": {},
+        "rows": [], "compiled_after_ready": {STOCK: 0, "policies": 0},
     }  # fmt: skip
     rng = np.random.default_rng(0)
-    for label, words, env, asked in (
-        (STOCK, ((), ()), NO_PLUGIN, [None]),
-        ("policies", (files, given), {}, ["none", *names]),
-    ):
-        with serve(model.folder, *words, env=env, progress=True, **flags) as server:
+    starting = {
+        STOCK: serve(model.folder, env=NO_PLUGIN, progress=True, **flags),
+        "policies": serve(model.folder, files, given, progress=True, **flags),
+    }
+    asked = {STOCK: [None], "policies": ["none", *names]}
+    with together(starting) as servers:
+        cells = [
+            (label, batch, policy)
+            for batch in batches
+            for label, chosen in asked.items()
+            for policy in chosen
+        ]
+        for label, batch, policy in tqdm(cells, desc="batches"):
+            prompts = rng.integers(20, model.highest, (batch, options.prompt)).tolist()
             before = compiled()
-            cells = [(batch, policy) for batch in batches for policy in asked]
-            for batch, policy in tqdm(cells, desc=label):
-                prompts = rng.integers(20, model.highest, (batch, options.prompt)).tolist()
-                with tempfile.TemporaryDirectory() as folder:
-                    made = profiled(server, prompts, policy, options, Path(folder))
-                facts["rows"].append({"policy": policy or label, "batch": batch, **made})
-                report.write_json(options.out / "host.json", facts)
-            facts["compiled_after_ready"][label] = len(compiled() - before)
+            with tempfile.TemporaryDirectory() as folder:
+                made = profiled(started(servers[label]), prompts, policy, options, Path(folder))
+            facts["rows"].append({"policy": policy or label, "batch": batch, **made})
+            facts["compiled_after_ready"][label] += len(compiled() - before)
             report.write_json(options.out / "host.json", facts)
     return facts
 
