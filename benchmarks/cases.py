@@ -193,17 +193,42 @@ class Bench:
         return self.clock.times({"layer": layer})["layer"]
 
 
-def within(got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> str:
-    """Checks |got - wanted| <= bound everywhere; says how far off it was.
+class Checked:
+    """Results that were held to their references, and how far each call was off at most."""
 
-    Args:
-        got: any dtype.
-        wanted, bound: float64, broadcasting to it.
-    """
-    error = (got.double() - wanted).abs()
-    assert bool((error <= bound).all()), (
-        f"{what}: off by {float(error.max()):.3g}, {float((error / bound).max()):.3g} of the bound"
-    )
-    assert bool(wanted.abs().max() > 0), f"{what}: nothing but zeros to compare with"
-    used = float((error / bound.clamp(min=torch.finfo(torch.float64).tiny)).max())
-    return f"{what}: at most {float(error.max()):.1e} off, {100 * used:.0f} % of the bound"
+    NAMED = 12  # calls that are told apart; of more, as variants to tune are, only the worst is said
+
+    def __init__(self) -> None:
+        self._off: dict[str, tuple[float, float]] = {}
+
+    def within(
+        self, got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, call: str
+    ) -> None:
+        """Checks |got - wanted| <= bound everywhere.
+
+        Args:
+            got: any dtype.
+            wanted, bound: float64, broadcasting to it.
+
+        Raises:
+            AssertionError: it is not, or there are zeros alone to compare with.
+        """
+        error = (got.double() - wanted).abs()
+        assert bool((error <= bound).all()), (
+            f"{call}: off by {float(error.max()):.3g}, "
+            f"{float((error / bound).max()):.3g} of the bound"
+        )
+        assert bool(wanted.abs().max() > 0), f"{call}: nothing but zeros to compare with"
+        share = float((error / bound.clamp(min=torch.finfo(torch.float64).tiny)).max())
+        before = self._off.get(call, (0.0, 0.0))
+        self._off[call] = max(before[0], float(error.max())), max(before[1], share)
+
+    def __str__(self) -> str:
+        said = self._off
+        if len(said) > self.NAMED:
+            worst = tuple(max(each) for each in zip(*said.values(), strict=True))
+            said = {f"{len(said)} calls": worst}
+        return "; ".join(
+            f"{call}: at most {error:.1e} off, {100 * share:.0f} % of the bound"
+            for call, (error, share) in said.items()
+        )

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 from attention_pool import LAYERS, PAGE, TAIL, Cache
-from cases import Bench, Case, Planned, Target, within
+from cases import Bench, Case, Checked, Planned, Target
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
 from timing import Times
@@ -52,10 +52,9 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tu
 def checked(cache: Cache, calls: dict[str, Callable]) -> str:
     """The first and last request's first and last list, of every call that reads them."""
     group = cache.model.shape.group
-    said = []
+    held = Checked()
     for name, call in calls.items():
         out = call()
-        said_of_call = ""
         for layer, request, head in ((0, 0, 0), (LAYERS - 1, -1, -1)):
             request, head = request % cache.batch, head % cache.model.shape.kv_heads
             if name.startswith("ours") or name in RAGGED:
@@ -66,9 +65,8 @@ def checked(cache: Cache, calls: dict[str, Callable]) -> str:
             rows = slice(head * group, (head + 1) * group)
             q = cache.q[layer, request, rows]
             wanted, bound = exact(q, k, v, cache.scale)
-            said_of_call = within(out[layer][request, rows], wanted, bound, name)
-        said.append(said_of_call)
-    return "; ".join(said) + " (float64, two lists of each)"
+            held.within(out[layer][request, rows], wanted, bound, name)
+    return f"{held} (float64, two lists of each)"
 
 
 def _uniform_entries(

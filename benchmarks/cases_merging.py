@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from cases import Bench, Case, Model, Planned, Target, within
+from cases import Bench, Case, Checked, Model, Planned, Target
 from cases_scoring import ATTENDED, NAMED, OURS, PROGRAM, Watched, scores
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
@@ -199,7 +199,9 @@ def _rows(bench: Bench, tokens: int, number: int) -> Case:
         terms = int(sums[0][2].diff(dim=-1).max()) + 3
         size = reference_rows.merge_rows(x.double().abs(), *sums)
         bound = terms * torch.finfo(torch.float64).eps * size
-        return within(merge_rows(x, *sums), wanted, bound, "merged rows")
+        held = Checked()
+        held.within(merge_rows(x, *sums), wanted, bound, "merged rows")
+        return str(held)
 
     counted = shape.kv_heads * tokens * (model.entry_bytes + 8 * shape.head_dim)
     return Case(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from cases import Bench, Case, Planned, within
+from cases import Bench, Case, Checked, Planned
 from kvpolicy.kernels.scoring import order, over_layers, spread
 from kvpolicy.kernels.table_triton import TRITON
 
@@ -36,7 +36,9 @@ def _entropy(bench: Bench, tokens: int) -> Case:
         made, exact = (f(scores, there, [0, 1]) for f in (TRITON["entropy"], spread.entropy))
         # Numbers of one sign, added in two orders; each term is a few roundings off.
         bound = 8 * heads * tokens * 2.0**-53 * exact
-        return within(made, exact, bound, "entropy")
+        held = Checked()
+        held.within(made, exact, bound, "entropy")
+        return str(held)
 
     return Case(
         TOPIC,
@@ -91,7 +93,9 @@ def _variance(bench: Bench, tokens: int) -> Case:
             f(ranks, None, 0) for f in (TRITON["var_of_layers"], over_layers.var_of_layers)
         )
         bound = torch.full_like(exact, 8 * LAYERS * 2.0**-53 * tokens**2)
-        return within(made, exact, bound, "variance")
+        held = Checked()
+        held.within(made, exact, bound, "variance")
+        return str(held)
 
     return Case(
         TOPIC,

@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 from attention_pool import LAYERS, TAIL, Cache
-from cases import Bench, Case, Planned, Tuning, within
+from cases import Bench, Case, Checked, Planned, Tuning
 from cases_attention import PAGES, by_pages, checked, exact, ours
 from cases_scoring import OURS, Prompt, bound, observed, off, scores
 from cases_tuning_moves import ALL, TOPIC, Knobs, named
@@ -153,14 +153,15 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     }
 
     def check(calls: dict[str, Callable]) -> str:
+        held = Checked()
         for name, each in calls.items():
             out = each()
             for head, token in ((0, 0), (shape.kv_heads - 1, queries - 1)):
                 own = indices[int(indptr[head]) : int(indptr[head + 1]) - (queries - 1 - token)]
                 heads = slice(head * shape.group, (head + 1) * shape.group)
                 wanted, bound = exact(q[0, token, heads], keys[own], values[own], scale)
-                said = within(out[0, token, heads], wanted, bound, name)
-        return f"{said} (float64, two lists of each)"
+                held.within(out[0, token, heads], wanted, bound, name)
+        return f"{held} (float64, two lists of each)"
 
     return Case(
         TOPIC, f"attention of {queries} new tokens", tokens, 1, calls, check, note=note,
@@ -184,11 +185,12 @@ def _scoring(bench: Bench, tokens: int, window: int, toy: bool) -> Case:
         exact = observed(TorchProgram(policy, report=True), prompt, 1)
         exact.finish()
         wanted, worst = scores(exact, 0), off(prompt, 0, torch.float32)
+        held = Checked()
         for name in calls:
             run = observed(program(report=True, **given[name]), prompt, 1)
             run.finish()
-            within(scores(run, 0), wanted, worst * wanted, name)
-        return f"scores within {worst:.1e} of float64"
+            held.within(scores(run, 0), wanted, worst * wanted, name)
+        return f"{held} (scores in float64)"
 
     blocks = (32,) if toy else (16, 32, 64, 128)
     given = {OURS: {}} | {f"{OURS}, block {block}": {"block": block} for block in blocks}

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from cases import Bench, Case, Tuning, within
+from cases import Bench, Case, Checked, Tuning
 from cases_memory import TAIL, Fold, bits, prompt_of, sort_keys
 from cases_merging import links_of, lists_of
 from cases_scoring import OURS
@@ -247,7 +247,10 @@ def merged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
         wanted = reference_rows.merge_rows(x, *sums)
         size = reference_rows.merge_rows(x.double().abs(), *sums)
         bound = terms * torch.finfo(torch.float64).eps * size
-        return "; ".join(within(each(), wanted, bound, name) for name, each in calls.items())
+        held = Checked()
+        for name, each in calls.items():
+            held.within(each(), wanted, bound, name)
+        return str(held)
 
     where = {"dtype": plain(model.dtype), "head_dim": shape.head_dim, "tokens": tokens}
     return Case(

@@ -121,7 +121,7 @@ def test_capacity():
 
 def test_tight_pool():
     words = ("--policies", "snapkv,h2o", "--shares", "0.25", "--rounds", "1", "--layers", "2")
-    sizes = ("--requests", "6", "--prompt", "128", "--new", "12", "--pool", "320")
+    sizes = ("--requests", "6", "--prompt", "128", "--new", "24", "--pool", "320")
     stock, ample, *policies = rows(run("benchmarks/tight_pool.py", *words, *sizes))
     assert (stock[0], stock[2].split()[0], stock[3]) == ("stock SGLang", "1.00", "2")
     assert (ample[0], ample[3]) == ("stock SGLang, room for all", "6")
