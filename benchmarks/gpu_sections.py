@@ -11,7 +11,8 @@ import report
 
 BENCHMARKS = report.ROOT / "benchmarks"
 LENGTHS = "32768,16384,4096,65536,131072"  # most wanted first
-POOLS = (4.5, 2.5, 9.0)  # prompts of POOL_PROMPT tokens with their answers
+POOLS = (4.5, 2.5, 9.0)  # prompts of POOL_PROMPT tokens with their answers; most wanted first
+POOL_SECONDS = 150  # with less for each there are fewer of them
 # Answers are long: with short ones a crowd's time is that of its prefills, in stock as with a
 # policy. The crowd is larger than what a tenth of the entries lets a pool hold at once.
 POOL_PROMPT, POOL_ANSWER, POOL_CROWD = 4096, 512, 6
@@ -126,7 +127,8 @@ def _serving(
     setting: Setting, model: str | None, seconds: float, out: Path
 ) -> dict[str, list[str]]:
     sizes = ["--policies", "snapkv,h2o,fastkv", "--shares", "0.125", "--lengths", LENGTHS]
-    sizes += ["--at-once", "2", "--most", "16"]
+    # One prompt: of two that are sent at once, the second's times are those of the first's prefill.
+    sizes += ["--at-once", "1", "--most", "16"]
     if setting.toy:
         sizes = ["--policies", "snapkv,fastkv", "--shares", "0.25", "--lengths", "200,300"]
         sizes += ["--at-once", "2", "--rounds", "1", "--new", "8"]
@@ -140,6 +142,7 @@ def _pools(setting: Setting, model: str | None, seconds: float, out: Path) -> di
     if setting.toy:
         pools, shares, sizes = (2.5, 4.5), "0.25", (200, 12, 2)
     made, (prompt, answer, crowd) = {}, sizes
+    pools = pools[: max(1, int(seconds // POOL_SECONDS))]
     # Servers start as often for a small pool; what is asked of them grows with the pool.
     whole = sum(pool + 8 for pool in pools)
     for pool in pools:
