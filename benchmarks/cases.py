@@ -196,7 +196,9 @@ class Bench:
 class Checked:
     """Results that were held to their references, and how far each call was off at most."""
 
-    NAMED = 12  # calls that are told apart; of more, as variants to tune are, only the worst is said
+    NAMED = (
+        12  # calls that are told apart; of more, as variants to tune are, only the worst is said
+    )
 
     def __init__(self) -> None:
         self._off: dict[str, tuple[float, float]] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import (
@@ -79,6 +80,17 @@ class Bundle:
     tail: tuple[Node, ...]
     outputs: tuple[Node, ...]
     inputs: tuple[Node, ...]
+
+    @cached_property
+    def reads_values(self) -> bool:
+        """Whether kernels read values of the model besides keys."""
+        nodes = (node for each in self.reductions for node in each.node.walk())
+        return any("value" in node.operation.tensors for node in nodes)
+
+    @cached_property
+    def finite(self) -> frozenset[int]:
+        """Outputs, by id, of which no present value can be infinite."""
+        return frozenset(id(node) for node in self.outputs if finite(node))
 
 
 class Fusion:

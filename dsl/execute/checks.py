@@ -13,7 +13,8 @@ class Checks:
     """Checks of what has been read so far, of one layer's KV heads or of those of several layers.
 
     Attributes:
-        own: bool tensors, false if what was read is not finite: 0-d, or one per KV head.
+        own: bool tensors, false if what was read is not finite: 0-d, or one per KV head; or 0-d
+            numbers that are then not finite themselves, so that all are looked at in one go.
     """
 
     def __init__(self) -> None:
@@ -26,9 +27,14 @@ class Checks:
 
     def here(self, kv: int) -> torch.Tensor | None:
         """Bool [kv], whether all is finite of each KV head here; None: nothing was read."""
-        numbers, each = [x for x in self.own if not x.ndim], [x for x in self.own if x.ndim]
+        each = [x for x in self.own if x.ndim]
+        whole = [x for x in self.own if not x.ndim]
+        numbers = [x for x in whole if x.is_floating_point()]
+        truths = [x for x in whole if not x.is_floating_point()]
         if numbers:
-            each.append(torch.stack(numbers).all().expand(kv))
+            truths.append(torch.stack(numbers).isfinite().all())
+        if truths:
+            each.append(torch.stack(truths).all().expand(kv))
         return reduce(torch.logical_and, each) if each else None
 
     def ask(self, heads: Heads, kv: int) -> None:

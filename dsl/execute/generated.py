@@ -16,7 +16,6 @@ from functools import cached_property, partial
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kernel_values import finite
 from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
 from kvpolicy.dsl.codegen.parts import Output
 from kvpolicy.dsl.codegen.source import GeneratedFile, generate
@@ -109,7 +108,7 @@ class Generated:
         if (frame.step is not None) != self.fusion.steps or frame.rows is not None:
             return False
         needed = ["key"]
-        if _reads_values(bundle):
+        if bundle.reads_values:
             needed.append("value")
         if bundle.window is not None:
             needed.append("query")
@@ -212,7 +211,7 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
         if "lse" in vectors:  # a copy begins where kernels expect tensors to begin
             lse = _last(frame.read("lse"), 1, window).clone(memory_format=torch.contiguous_format)
         asked = None if step is None else _last(step.places, -1, window).contiguous()
-    values = rows(vectors["value"]) if _reads_values(bundle) else (None, None, None)
+    values = rows(vectors["value"]) if bundle.reads_values else (None, None, None)
     holds = ranks = order = None
     if step is not None and frame.there is not None:
         holds = frame.there.contiguous().view(torch.int8)
@@ -223,11 +222,6 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
                 order = held.indices.int()
     marks = (frame.positions, holds, ranks, order)
     return (q, asked, lse), rows(vectors["key"]), values, marks, frame.tokens
-
-
-def _reads_values(bundle: Bundle) -> bool:
-    nodes = (node for each in bundle.reductions for node in each.node.walk())
-    return any("value" in node.operation.tensors for node in nodes)
 
 
 def _last(x: torch.Tensor, dim: int, number: int) -> torch.Tensor:
@@ -298,11 +292,11 @@ def _completed(
     values = {}
     for node in bundle.outputs:
         own = parts[id(node)]
-        each = reductions.get(id(node))
+        each, bounded = reductions.get(id(node)), id(node) in bundle.finite
         if each is not None and (each.rest or "count" in own):
-            x = _rest(node, each.rest, own, axes[id(node)], frame)
+            x = _rest(node, each.rest, own, axes[id(node)], frame, bounded=bounded)
         else:
-            x = _value(node, own, axes[id(node)])
+            x = _value(own, axes[id(node)], bounded=bounded)
         values[id(node)] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
     return values
 
@@ -316,10 +310,10 @@ def _joined(row: Operation, parts: torch.Tensor) -> torch.Tensor:
     return parts.sum(0)
 
 
-def _value(node: Node, parts: dict[str, torch.Tensor], axes: tuple[str, ...]) -> Value:
+def _value(parts: dict[str, torch.Tensor], axes: tuple[str, ...], *, bounded: bool) -> Value:
     there = parts.get("there")
     mask_axes = axes if there is not None else ()
-    return Value(parts["value"], axes, there, mask_axes, finite=finite(node))
+    return Value(parts["value"], axes, there, mask_axes, finite=bounded)
 
 
 def _rest(
@@ -328,6 +322,8 @@ def _rest(
     parts: dict[str, torch.Tensor],
     axes: tuple[str, ...],
     frame: Frame,
+    *,
+    bounded: bool,
 ) -> Value:
     """The reduction over the axes that the kernel left, in float64."""
     # KV heads of each layer.
@@ -354,6 +350,6 @@ def _rest(
             data = by_name["sum"] / by_name["count"]
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
         data = data if apart is None else data.flatten(0, 1)
-        return Value(data, left, finite=node.op == "count" or finite(node))
-    x = Value(parts["value"], axes, finite=finite(node))
+        return Value(data, left, finite=node.op == "count" or bounded)
+    x = Value(parts["value"], axes, finite=bounded)
     return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

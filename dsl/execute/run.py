@@ -119,8 +119,8 @@ class Run:
             int64 [m], ascending: which of the n tokens deeper layers compute; None: all of them.
             With `restarted`: of which tokens the second prefill consists, maybe all.
         """
-        frame = self._frame(layer, k.device, k.shape[1], tokens)
-        evaluation = self._evaluation(replace(frame, vectors=_vectors(q, k, v, lse)))
+        frame = self._frame(layer, k.device, k.shape[1], tokens, _vectors(q, k, v, lse))
+        evaluation = self._evaluation(frame)
         if layer in self._sums:
             self._sums.pop(layer).finish(evaluation)
         deeper = self._propagate(evaluation)
@@ -154,8 +154,8 @@ class Run:
         if not self.program.accumulates:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
         sums = self._sums.setdefault(layer, _Sums(self._prefill.sums))
-        frame = self._frame(layer, k.device, k.shape[1], None)
-        sums.add(self._evaluation(replace(frame, vectors=_vectors(q, k, v, lse))), q.shape[1])
+        frame = self._frame(layer, k.device, k.shape[1], None, _vectors(q, k, v, lse))
+        sums.add(self._evaluation(frame), q.shape[1])
 
     def again(self, prompt: int) -> Run:
         """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
@@ -165,10 +165,17 @@ class Run:
         return Run(self.program, self.prompt, queries, tokens=prompt, _second=True)
 
     def _frame(
-        self, layer: int, device: torch.device, tokens: int, positions: torch.Tensor | None
+        self,
+        layer: int,
+        device: torch.device,
+        tokens: int,
+        positions: torch.Tensor | None,
+        vectors: Mapping[str, Keys],
     ) -> Frame:
         planned = self._planned(device).frame
-        frame = replace(planned, layer=layer, checks=self._checks, heads=self._heads)
+        frame = replace(
+            planned, layer=layer, vectors=vectors, checks=self._checks, heads=self._heads
+        )
         if tokens == self.prompt:
             return frame
         # What layers have in common is made for all tokens of the prompt.
@@ -344,7 +351,7 @@ class Run:
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
         for layer in self.program.layers:
             if layer not in self._evaluations:  # a policy that looks at no tensor
-                frame = self._frame(layer, device, self.size, None)
+                frame = self._frame(layer, device, self.size, None, {})
                 self._evaluations[layer] = self._evaluation(frame)
         return [self._evaluations[layer] for layer in self.program.layers]
 

@@ -6,6 +6,7 @@ size, E rows of a pool.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,8 +101,8 @@ class Frame:
 
         Returns:
             Tensors of the results: int8 truth values, float64 numbers, of splits float32 ones. And
-            bool tensors, 0-d, at decode steps [G], that are false if the model's tensors held NaN
-            or infinity.
+            what says whether the model's tensors held NaN or infinity: bool tensors, 0-d, at decode
+            steps [G], that are then false; or 0-d numbers that are then not finite.
         """
         return _Run(self, window, keys, values, marks, tokens, block, split).made(
             # Triton compiles anew for a whole number in a tuple that is 1, or a multiple of 16.
@@ -224,8 +225,8 @@ class _Run:
         lse = self._row_pass() if given is None else given
         if self.frame.steps:  # a query may see nothing
             self.checks.append((lse < float("inf")).view(self.kv, -1).all(1))
-        else:
-            self.checks.append(lse.isfinite().all())
+        elif self.queries:
+            self.checks.append(torch.linalg.vector_norm(lse, math.inf))  # NaN if one is
         return lse
 
     def _row_pass(self) -> torch.Tensor:
