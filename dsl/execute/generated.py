@@ -209,7 +209,9 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
         window = frame.window(bundle.window)
         q = _last(frame.read("query"), 1, window)
         if "lse" in vectors:  # a copy begins where kernels expect tensors to begin
-            lse = _last(frame.read("lse"), 1, window).clone(memory_format=torch.contiguous_format)
+            lse = frame.read("lse")
+            lse = lse.narrow(1, lse.shape[1] - window, window)
+            lse = lse.clone(memory_format=torch.contiguous_format)
         asked = None if step is None else _last(step.places, -1, window).contiguous()
     values = rows(vectors["value"]) if bundle.reads_values else (None, None, None)
     holds = ranks = order = None

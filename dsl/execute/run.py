@@ -278,9 +278,9 @@ class Run:
         evaluation.advance(self.program.bound.lowered.prefill)
         for x, numbers in prefill.looks:
             self._history.record(x, evaluation, _read(numbers, evaluation))
-        frame = replace(frame, vectors={})
+        frame.vectors = {}  # of this layer alone
         self._evaluations[frame.layer] = replace(
-            evaluation, frame=frame, known=known, passing=frozenset(), others=alone
+            evaluation, known=known, passing=frozenset(), others=alone
         )
 
     def said(self) -> torch.Tensor:
