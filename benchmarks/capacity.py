@@ -32,12 +32,9 @@ def measure(
     server.generate(input_ids=prompts[0][:8], max_new_tokens=2)
     before = len(server.log_text())
     started = time.perf_counter()
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    if policy is not None:
-        sampling["custom_params"] = {"kv_policy": policy}
-    response = server.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
-    response.raise_for_status()
-    answers = response.json()
+    answers = server.generate_batch(
+        prompts, policy=policy, max_new_tokens=new_tokens, ignore_eos=True
+    )
     seconds = time.perf_counter() - started
     batches = [int(n) for n in DECODE_BATCH.findall(server.log_text()[before:])]
     bad = [a for a in answers if a["meta_info"]["completion_tokens"] != new_tokens]

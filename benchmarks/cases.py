@@ -196,17 +196,16 @@ class Bench:
 class Checked:
     """Results that were held to their references, and how far each call was off at most."""
 
-    NAMED = (
-        12  # calls that are told apart; of more, as variants to tune are, only the worst is said
-    )
+    # Calls that are told apart; of more, as variants to tune are, only the worst is said.
+    NAMED = 12
 
     def __init__(self) -> None:
         self._off: dict[str, tuple[float, float]] = {}
 
     def within(
         self, got: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, call: str
-    ) -> None:
-        """Checks |got - wanted| <= bound everywhere.
+    ) -> Checked:
+        """Checks |got - wanted| <= bound everywhere; returns itself.
 
         Args:
             got: any dtype.
@@ -224,6 +223,7 @@ class Checked:
         share = float((error / bound.clamp(min=torch.finfo(torch.float64).tiny)).max())
         before = self._off.get(call, (0.0, 0.0))
         self._off[call] = max(before[0], float(error.max())), max(before[1], share)
+        return self
 
     def __str__(self) -> str:
         said = self._off

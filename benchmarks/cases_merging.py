@@ -199,9 +199,7 @@ def _rows(bench: Bench, tokens: int, number: int) -> Case:
         terms = int(sums[0][2].diff(dim=-1).max()) + 3
         size = reference_rows.merge_rows(x.double().abs(), *sums)
         bound = terms * torch.finfo(torch.float64).eps * size
-        held = Checked()
-        held.within(merge_rows(x, *sums), wanted, bound, "merged rows")
-        return str(held)
+        return str(Checked().within(merge_rows(x, *sums), wanted, bound, "merged rows"))
 
     counted = shape.kv_heads * tokens * (model.entry_bytes + 8 * shape.head_dim)
     return Case(

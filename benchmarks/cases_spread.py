@@ -36,9 +36,7 @@ def _entropy(bench: Bench, tokens: int) -> Case:
         made, exact = (f(scores, there, [0, 1]) for f in (TRITON["entropy"], spread.entropy))
         # Numbers of one sign, added in two orders; each term is a few roundings off.
         bound = 8 * heads * tokens * 2.0**-53 * exact
-        held = Checked()
-        held.within(made, exact, bound, "entropy")
-        return str(held)
+        return str(Checked().within(made, exact, bound, "entropy"))
 
     return Case(
         TOPIC,
@@ -93,9 +91,7 @@ def _variance(bench: Bench, tokens: int) -> Case:
             f(ranks, None, 0) for f in (TRITON["var_of_layers"], over_layers.var_of_layers)
         )
         bound = torch.full_like(exact, 8 * LAYERS * 2.0**-53 * tokens**2)
-        held = Checked()
-        held.within(made, exact, bound, "variance")
-        return str(held)
+        return str(Checked().within(made, exact, bound, "variance"))
 
     return Case(
         TOPIC,

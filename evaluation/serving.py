@@ -76,10 +76,25 @@ class Server:
             policy: name of a policy the server has, or "none"; None means the server's default.
             options: further sampling parameters.
         """
+        prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
+        return self._generated(prompt, policy, max_new_tokens, options)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        policy: str | None = None,
+        max_new_tokens: int = 16,
+        **options,
+    ) -> list[dict]:
+        """Greedy answers to prompts that are sent in one request; else as `generate`."""
+        batch = {"input_ids": [list(each) for each in prompts]}
+        return self._generated(batch, policy, max_new_tokens, options)
+
+    def _generated(self, prompt: dict, policy: str | None, max_new_tokens: int, options: dict):
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, **options}
         if policy is not None:
             sampling["custom_params"] = {"kv_policy": policy}
-        prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
         response = self.post("/generate", {**prompt, "sampling_params": sampling})
         response.raise_for_status()
         return response.json()
