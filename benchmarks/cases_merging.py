@@ -67,7 +67,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
     policy = bind(load("h2o").require(), one, {"heavy": str(part), "window": str(part)})
     q = model.random(shape.heads, tokens, shape.head_dim, seed=1)
     pool = model.random(tokens + 1, shape.kv_heads, shape.head_dim, seed=2)
-    keys = Slots(pool, 1 + model.permutation(tokens, seed=3))
+    keys = Slots(pool[None], 1 + model.permutation(tokens, seed=3))
     dense = keys.dense().contiguous()
 
     def with_kernels(

@@ -57,7 +57,7 @@ class Prompt:
 
     def of(self, layer: int) -> Slots:
         """The keys of one layer as a server holds them."""
-        return Slots(self.keys[layer], self.slots)
+        return Slots(self.keys[layer : layer + 1], self.slots)
 
     @cached_property
     def lse(self) -> list[torch.Tensor]:
@@ -106,6 +106,11 @@ def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bo
         attended: attention hands over its log-sum-exp.
     """
     run = program.start(prompt.tokens)
+    if run.at_end:
+        for layer in range(layers):
+            run.note(layer, prompt.q[layer], lse=prompt.lse[layer] if attended else None)
+        run.score(Slots(prompt.keys[:layers], prompt.slots), None)
+        return run
     for layer in range(layers):
         keys = prompt.of(layer)
         lse = prompt.lse[layer] if attended else None
@@ -185,7 +190,7 @@ def _checked(
     """Scores beside those in float64 and, where `made` gives them, the sets that are kept."""
     runs = {}
     for kernels in (watched := Watched(), REFERENCE):
-        program = TorchProgram(policy, report=True, kernels=kernels)
+        program = TorchProgram(policy, report=True, kernels=kernels, keys_stay=True)
         given = attended and kernels is not REFERENCE
         runs[kernels is REFERENCE] = observed(program, prompt, policy.shape.layers, attended=given)
     assert watched.asked, "no kernel was generated for these scores"
@@ -213,7 +218,7 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
     dense = prompt.of(0).dense().contiguous()
 
     def with_kernels(kernels: Kernels, *, attended: bool = False) -> Callable[[], Run]:
-        program = TorchProgram(policy, kernels=kernels)
+        program = TorchProgram(policy, kernels=kernels, keys_stay=True)
         return lambda: observed(program, prompt, 1, attended=attended)
 
     assert prompt.lse  # made before anything is timed
@@ -253,7 +258,7 @@ def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
     def with_kernels(
         kernels: Kernels, *, attended: bool = False
     ) -> Callable[[], list[torch.Tensor]]:
-        program = TorchProgram(policy, kernels=kernels)
+        program = TorchProgram(policy, kernels=kernels, keys_stay=True)
         return lambda: observed(program, prompt, layers, attended=attended).finish(wait=False)
 
     assert prompt.lse  # made before anything is timed

@@ -37,6 +37,7 @@ class GeneratedFile:
             node's value is present instead of its data.
         numbers: their `numbers`: how each is made of a node.
         order: at decode steps: whether they read in which order a KV head's own entries come.
+        token_bytes: what they write for a token of a KV head.
     """
 
     text: str
@@ -44,6 +45,7 @@ class GeneratedFile:
     tensors: tuple[tuple[Node, tuple[str, ...], bool], ...]
     numbers: tuple[tuple[str, Node], ...]
     order: bool
+    token_bytes: int
 
 
 def generate(
@@ -90,8 +92,19 @@ class Generator(Parts):
         results = tuple(each for each in self.results if not each.stage)
         given = self.arguments
         tensors = tuple((node, given.axes(node), there) for node, there in given.tensors.values())
-        numbers = tuple(given.numbers.values())
-        return GeneratedFile(f"{text}\n", results, tensors, numbers, "entries.rank" in text)
+        numbers, written = tuple(given.numbers.values()), self._token_bytes()
+        return GeneratedFile(
+            f"{text}\n", results, tensors, numbers, "entries.rank" in text, written
+        )
+
+    def _token_bytes(self) -> int:
+        """Bytes of results per token and KV head, in the types that launches give them."""
+        found = 0
+        for each in self.results:
+            if "token" in each.axes:
+                size = 1 if each.truth else 4 if each.stage or each.splits else 8
+                found += size * (self.bound.shape.group if "group" in each.axes else 1)
+        return found
 
     def _header(self) -> str:
         outputs = "\n".join(

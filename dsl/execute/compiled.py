@@ -22,7 +22,9 @@ from kvpolicy.dsl.ir.nodes import Node
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
-_DEFERRED_BYTES = 64 << 20
+# Of a model with 32 layers of 8 KV heads: scores of 131,072 tokens; or of 32,768, and all that
+# `snapkv` computes for them and the queries of its window.
+_DEFERRED_BYTES = 256 << 20
 
 
 class Compiled:
@@ -35,7 +37,9 @@ class Compiled:
         heads: which of the model's KV heads are here, and how the others are reached.
         layers: of the model that are here; None: all. A part of them can be computed as
             `bind/stages.py` says.
-        deferred_bytes: that the scores of all layers may take until the last one has been computed.
+        keys_stay: keys and values of all layers can be read when the last one has been computed.
+        deferred_bytes: that may be held of all layers until then, and what is computed of them at
+            once.
 
     Attributes:
         bound: the policy, reductions across KV heads as `ir/heads.py` writes them where others are
@@ -59,6 +63,7 @@ class Compiled:
         kernels: Kernels | None = None,
         heads: Heads = ALL,
         layers: range | None = None,
+        keys_stay: bool = False,
         deferred_bytes: int = _DEFERRED_BYTES,
     ) -> None:
         kernels = installed() if kernels is None else kernels
@@ -80,15 +85,35 @@ class Compiled:
             bound, self._prefill.everything, kernels, self._prefill.updates.states
         )
         self.reads_lse = self.generated is not None and self.generated.reads_lse
+        self.keys_stay, self._layers_alike = keys_stay, False
+        if keys_stay and self._deferring is not None and self.generated is not None:
+            self._layers_alike = self._deferring.layers_alike and not self.generated.fusion.reasons
         self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
     def prefill(self, prompt: int) -> Prefill:
         """What the prefill of a prompt of so many tokens computes."""
-        shape = self.bound.shape
-        held = 8 * len(self.layers) * self.heads.number(shape.kv_heads) * prompt
+        held = 8 * self._lists * prompt
         if self._deferring is None or held > self._deferred_bytes:
             return self._prefill
         return self._deferring
+
+    @property
+    def _lists(self) -> int:
+        """KV heads of all layers that are here."""
+        return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
+
+    def scores_at_end(self, prompt: int) -> bool:
+        """Whether a prompt's layers are scored together, after the last one; see `Run.score`.
+
+        That takes as many launches as one layer.
+        """
+        if not prompt or not self._layers_alike or self.generated is None:
+            return False
+        shape = self.bound.shape
+        # Queries have two bytes as a rule, and four at most.
+        queries = 4 * self.bound.queries(prompt) * shape.group * shape.head_dim
+        held = self._lists * (self.generated.token_bytes * prompt + queries)
+        return held <= self._deferred_bytes
 
     def plan(self, prompt: int, device: torch.device) -> Plan:
         """What only the prompt's length N decides."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpolicy.dsl.execute.ops import TORCH_FORMS
+from kvpolicy.dsl.execute.ops import TORCH_FORMS, layer_by_layer
 from kvpolicy.dsl.execute.values import Frame, Value, there_of
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -45,6 +45,10 @@ def distribution(node: Node) -> Node | None:
 def entropy(node: Node, frame: Frame, x: Value) -> Value:
     """The entropy of x, which is `distribution(node)`."""
     over = node.args[0].axes
-    dims = [x.axes.index(axis) for axis in over]
-    axes = tuple(axis for axis in x.axes if axis not in over)
-    return Value(frame.kernels["entropy"](x.tensor.double(), there_of(x), dims), axes)
+
+    def made(frame: Frame, x: Value) -> Value:
+        dims = [x.axes.index(axis) for axis in over]
+        axes = tuple(axis for axis in x.axes if axis not in over)
+        return Value(frame.kernels["entropy"](x.tensor.double(), there_of(x), dims), axes)
+
+    return layer_by_layer(over, frame, x, made)

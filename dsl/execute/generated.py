@@ -74,6 +74,13 @@ class Generated:
         given = [x for each in self.fusion.bundles for x in each.outputs]
         return any(node.operation.softmax for x in given for node in x.walk())
 
+    @cached_property
+    def token_bytes(self) -> int:
+        """What kernels write for a token of a KV head."""
+        steps = self.fusion.steps
+        files = (generate(each, self.bound, steps=steps) for each in self.fusion.bundles)
+        return sum(each.token_bytes for each in files)
+
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that gives a node at a frame, if its kernels can serve there."""
         found = self.fusion.of.get(node)
@@ -175,7 +182,7 @@ def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) ->
     vectors = dict(frame.vectors)
     for name, x in (("key", keys), ("value", values)):
         ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
-        vectors[name] = Entries(x.pool.view(-1, x.shape[2]), ids, x.scale)
+        vectors[name] = Entries(x.pool[0].view(-1, x.shape[2]), ids, x.scale)
     made = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
     there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     return [made, replace(made, there=there)]
@@ -234,10 +241,10 @@ _Vectors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def _in_slots(x: Keys) -> _Vectors:
-    """Keys or values with tokens first, in which row each token lies, and their scale."""
+    """Keys or values [L, *, G, D], in which row each token lies, and their scale."""
     if isinstance(x, Slots):
         return _unit(x.pool), x.slots, x.scale
-    return _unit(dense(x).transpose(0, 1)), None, None
+    return _unit(dense(x).transpose(0, 1))[None], None, None
 
 
 def _by_id(x: Keys) -> _Vectors:

@@ -176,12 +176,14 @@ def installed() -> Kernels:
 
 @dataclass(frozen=True)
 class Slots:
-    """Keys or values of one layer in a server's pool: token t of KV head g is pool[slots[t], g].
+    """Keys or values in a server's pool: token t of layer l's KV head g is pool[l, slots[t], g].
+
+    KV heads of several layers stand one after the other, layer by layer.
 
     Attributes:
-        pool: [S, G, D].
+        pool: [L, S, G, D].
         slots: int64 [n].
-        scale: float32 [G], by which numbers of the pool are multiplied, as those of 8 bits are;
+        scale: float32 [L * G], by which numbers of the pool are multiplied, as those of 8 bits are;
             None: they stand as they are.
     """
 
@@ -199,17 +201,19 @@ class Slots:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(G, n, D), as of the dense tensor."""
-        return self.pool.shape[1], self.slots.shape[0], self.pool.shape[2]
+        """(L * G, n, D), as of the dense tensor."""
+        layers, _, heads, size = self.pool.shape
+        return layers * heads, self.slots.shape[0], size
 
     def dense(self) -> torch.Tensor:
-        """[G, n, D], a copy, made once."""
+        """[L * G, n, D], a copy, made once."""
         return self.copied
 
     @cached_property
     def copied(self) -> torch.Tensor:
         """As `dense`."""
-        return _scaled(self.pool[self.slots].transpose(0, 1), self.scale)
+        rows = self.pool[:, self.slots].transpose(1, 2)
+        return _scaled(rows.reshape(self.shape), self.scale)
 
 
 @dataclass(frozen=True)

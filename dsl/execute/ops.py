@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from kvpolicy.dsl.execute.elementwise import binary, compare, elementwise, logic
@@ -16,9 +17,20 @@ from kvpolicy.dsl.ops.table import OPERATIONS
 
 def reduce(node: Node, frame: Frame, x: Value) -> Value:
     """A reduction over `node.axes` that skips absent values."""
-    if frame.layered and "kv" in node.axes:
-        plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
-        return _for_each_head(reduce(node, plain, _of_each_layer(x, heads)), heads)
+    return layer_by_layer(node.axes, frame, x, partial(_reduce, node))
+
+
+def layer_by_layer(
+    over: tuple[str, ...], frame: Frame, x: Value, made: Callable[[Frame, Value], Value]
+) -> Value:
+    """What is made of a value over axes: of each layer's KV heads, where there are several's."""
+    if not frame.layered or "kv" not in over:
+        return made(frame, x)
+    plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
+    return _for_each_head(made(plain, _of_each_layer(x, heads)), heads)
+
+
+def _reduce(node: Node, frame: Frame, x: Value) -> Value:
     row, dims = node.operation, [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
     made: Callable[..., torch.Tensor] = form(str(row.torch), "execute")

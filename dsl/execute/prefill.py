@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.execute.alike import like_heads
 from kvpolicy.dsl.execute.entropy import operands
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.heads import ALL, Heads
@@ -15,7 +16,7 @@ from kvpolicy.dsl.execute.plan import plannable
 from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, State, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
-from kvpolicy.dsl.ops.operations import Kind
+from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 
@@ -40,6 +41,8 @@ class Prefill:
         meets: whether layers look across KV heads, or tokens leave, before the last one is there.
         merges_meet: whether merges look across KV heads.
         sums: per sum state (`name + R`), its reduction R over all queries so far.
+        scored: what of it the prompt's length does not decide.
+        layers_alike: whether this may be computed of the KV heads of all layers as of one.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer.
@@ -84,6 +87,19 @@ class Prefill:
         whole = [n for n in every if n.operation.is_window and not n.args]
         inside = {id(n) for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
+        known = {*self.planned}
+        self.scored = [node for node in self.handed if node not in known]
+        self.layers_alike = self._layers_alike(known)
+
+    def _layers_alike(self, known: set[Node]) -> bool:
+        if self.updates.states or self.looks or self.bound.propagates or not self.scored:
+            return False
+        seen, static = {*known}, self.bound.static
+        nodes = [node for root in self.scored for node in root.walk(seen)]
+        read = known & {x for node in nodes for x in operands(node)}
+        if any(x.across_layers or "layer" in (static.needs(x) or ()) for x in nodes_of(read)):
+            return False
+        return like_heads(nodes, static, _of_any_layer, apart=not self._heads.divided)
 
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -161,6 +177,11 @@ class Prefill:
         return all(not w.args for w in windows) and all(
             static.needs(each) is not None for each in rest
         )
+
+
+def _of_any_layer(row: Operation) -> bool:
+    """Whether a leaf is each KV head's own, or the same of all, where all tokens are there."""
+    return row.reads_tensors or row.kind in (Kind.PLACE, Kind.WINDOW)
 
 
 def _chooses(node: Node) -> bool:

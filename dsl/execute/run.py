@@ -24,7 +24,7 @@ from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import Shared, shared
-from kvpolicy.dsl.execute.values import Frame, Value, snapped
+from kvpolicy.dsl.execute.values import Frame, Value, apart, of_layer, snapped
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
 from kvpolicy.dsl.ir.traverse import state_roots
@@ -77,6 +77,8 @@ class Run:
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _noted: dict[str, torch.Tensor] = field(default_factory=dict)
+    _of_all: dict[int, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
@@ -128,6 +130,46 @@ class Run:
             self._hand_over(evaluation)
             self._remember_queries(layer, q)
         return deeper
+
+    @cached_property
+    def at_end(self) -> bool:
+        """Whether layers are scored together: `note` takes the place of `observe`, then `score`."""
+        return self.program.scores_at_end(self.prompt)
+
+    def note(self, layer: int, q: torch.Tensor, *, lse: torch.Tensor | None = None) -> None:
+        """Copies what is read of a layer's queries.
+
+        Args:
+            layer, q, lse: as of `observe`; all layers have a log-sum-exp, or none.
+        """
+        number, place = len(self.program.layers), layer - self.program.layers.start
+        for name, x in (("query", q), ("lse", lse)):
+            if x is not None:
+                if name not in self._noted:
+                    self._noted[name] = x.new_empty(number, *x.shape)
+                self._noted[name][place] = x
+
+    def score(self, k: torch.Tensor | Slots, v: torch.Tensor | Slots | None) -> None:
+        """Computes what every layer decides, when all have been noted: in a few launches.
+
+        Args:
+            k, v: [L * G, N, D] of all layers that are here, one after the other, or where the pool
+                has them; `v` as of `observe`.
+        """
+        layers, kv = self.program.layers, k.shape[0] // len(self.program.layers)
+        noted = {name: x.flatten(0, 1) for name, x in self._noted.items()}
+        vectors = _vectors(noted["query"], k, v, noted.get("lse"))
+        one = self._frame(layers.start, k.device, self.prompt, None, vectors)
+        evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
+        for node in self._prefill.scored:
+            x = evaluation.value(node)
+            self._of_all[id(node)] = apart(x, node.type, len(layers), kv)
+        for place, layer in enumerate(layers):
+            own = self._evaluation(self._frame(layer, k.device, self.prompt, None, {}))
+            own.known.update({name: of_layer(x, place) for name, x in self._of_all.items()})
+            self._evaluations[layer] = own
+        self._remember_all(self._noted["query"])
+        self._noted = {}
 
     @property
     def meets(self) -> bool:
@@ -370,6 +412,7 @@ class Run:
             later = prefill.later - {id(node) for node in self.program.exchanged}
             model = Layers(each, self.size, later, prefill.passing)
         self._layers = Layers(here, self.size, prefill.later, prefill.passing, model)
+        self._layers.known.update(self._of_all)
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
         bound = self.program.bound
@@ -549,10 +592,22 @@ class Run:
         return self._tails.get(layer)
 
     def _remember_queries(self, layer: int, q: torch.Tensor) -> None:
-        if self.program.bound.folded.decode is not None:
-            number = self.program.bound.step_queries(self.prompt) - 1
-            if number > 0:
-                self._tails[layer] = q[:, -number:].clone()
+        number = self._remembered
+        if number > 0:
+            self._tails[layer] = q[:, -number:].clone()
+
+    def _remember_all(self, q: torch.Tensor) -> None:
+        """The same of all layers, [L, H, T, D]."""
+        number = self._remembered
+        if number > 0:
+            tails = q[:, :, -number:].clone()
+            self._tails.update(zip(self.program.layers, tails, strict=True))
+
+    @property
+    def _remembered(self) -> int:
+        """How many queries of the prompt's end decode steps may read."""
+        bound = self.program.bound
+        return 0 if bound.folded.decode is None else bound.step_queries(self.prompt) - 1
 
 
 def _vectors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -11,6 +11,7 @@ from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.bind.fixed_size import FixedSize
 from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.sum_states import SumStates
+from kvpolicy.dsl.execute.alike import like_heads
 from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import Updates
 from kvpolicy.dsl.execute.generated import Generated
@@ -20,47 +21,10 @@ from kvpolicy.dsl.execute.merge import compares
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
 from kvpolicy.dsl.ir.heads import across_heads
-from kvpolicy.dsl.ir.lower import Static
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
-
-
-def like_heads(
-    nodes: Sequence[Node],
-    static: Static,
-    reads: Callable[[Operation], bool],
-    *,
-    apart: bool = False,
-    numbers: bool = False,
-) -> bool:
-    """Whether layers may stand for more KV heads in the computation of nodes.
-
-    Args:
-        nodes: all of them.
-        static: of the policy.
-        reads: whether a leaf may be read besides those that always may.
-        apart: whether reductions over KV heads are those of each layer, see `Frame.layered`.
-        numbers: whether numbers of the host may be others at other layers.
-    """
-    for node in nodes:
-        needs = static.needs(node)
-        if needs is not None:
-            if "layer" in needs and not numbers:
-                return False
-            continue
-        if "layer" in node.axes:
-            return False
-        if "kv" in node.axes and not (apart and node.operation.kind is Kind.REDUCTION):
-            return False
-        if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
-            return False
-        # `cached`, of each KV head, or the order of the queries.
-        counted = node.op == "size" or (node.op == "index" and node.axes == ("query",))
-        if not counted and not node.operation.per_head and not reads(node.operation):
-            return False
-    return True
 
 
 def _only_orders(node: Node) -> bool:

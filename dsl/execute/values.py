@@ -376,6 +376,29 @@ def over_layers(x: Value, layers: int, device: torch.device) -> Value:
     return replace(x, data=data.expand(layers, *data.shape), axes=("layer", *x.axes))
 
 
+def apart(x: Value, type_: Type, layers: int, kv: int) -> Value:
+    """A value of the KV heads of several layers, `kv` of each, with the axis `layer` in front.
+
+    Args:
+        type_: of one layer's value; without KV heads, all heads of a layer have the same.
+    """
+    heads = "kv" in type_.axes
+
+    def split(data: torch.Tensor, axes: tuple[str, ...]) -> tuple[torch.Tensor, tuple[str, ...]]:
+        if "kv" not in axes:
+            return data, axes
+        data = data.unflatten(0, (layers, kv))
+        return (data, ("layer", *axes)) if heads else (data[:, 0], ("layer", *axes[1:]))
+
+    if not isinstance(x.data, torch.Tensor):
+        return x
+    mask, mask_axes = x.mask, x.mask_axes
+    if mask is not None:
+        mask, mask_axes = split(mask, mask_axes)
+    data, axes = split(x.data, x.axes)
+    return replace(x, data=data, axes=axes, mask=mask, mask_axes=mask_axes)
+
+
 def of_layer(x: Value, layer: int) -> Value:
     """One layer's part."""
     if "layer" not in x.axes:

@@ -36,7 +36,7 @@ def prompts(bound: Bound) -> list[int]:
 
 
 def programs(program: TorchProgram) -> Iterator[TorchProgram]:
-    """A policy's program, and as it takes prompts whose scores cannot wait for the last layer."""
+    """A policy's program, and as it takes prompts of which nothing waits for the last layer."""
     yield program
     if not program.bound.propagates:
         yield TorchProgram(
@@ -44,6 +44,7 @@ def programs(program: TorchProgram) -> Iterator[TorchProgram]:
             kernels=program.kernels,
             heads=program.heads,
             layers=program.layers,
+            keys_stay=program.keys_stay,
             deferred_bytes=0,
         )
 
@@ -52,20 +53,30 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
     """A finished prefill of zeros.
 
     Args:
-        like: rows of a pool as a server hands over keys and values; they are not looked at.
+        like: rows of a pool, of all layers, as a server hands over keys and values; what they hold
+            does not matter.
         queries: their type.
     """
     shape, device = program.bound.shape, like.device
     run, layer = program.start(tokens), program.layers.start
     there = torch.arange(tokens, device=device)
     kv = program.heads.number(shape.kv_heads)
-    pool = torch.zeros(_ROWS, kv, shape.head_dim, dtype=like.dtype, device=device)
+    if run.at_end:
+        size = (kv * shape.group, min(run.queries, tokens), shape.head_dim)
+        for layer in program.layers:
+            run.note(layer, torch.zeros(size, dtype=queries, device=device))
+        keys = Slots(like.pool, there % like.pool.shape[1], like.scale)
+        run.score(keys, keys if program.bound.needs_values else None)
+        run.finish(wait=False)
+        return run
+    pool = torch.zeros(1, _ROWS, kv, shape.head_dim, dtype=like.dtype, device=device)
+    scale = None if like.scale is None else like.scale[:kv]
     while layer < program.layers.stop:
         number = len(there)
         wanted = min(run.queries, number)
         size = (wanted, kv * shape.group, shape.head_dim)
         asked = torch.zeros(size, dtype=queries, device=device)
-        keys = Slots(pool, there % _ROWS, like.scale)
+        keys = Slots(pool, there % _ROWS, scale)
         values = keys if program.bound.needs_values else None
         own = None if number == run.size else there
         deeper = run.observe(layer, asked.transpose(0, 1), keys, values, own)

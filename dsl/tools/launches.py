@@ -155,7 +155,7 @@ class Watch:
             **{name: self.kernel(each) for name, each in table.items()},
             "generated": lambda name, text: None,
         }
-        program = TorchProgram(bound, kernels=watched)
+        program = TorchProgram(bound, kernels=watched, keys_stay=True)
         program.generated = self._zeros(program.generated)
         if program.steps is not None:
             program.steps.advancing = self._zeros(program.steps.advancing)
@@ -178,8 +178,8 @@ class _Zeros(Generated):
         steps, shape = self.fusion.steps, self.bound.shape
 
         def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-            (q, *_), (_, rows, _) = given[:2]
-            lists, tokens = rows.shape if steps else (shape.kv_heads, given[4])
+            (q, *_), (keys, rows, _) = given[:2]
+            lists, tokens = rows.shape if steps else (len(keys) * keys.shape[2], given[4])
             sizes = {
                 "kv": lists, "group": shape.group, "token": tokens,
                 "query": 0 if q is None else q.shape[1],
@@ -281,9 +281,14 @@ class _Counting:
         observed: list[Asked] = []
         there = torch.arange(tokens)
         while True:
+            if run.at_end:
+                for layer in range(shape.layers):
+                    with self._counted(observed):
+                        run.note(layer, q[layer][:, -run.queries :])
+                break
             for layer in range(shape.layers):
                 known = None if len(there) == run.size else there
-                k, v = (Slots(pool[layer], there) for pool in pools)
+                k, v = (Slots(pool[layer : layer + 1], there) for pool in pools)
                 values = v if self.bound.needs_values else None
                 with self._counted(observed):
                     deeper = run.observe(layer, q[layer][:, there], k, values, known)
@@ -295,6 +300,9 @@ class _Counting:
                 break
             run = run.again(len(there))
         with self._counted(observed):
+            if run.at_end:
+                k, v = (Slots(pool, there) for pool in pools)
+                run.score(k, v if self.bound.needs_values else None)
             run.finish(wait=False)
         run.settle(finite=True)
         return run, observed

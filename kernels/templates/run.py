@@ -84,9 +84,10 @@ class Frame:
                 positions, int64 [W], or [S, W] of G / S KV heads each; in a prefill the log-sum-exp
                 of their rows, float32 [H, W] contiguous, where attention has given it, else None:
                 it is computed.
-            keys: [*, G, D] where token t is row rows[t], and rows, int [n], or None: t itself. At
-                decode steps [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j]. And
-                float32 [G], by which each head's numbers are multiplied, or None.
+            keys: [L, *, G / L, D] of L layers, whose KV heads stand one after the other, where
+                token t is row rows[t], and rows, int [n], or None: t itself. At decode steps
+                [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j]. And float32 [G],
+                by which each head's numbers are multiplied, or None.
             values: the same of values, or three times None.
             marks: `positions`, `holds`, `ranks`, `order`: int64 [n] positions, ascending (None in a
                 prefill: 0 to n - 1); int8 [G, n], which entries a KV head holds (None: all); int32
@@ -130,7 +131,10 @@ class _Run:
         assert k is not None
         self.gpu, self.device = k.is_cuda, k.device
         self.queries = 0 if q is None else q.shape[1]
-        self.kv = (k if rows is None else rows).shape[0] if frame.steps else k.shape[1]
+        if frame.steps:
+            self.kv = (k if rows is None else rows).shape[0]
+        else:
+            self.kv = k.shape[0] * k.shape[2]
         self.tile = self.block or (frame.block if self.gpu else 256)
         group, dim = frame.padded
         self.heads = {"GROUP": frame.group, "GROUP_P": group, "BLOCK_W": frame.width}
@@ -216,8 +220,9 @@ class _Run:
         if x is None:
             return None, None
         if self.frame.steps:
-            return (x, x.stride(-2), x.stride(0) if rows is None else 0, scale), rows
-        return (x, x.stride(0), x.stride(1), scale), rows
+            return (x, x.stride(-2), x.stride(0) if rows is None else 0, scale, 0, 1), rows
+        to_layer = x.stride(0) if x.shape[0] > 1 else 0
+        return (x, x.stride(1), x.stride(2), scale, to_layer, x.shape[2]), rows
 
     def _row_lse(self) -> torch.Tensor:
         """float32 [H, W]: as attention has given it, else by a pass over the keys."""

@@ -97,19 +97,24 @@ def vectors(
     """Keys or values [BLOCK_N, HEAD_DIM_P] of some entries.
 
     Args:
-        x: their pointer, the stride from row to row, and from head to head; and the scales of
-            heads, which `scaled` multiplies with.
+        x: their pointer, the stride from row to row, and from head to head; the scales of heads,
+            which `scaled` multiplies with; and the stride from layer to layer and the KV heads of
+            each, which at decode steps mean nothing.
         rows: in which row each entry lies: [n] of all heads, at decode steps [G, n]; None: in its
             own.
     """
-    data, to_row, to_head, _ = x
+    data, to_row, to_head, _, to_layer, heads = x
     dim = tl.arange(0, HEAD_DIM_P)
     place = entries.entry.to(tl.int64)
     if rows is not None:
         if STEPS:
             rows += entries.head * entries.tokens
         place = tl.load(rows + entries.entry, mask=entries.owned, other=0).to(tl.int64)
-    place = place * to_row + entries.head * to_head
+    if STEPS:
+        place = place * to_row + entries.head * to_head
+    else:
+        layer = (entries.head // heads).to(tl.int64)
+        place = place * to_row + layer * to_layer + entries.head % heads * to_head
     there = entries.owned[:, None] & (dim < HEAD_DIM)[None, :]
     return _as(tl.load(data + place[:, None] + dim[None, :], mask=there, other=0.0), DTYPE)
 

@@ -254,8 +254,16 @@ class PrefillStep:
                 f"queries of its prompt were computed"
             )
         q, lse = self._of_heads(queries, layer)
+        if scored.run.at_end:
+            scored.run.note(layer.layer_id, q, lse=lse)
+            return
         k, v = self._entries(state, layer, scored.slots)
         scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
+
+    def _score(self, scored: Scored) -> None:
+        """All layers, where none had to be scored by itself."""
+        k, v = self._services.arena.of_all_layers(scored.slots)
+        scored.run.score(k, v if scored.state.served.bound.needs_values else None)
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages.
@@ -263,6 +271,10 @@ class PrefillStep:
         Of several stages, choose, or find what the others have to know first.
         """
         failures, found = self._services.failures, []
+        for each in self.scored:
+            if each.run.at_end and not each.state.broken:
+                with failures.contained(each.request, SCORING), timed(each.state):
+                    self._score(each)
         failures.agree(self._concerned)
         for each in self.scored:
             if each.state.broken:  # on any rank

@@ -39,7 +39,7 @@ def warm(services: Services, served: Served, queries: torch.dtype) -> None:
     if not served.kernels.read_the_pool:
         return
     device = services.arena.storage.device
-    like = services.arena.at_slots(0, torch.empty(0, dtype=torch.int64, device=device))[0]
+    like, _ = services.arena.of_all_layers(torch.empty(0, dtype=torch.int64, device=device))
     for program in programs(served.program):
         for tokens in _prompts(served, device):
             run = prefill(program, tokens, like, queries)

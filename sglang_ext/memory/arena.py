@@ -87,8 +87,17 @@ class Arena:
 
     def at_slots(self, layer: int, slots: torch.Tensor) -> tuple[Slots, Slots]:
         """Keys and values of a layer, from 0 of those that are here, at [n] int64 slots."""
-        k, v = self.storage[layer]
-        of_k, of_v = (None, None) if self.scales is None else self.scales[layer]
+        return self._at_slots(slice(layer, layer + 1), slots)
+
+    def of_all_layers(self, slots: torch.Tensor) -> tuple[Slots, Slots]:
+        """Keys and values of all layers that are here, at [n] int64 slots."""
+        return self._at_slots(slice(None), slots)
+
+    def _at_slots(self, layers: slice, slots: torch.Tensor) -> tuple[Slots, Slots]:
+        k, v = self.storage[layers].unbind(1)
+        of_k = of_v = None
+        if self.scales is not None:
+            of_k, of_v = (own.flatten() for own in self.scales[layers].unbind(1))
         return Slots(k, slots, of_k), Slots(v, slots, of_v)
 
     def at_ids(self, ids: torch.Tensor) -> tuple[Entries, Entries]:

@@ -70,7 +70,9 @@ class Served:
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
         table, layers = self.kernels.table, arena.own
-        self.program = TorchProgram(bound, kernels=table, heads=heads, layers=layers)
+        self.program = TorchProgram(
+            bound, kernels=table, heads=heads, layers=layers, keys_stay=self.kernels.read_the_pool
+        )
         self.in_stages = len(arena.spans) > 1
         self.upper_layers = pairing.upper_layers(bound)
         self._arena = arena

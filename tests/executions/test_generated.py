@@ -7,7 +7,7 @@ Dimensions: L layers, H query heads, G KV heads, N tokens, D head size, W querie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -138,12 +138,31 @@ def prefill(program: TorchProgram, q, k, v, slots: bool = False, attended: bool 
 
 def in_pool(x: torch.Tensor) -> Slots:
     """The rows of [G, n, D] at odd places of a pool whose other rows are NaN."""
-    heads, tokens, size = x.shape
-    pool = torch.full((2 * tokens + 5, heads, size), torch.nan, dtype=x.dtype, device=x.device)
+    return in_one_pool(x[None])
+
+
+def in_one_pool(x: torch.Tensor) -> Slots:
+    """The same of [L, G, n, D], beside as many values, which are NaN."""
+    layers, heads, tokens, size = x.shape
+    shape = (layers, 2, 2 * tokens + 5, heads, size)
+    pool = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)[:, 0]
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))
     slots = (2 * order + 1).to(x.device)
-    pool[slots] = x.transpose(0, 1)
+    pool[:, slots] = x.transpose(1, 2)
     return Slots(pool, slots)
+
+
+def prefill_at_end(program: TorchProgram, q, k, v, attended: bool = False) -> Run:
+    """A finished prefill whose layers are scored together; arguments as of `prefill`."""
+    run = program.start(k.shape[2])
+    assert run.at_end
+    for layer, own in enumerate(q):
+        asking = own[:, -run.queries :] if run.queries else own[:, :0]
+        lse = log_sum_exp(asking, k[layer]) if attended else None
+        run.note(layer, asking, lse=lse)
+    run.score(in_one_pool(k), in_one_pool(v) if program.bound.needs_values else None)
+    run.finish()
+    return run
 
 
 def assert_same_kept(a: Run, b: Run) -> None:
@@ -314,6 +333,81 @@ def test_a_log_sum_exp_that_is_not_finite_decides_nothing(wrong):
     run.observe(0, q, k, v, lse=lse)
     run.finish()
     assert run.not_finite
+
+
+# All layers in one go.
+
+AT_END = [
+    name for name in GENERATES
+    if TorchProgram(
+        bind(load(name).require(), ModelShape(2, 4, 2, 8)), kernels=TABLE, keys_stay=True
+    ).scores_at_end(29)
+]  # fmt: skip
+
+
+def test_policies_that_score_all_layers_together():
+    assert AT_END == [
+        "ada-pyramidkv", "adakv", "cake", "dynamickv", "lava", "pyramidkv", "simlayerkv-prefill",
+        "snapkv", "tova", "vatp-snapkv",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_END)
+def test_all_layers_together_and_one_after_the_other(name):
+    """The same is kept, the scores and budgets are the same, whoever finds the log-sum-exp."""
+    for number, attended in ((0, False), (5, True)):
+        case = replace(CASES[(AT_END.index(name) + number) % len(CASES)], layers=3)
+        bound, tensors = small(name, case.shape), case.tensors(number)
+        program = TorchProgram(bound, report=True, kernels=TABLE, keys_stay=True)
+        expected = prefill(program, *tensors)
+        assert_same_kept(expected, prefill(TorchProgram(bound), *tensors))
+        run = prefill_at_end(program, *tensors, attended=attended)
+        assert_same_kept(run, expected)
+        for root in program.prefill(case.tokens).roots:
+            for a, b in zip(run.result(root), expected.result(root), strict=True):
+                assert a.axes == b.axes
+                got, wanted = (torch.as_tensor(x.data, dtype=torch.float64) for x in (a, b))
+                torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", AT_END)
+def test_all_layers_take_the_launches_of_one(name, monkeypatch):
+    case = Case(5, 4, 2, 16, 37)
+    program = TorchProgram(small(name, case.shape), kernels=TABLE, keys_stay=True)
+    tensors, made = case.tensors(3), []
+
+    def counted(self, *given):
+        made.append(self.kv)
+        return run_(self, *given)
+
+    run_ = run_module._Run.made
+    monkeypatch.setattr(run_module._Run, "made", counted)
+    prefill_at_end(program, *tensors)
+    bundles = len(program.generated.fusion.bundles)
+    assert made == [case.layers * case.kv] * bundles
+    made.clear()
+    prefill(program, *tensors)
+    assert made == [case.kv] * bundles * case.layers
+
+
+def test_one_layer_that_is_not_finite_lets_nothing_leave():
+    case = Case(3, 4, 2, 16, 37)
+    program = TorchProgram(small("snapkv", case.shape), kernels=TABLE, keys_stay=True)
+    q, k, v = case.tensors(3)
+    k[1, 0, 5, 3] = torch.nan
+    run = prefill_at_end(program, q, k, v)
+    assert run.not_finite
+    assert all(bool(kept.all()) for kept in run.finish())
+
+
+def test_what_takes_too_much_memory_is_scored_layer_by_layer():
+    case = Case(3, 4, 2, 16, 37)
+    bound = small("snapkv", case.shape)
+    for most, together in ((100_000, True), (5_000, False), (0, False)):
+        program = TorchProgram(bound, kernels=TABLE, keys_stay=True, deferred_bytes=most)
+        assert program.scores_at_end(37) == together
+    assert not TorchProgram(bound, kernels=TABLE).scores_at_end(37)
+    assert not TorchProgram(bound, kernels=REFERENCE, keys_stay=True).scores_at_end(37)
 
 
 # Where keys and values lie.

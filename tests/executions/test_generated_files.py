@@ -123,7 +123,7 @@ def launch(name, n=32768):
     bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
     program = TorchProgram(bound, kernels={**REFERENCE, "generated": generated})
     q = tensor(32, bound.queries(n), 128, dtype=torch.bfloat16)
-    pool = Slots(tensor(1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))
+    pool = Slots(tensor(1, 1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))
     vectors = {"query": q, "key": pool, "value": pool}
     frame = Frame(bound, n, q.device, 8, n, layer=3, vectors=vectors)
     compute(program.generated, frame)

@@ -94,7 +94,13 @@ def observed(program, prompt):
     q, k, v = (torch.as_tensor(x) for x in prompt)
     run = program.start(k.shape[2])
     for layer in program.layers:
-        run.observe(layer, q[layer], k[layer], v[layer])
+        if run.at_end:
+            run.note(layer, q[layer][:, -run.queries :])
+        else:
+            run.observe(layer, q[layer], k[layer], v[layer])
+    if run.at_end:
+        here = slice(program.layers.start, program.layers.stop)
+        run.score(k[here].flatten(0, 1), v[here].flatten(0, 1))
     return run
 
 
@@ -123,6 +129,17 @@ def test_stages_keep_what_the_whole_model_keeps(name, deferred):
         assert max_entries(bound, TOKENS, layers) >= int(part.sum())
     parts = (max_entries(bound, TOKENS, range(n, n + 1)) for n in range(5))
     assert sum(parts) >= max_entries(bound, TOKENS) == max_entries(bound, TOKENS, range(5))
+
+
+@pytest.mark.parametrize("name", ["adakv", "cake", "pyramidkv", "snapkv", "simlayerkv-prefill"])
+def test_stages_that_score_their_layers_together_keep_the_same(name):
+    bound = bind(load(name).require(), ModelShape(*LARGE), SETTINGS[name])
+    prompt = prompt_of(LARGE)
+    whole = kept(TorchProgram(bound), prompt)
+    programs = Stage.all(bound, prompt, kernels=TABLE, keys_stay=True)
+    assert programs[0].scores_at_end(TOKENS)
+    parts = [kept(program, prompt) for program in programs]
+    assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 40, 97])

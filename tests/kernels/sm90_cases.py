@@ -216,7 +216,7 @@ def decided(
     for layer in range(2):
         scale = empty(G, dtype=torch.float32) if stored in FLOAT8 else None
         pools = (empty(SLOTS, G, D, dtype=stored) for _ in range(2))
-        k, v = (Slots(pool, ids(tokens), scale) for pool in pools)
+        k, v = (Slots(pool[None], ids(tokens), scale) for pool in pools)
         run.observe(layer, empty(H, run.queries, D), k, v)
     run.finish(wait=False)
 

@@ -147,6 +147,30 @@ def test_where_attention_gives_its_log_sum_exp_no_kernel_looks_for_it(scenario, 
     assert all("entries_kept" in each["facts"] for each in attended["answers"].values())
 
 
+@pytest.mark.server
+def test_all_layers_of_a_prompt_are_scored_in_one_launch(scenario):
+    """In chunks, too; sums over all queries are made layer by layer and chunk by chunk."""
+    lengths, layers = [100, 70], 4
+    for policy, given, number in (
+        ("snapkv", ["capacity=48", "window=16"], len(lengths)),
+        ("h2o", ["heavy=20", "window=20"], layers * (2 + 2)),
+    ):
+        run = scenario(
+            "scenarios_kernels.py",
+            "same",
+            TRITON,
+            policies={policy: given},
+            lengths=lengths,
+            output=3,
+            chunked_prefill_size=64,
+        )
+        called, at_start = (
+            sum(number for name, number in run[when].items() if name.endswith(".columns_store"))
+            for when in ("called", "called at start")
+        )
+        assert called - at_start == number, policy
+
+
 FOLDING = {
     "h2o": ["heavy=20", "window=19"],
     "streamingllm": ["start=2", "window=30"],

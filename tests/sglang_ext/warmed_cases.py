@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from kvpolicy.dsl.execute import warm as execute_warm
 from kvpolicy.dsl.execute.decode import Known
-from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -54,6 +53,13 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
     run, bound = policy.program.start(tokens), policy.bound
     first = tokens // CHUNK * CHUNK if policy.program.accumulates else 0
     layer, there, slots = 0, None, empty(tokens, dtype=torch.int64)
+    if run.at_end:
+        for layer in range(SHAPE.layers):
+            size = (3 + run.queries, parts.arena.kv_heads * SHAPE.group, SHAPE.head_dim)
+            run.note(layer, empty(*size)[3:].transpose(0, 1))
+        k, v = parts.arena.of_all_layers(slots)
+        run.score(k, v if bound.needs_values else None)
+        return run
     while layer < SHAPE.layers:
         number = tokens if there is None else len(there)
         own = slots if there is None else slots[there]
@@ -62,12 +68,12 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
         heads = empty(3 + number, parts.arena.kv_heads * SHAPE.group, SHAPE.head_dim)[3:]
         if first and there is None and run.size == tokens:
             for end in range(CHUNK, first + 1, CHUNK):
-                k, v = (Slots(pool, slots[:end]) for pool in parts.arena.storage[layer])
+                k, v = parts.arena.at_slots(layer, slots[:end])
                 run.accumulate(layer, heads[end - CHUNK : end].transpose(0, 1), k, v)
             queries = heads[min(first, tokens - policy.tail(tokens)) :]
         else:
             queries = heads[number - min(run.queries, number) :]
-        k, v = (Slots(pool, own) for pool in parts.arena.storage[layer])
+        k, v = parts.arena.at_slots(layer, own)
         values = v if bound.needs_values else None
         deeper = run.observe(layer, queries.transpose(0, 1), k, values, there)
         if deeper is not None:
