@@ -25,6 +25,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.check.policy import Checked, load
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
+from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.cost_limit import check_cost
 from kvpolicy.experiments.experiment import NO_POLICY
@@ -167,9 +168,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="[NAME=]PATH",
         nargs="+",
         action=_Extend,
-        help="KV-cache policy file (YAML), and the name by which requests choose it if that is not "
-        "the file's own; may be given several times. The first is the default of requests that "
-        "name none in sampling_params.custom_params.kv_policy.",
+        help="KV-cache policy file (YAML) or the name of a shipped one, and the name by which "
+        "requests choose it if that is not the file's own; may be given several times. The first "
+        "is the default of requests that name none in sampling_params.custom_params.kv_policy.",
     )
     group.add_argument(
         "--kv-policy-set",
@@ -304,8 +305,13 @@ def export(arguments: Namespace) -> None:
 
 
 def _absolute(value: str) -> str:
+    """A value of --kv-policy that means the same in another folder."""
     name, path = _named(value)
-    return os.path.abspath(path) if name is None else f"{name}={os.path.abspath(path)}"
+    if os.path.exists(path) or os.sep in path or os.path.splitext(path)[1]:
+        path = os.path.abspath(path)
+    else:  # the name of a shipped policy, or of nothing
+        path = str(shipped().get(path, path))
+    return path if name is None else f"{name}={path}"
 
 
 def _named(value: str) -> tuple[str | None, str]:
@@ -558,7 +564,9 @@ def _checked(path: str) -> Checked:
     try:
         checked = load(path)
     except PolicyError as error:
-        raise Refused(f"--kv-policy {path}: {error.diagnostics[0].message}") from None
+        found = error.diagnostics[0]
+        said = found.message if found.help is None else f"{found.message}; {found.help}"
+        raise Refused(f"--kv-policy {path}: {said}") from None
     if checked.program is None:
         raise Refused(f"--kv-policy {path}:\n{render_all(checked.errors, checked.source)}")
     if checked.unserved:

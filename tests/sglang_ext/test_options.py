@@ -64,6 +64,35 @@ def test_one_policy_needs_no_prefix(files):
     assert policy.bind(SHAPE).params["capacity"] == 8
 
 
+def test_a_shipped_policy_is_served_by_its_name(files, monkeypatch, tmp_path):
+    """But a file of that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    options.export(parse("--kv-policy", "snapkv", "small=tova", "--kv-policy-kernels", "torch"))
+    paths, _ = options.requested()
+    assert [name for name, _ in map(options._named, paths)] == [None, "small"]
+    assert all(os.path.isabs(path) for _, path in map(options._named, paths))
+    found = options.load_policies(paths, ["snapkv.capacity=100"])
+    assert [(x.name, x.program.name) for x in found] == [("snapkv", "snapkv"), ("small", "tova")]
+    (tmp_path / "tova").write_text(POLICY.format(name="own"))
+    options.export(parse("--kv-policy", "tova"))
+    assert [x.name for x in options.load_policies(*options.requested())] == ["own"]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("snapvk", "snapvk: there is no such file and no shipped policy of this name; did you "),
+        ("zzzz", "zzzz: there is no such file and no shipped policy of this name; `kvpolicy list`"),
+        ("nowhere/snapkv", "nowhere/snapkv: there is no such file"),
+        ("snapkv.yml", "snapkv.yml: there is no such file"),
+    ],
+)
+def test_neither_a_file_nor_a_shipped_policy(files, value, sentence):
+    options.export(parse("--kv-policy", value))
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        options.load_policies(*options.requested())
+
+
 def test_a_file_may_be_served_by_other_names(files, monkeypatch):
     monkeypatch.chdir(os.path.dirname(files[0]))
     values = ["one@0.5=one.yaml", "one", "one@0.125=./one.yaml", f"b.2={files[1]}"]
