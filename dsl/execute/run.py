@@ -1,4 +1,4 @@
-"""One prefill, evaluated layer by layer.
+"""One prefill: what its layers decide, one after the other or all together.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of one layer,
 D head size, W window.
@@ -78,6 +78,7 @@ class Run:
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: dict[str, torch.Tensor] = field(default_factory=dict)
+    _attended: bool = True  # all layers so far have been noted with their log-sum-exp
     _of_all: dict[int, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
@@ -140,8 +141,10 @@ class Run:
         """Copies what is read of a layer's queries.
 
         Args:
-            layer, q, lse: as of `observe`; all layers have a log-sum-exp, or none.
+            layer, q, lse: as of `observe`. Where one layer has no log-sum-exp, kernels compute that
+                of all.
         """
+        self._attended &= lse is not None
         number, place = len(self.program.layers), layer - self.program.layers.start
         for name, x in (("query", q), ("lse", lse)):
             if x is not None:
@@ -158,7 +161,8 @@ class Run:
         """
         layers, kv = self.program.layers, k.shape[0] // len(self.program.layers)
         noted = {name: x.flatten(0, 1) for name, x in self._noted.items()}
-        vectors = _vectors(noted["query"], k, v, noted.get("lse"))
+        lse = noted["lse"] if self._attended else None
+        vectors = _vectors(noted["query"], k, v, lse)
         one = self._frame(layers.start, k.device, self.prompt, None, vectors)
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
         for node in self._prefill.scored:

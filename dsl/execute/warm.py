@@ -69,14 +69,13 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
         run.score(keys, keys if program.bound.needs_values else None)
         run.finish(wait=False)
         return run
-    pool = torch.zeros(1, _ROWS, kv, shape.head_dim, dtype=like.dtype, device=device)
     scale = None if like.scale is None else like.scale[:kv]
     while layer < program.layers.stop:
         number = len(there)
         wanted = min(run.queries, number)
         size = (wanted, kv * shape.group, shape.head_dim)
         asked = torch.zeros(size, dtype=queries, device=device)
-        keys = Slots(pool, there % _ROWS, scale)
+        keys = Slots(like.pool[:1], there % like.pool.shape[1], scale)
         values = keys if program.bound.needs_values else None
         own = None if number == run.size else there
         deeper = run.observe(layer, asked.transpose(0, 1), keys, values, own)

@@ -221,7 +221,8 @@ class _Run:
             return None, None
         if self.frame.steps:
             return (x, x.stride(-2), x.stride(0) if rows is None else 0, scale, 0, 1), rows
-        to_layer = x.stride(0) if x.shape[0] > 1 else 0
+        # Of one layer of a pool, too: in a large one it is a number of 64 bits, another kernel's.
+        to_layer = 0 if rows is None else x.stride(0)
         return (x, x.stride(1), x.stride(2), scale, to_layer, x.shape[2]), rows
 
     def _row_lse(self) -> torch.Tensor:

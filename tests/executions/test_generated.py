@@ -152,13 +152,17 @@ def in_one_pool(x: torch.Tensor) -> Slots:
     return Slots(pool, slots)
 
 
-def prefill_at_end(program: TorchProgram, q, k, v, attended: bool = False) -> Run:
-    """A finished prefill whose layers are scored together; arguments as of `prefill`."""
+def prefill_at_end(program: TorchProgram, q, k, v, attended=()) -> Run:
+    """A finished prefill whose layers are scored together.
+
+    Args:
+        attended: layers of which attention hands over its log-sum-exp.
+    """
     run = program.start(k.shape[2])
     assert run.at_end
     for layer, own in enumerate(q):
         asking = own[:, -run.queries :] if run.queries else own[:, :0]
-        lse = log_sum_exp(asking, k[layer]) if attended else None
+        lse = log_sum_exp(asking, k[layer]) if layer in attended else None
         run.note(layer, asking, lse=lse)
     run.score(in_one_pool(k), in_one_pool(v) if program.bound.needs_values else None)
     run.finish()
@@ -355,7 +359,7 @@ def test_policies_that_score_all_layers_together():
 @pytest.mark.parametrize("name", AT_END)
 def test_all_layers_together_and_one_after_the_other(name):
     """The same is kept, the scores and budgets are the same, whoever finds the log-sum-exp."""
-    for number, attended in ((0, False), (5, True)):
+    for number, attended in ((0, (0, 2)), (5, (0, 1, 2))):
         case = replace(CASES[(AT_END.index(name) + number) % len(CASES)], layers=3)
         bound, tensors = small(name, case.shape), case.tensors(number)
         program = TorchProgram(bound, report=True, kernels=TABLE, keys_stay=True)

@@ -33,8 +33,9 @@ from kvpolicy.sglang_ext.request import request as request_module
 from kvpolicy.sglang_ext.request.request import Served
 
 POLICIES = Path(__file__).parents[2] / "policies"
-SLOTS, ROWS, HIDDEN = 1 << 18, 64, 4096
-DEFERRED = 64 << 17  # bytes: of 4 layers, as 64 MiB of 32
+# So many that from layer to layer are more numbers than 32 bits count.
+SLOTS, ROWS, HIDDEN = 1 << 21, 64, 4096
+DEFERRED = 256 << 17  # bytes: of 4 layers, as 256 MiB of 32
 KEPT, STEPS = 96, 16  # entries that each list keeps, as the host is told, and decode steps
 
 
