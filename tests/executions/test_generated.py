@@ -404,6 +404,25 @@ def test_one_layer_that_is_not_finite_lets_nothing_leave():
     assert all(bool(kept.all()) for kept in run.finish())
 
 
+@pytest.mark.parametrize(
+    ("rest", "together"),
+    [
+        (" where position > 3", True),
+        (" / mean[kv](norm1[dim](key))", True),
+        (" where position > prompt * layer / layers", False),
+        (" * (1 + layer)", False),
+        (" where rank[kv, token](norm1[dim](key)) > 3", True),
+    ],
+)
+def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, together):
+    case = Case(3, 4, 2, 16, 37)
+    bound, tensors = inline(f"sum[query, group](attn(recent(4))){rest}", case.shape), case.tensors(3)
+    program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
+    assert program.scores_at_end(case.tokens) == together
+    if together:
+        assert_same_kept(prefill_at_end(program, *tensors), prefill(TorchProgram(bound), *tensors))
+
+
 def test_what_takes_too_much_memory_is_scored_layer_by_layer():
     case = Case(3, 4, 2, 16, 37)
     bound = small("snapkv", case.shape)
