@@ -416,7 +416,10 @@ def test_one_layer_that_is_not_finite_lets_nothing_leave():
 )
 def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, together):
     case = Case(3, 4, 2, 16, 37)
-    bound, tensors = inline(f"sum[query, group](attn(recent(4))){rest}", case.shape), case.tensors(3)
+    bound, tensors = (
+        inline(f"sum[query, group](attn(recent(4))){rest}", case.shape),
+        case.tensors(3),
+    )
     program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
     assert program.scores_at_end(case.tokens) == together
     if together:
@@ -668,3 +671,15 @@ def test_random_policies(seed, monkeypatch):
     assert all(map(np.array_equal, expected.kept, actual.kept))
     assert expected.propagated == actual.propagated
     assert [x.kept for x in expected.steps] == [x.kept for x in actual.steps]
+
+
+# Of the first seeds, those of policies that score all layers together.
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2, 3, 9, 11, 14, 15, 16, 20, 21])
+def test_random_policies_that_score_all_layers_together(seed):
+    bound = grammar.accepted(Random(seed), (3, 6, 2, 16))
+    program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
+    case = Case(3, 6, 2, 16, 9 + seed)
+    tensors = case.tensors(seed)
+    assert program.scores_at_end(case.tokens)
+    assert_same_kept(prefill_at_end(program, *tensors), prefill(TorchProgram(bound), *tensors))
