@@ -45,6 +45,7 @@ class Generated:
     bound: Bound
     fusion: Fusion
     compiled: Callable[[str, str], Run]
+    _files: dict[tuple[int, bool], GeneratedFile] = field(default_factory=dict)
     _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
     _covering: dict[int, list[Bundle]] = field(default_factory=dict)  # by id of node, see `covers`
 
@@ -77,9 +78,7 @@ class Generated:
     @cached_property
     def token_bytes(self) -> int:
         """What kernels write for a token of a KV head."""
-        steps = self.fusion.steps
-        files = (generate(each, self.bound, steps=steps) for each in self.fusion.bundles)
-        return sum(each.token_bytes for each in files)
+        return sum(self._file(each, single=False).token_bytes for each in self.fusion.bundles)
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that gives a node at a frame, if its kernels can serve there."""
@@ -168,10 +167,17 @@ class Generated:
                 for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
                     self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
+    def _file(self, bundle: Bundle, *, single: bool) -> GeneratedFile:
+        key = (id(bundle), single)
+        if key not in self._files:
+            steps = self.fusion.steps
+            self._files[key] = generate(bundle, self.bound, single=single, steps=steps)
+        return self._files[key]
+
     def _source(self, bundle: Bundle, single: bool) -> tuple[GeneratedFile, Run]:
         key = (id(bundle), single)
         if key not in self._sources:
-            source = generate(bundle, self.bound, single=single, steps=self.fusion.steps)
+            source = self._file(bundle, single=single)
             run = self.compiled(self.bound.program.name, source.text)
             self._sources[key] = (source, run)
         return self._sources[key]

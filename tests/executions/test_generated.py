@@ -416,10 +416,8 @@ def test_one_layer_that_is_not_finite_lets_nothing_leave():
 )
 def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, together):
     case = Case(3, 4, 2, 16, 37)
-    bound, tensors = (
-        inline(f"sum[query, group](attn(recent(4))){rest}", case.shape),
-        case.tensors(3),
-    )
+    bound = inline(f"sum[query, group](attn(recent(4))){rest}", case.shape)
+    tensors = case.tensors(3)
     program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
     assert program.scores_at_end(case.tokens) == together
     if together:
