@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -210,7 +211,7 @@ class Crowd:
             state = State(served, prompt, 0)
             if memory is not None:
                 pending = PendingSteps(wanted(self.bound, prompt))
-                state.folds, state.decoding = True, Decoding(memory.clone(), pending)
+                state.folds, state.decoding = True, Decoding(copy(memory), pending)
             kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=0)
             state.published = True
             request = SimpleNamespace(

@@ -31,6 +31,7 @@ from kvpolicy.kernels.merging.nearest import nearest
 from kvpolicy.kernels.scoring.select import ABSENT, top
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
+from remembered import remembered
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +85,7 @@ def _kept_while_decoding(bound, prompt, device: str, kernels) -> list:
     for step in range(12):
         queries = torch.randn(3 * 8, 1, 64, generator=generator).to(device)
         new = torch.tensor([tokens + step], device=device)
-        positions = [torch.cat([memory.layout(layer).positions, new]) for layer in range(3)]
+        positions = [torch.cat([remembered(memory, layer)[0], new]) for layer in range(3)]
 
         def read(there, positions=positions):
             ids = torch.zeros(there.shape, dtype=torch.int64, device=device)
@@ -95,8 +96,7 @@ def _kept_while_decoding(bound, prompt, device: str, kernels) -> list:
 
         asked = partial(torch.clone, queries)
         follow_together([memory], [[tokens + step]], new, asked, read, leaves=True)
-    layouts = [memory.layout(layer) for layer in range(3)]
-    return [(x.positions.tolist(), None if x.there is None else x.there.tolist()) for x in layouts]
+    return [[x.tolist() for x in remembered(memory, layer)] for layer in range(3)]
 
 
 @KERNELS

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.execute.arriving import Arriving
 from kvpolicy.dsl.execute.heads import Heads
-from kvpolicy.dsl.execute.layout import Layout
 from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
 
 AXES = ("kv", "token")
@@ -260,16 +259,6 @@ class Block:
         heads, first = self.where(request, layer)
         return x[heads, first:]
 
-    def layout(self, request: int, layer: int) -> Layout:
-        """The entries that a layer holds."""
-        there, number = self.part(self.there, request, layer), request * self.layers + layer
-        return Layout(self.places(request, layer), None if self.alike[number] else there)
-
-    def places(self, request: int, layer: int) -> torch.Tensor:
-        """int64 [M of the layer], positions of one layer's lists."""
-        number = request * self.layers + layer
-        return self.positions[number, self.width - self.lengths[number] :]
-
     def left(self) -> Block:
         """What goes on."""
         return self
@@ -327,14 +316,6 @@ class Folded:
     def broad(self, request: int) -> int:
         """As of `Block`; the host waits for the numbers."""
         return self.counts.read()[request].widest
-
-    def layout(self, request: int, layer: int) -> Layout:
-        """The entries that a layer holds."""
-        stays = self.block.part(self.staying, request, layer)
-        some = stays.any(0)
-        there = stays[:, some]
-        positions = self.block.places(request, layer)[some]
-        return Layout(positions, None if bool(there.all()) else there)
 
     def left(self) -> Block:
         """What goes on; the host waits for the numbers. Entries stand where they stood before."""

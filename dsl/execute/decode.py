@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,7 @@ from kvpolicy.dsl.execute.block import (
     padded,
     without_heads,
 )
-from kvpolicy.dsl.execute.layout import Held, Layout
+from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.values import Value, as_given, union
@@ -49,7 +48,7 @@ def _held(kept: torch.Tensor) -> Held:
 
 
 class Memory:
-    """What a request remembers while it decodes.
+    """What a request remembers while it decodes; not changed in place, so that copies go on alone.
 
     Attributes:
         generated: decode steps so far.
@@ -116,15 +115,6 @@ class Memory:
         self.generated += steps
         self._block, self._place, self._landed = block, place, None
         self._reported = reported
-
-    def clone(self) -> Memory:
-        """A copy that goes on by itself; what is remembered is never changed in place."""
-        return copy(self)
-
-    def layout(self, layer: int) -> Layout:
-        """The entries of a layer."""
-        self.land()
-        return self._block.layout(self._place, layer)
 
     def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
         """As of `FixedSize`, for numbers that a step kept."""

@@ -45,21 +45,6 @@ class Held:
         return torch.stack([some.sum(-1), alike.long()], -1)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The cached entries of a layer.
-
-    Entry j of KV head g is at the j-th position that `there[g]` holds.
-
-    Attributes:
-        positions: int64 [M], ascending: positions that some KV head holds.
-        there: bool [G, M], or None where all KV heads hold all.
-    """
-
-    positions: torch.Tensor
-    there: torch.Tensor | None
-
-
 # Keys and values [G, M, D] after a merge; None for those that it leaves alone.
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 

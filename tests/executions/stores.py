@@ -22,6 +22,7 @@ from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.dsl.execute.values import aligned, sent
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
+from remembered import remembered
 
 # Kernels of a device for what requests are taken through together.
 TOGETHER = (
@@ -125,9 +126,8 @@ class Store:
         """Per layer and KV head the recording's positions of its entries."""
         kept = []
         for layer, (k, _) in enumerate(self.rows):
-            layout = self.memory.layout(layer)
-            there = self._there(layer)
-            names = torch.tensor(self.names)[layout.positions]
+            positions, there = remembered(self.memory, layer)
+            names = torch.tensor(self.names)[positions]
             kept.append([names[own].tolist() for own in there])
             assert there.shape == k.shape[:2]
         return kept
@@ -135,13 +135,9 @@ class Store:
     def vectors(self) -> list[list[Rows]]:
         """Per layer and KV head the keys and values of its entries."""
         return [
-            [(k[i, own], v[i, own]) for i, own in enumerate(self._there(layer))]
+            [(k[i, own], v[i, own]) for i, own in enumerate(remembered(self.memory, layer)[1])]
             for layer, (k, v) in enumerate(self.rows)
         ]
-
-    def _there(self, layer: int) -> torch.Tensor:
-        layout, k = self.memory.layout(layer), self.rows[layer][0]
-        return torch.ones(k.shape[:2], dtype=torch.bool) if layout.there is None else layout.there
 
 
 def begun(stores: list[Store], number: int, *, leaves: bool = True) -> Staying | None:
@@ -256,12 +252,10 @@ def assert_alike(one: Store, other: Store) -> None:
     a, b = one.memory, other.memory
     assert (a.generated, a.not_finite) == (b.generated, b.not_finite)
     for layer in range(len(one.rows)):
-        x, y = a.layout(layer), b.layout(layer)
-        assert x.positions.tolist() == y.positions.tolist(), layer
-        assert (x.there is None) == (y.there is None)
-        assert x.there is None or torch.equal(x.there, y.there), layer
+        (positions, held), (others, there) = remembered(a, layer), remembered(b, layer)
+        assert positions.tolist() == others.tolist(), layer
+        assert torch.equal(held, there), layer
         for k, m in zip(one.rows[layer], other.rows[layer], strict=True):
-            held = torch.ones(k.shape[:2], dtype=torch.bool) if x.there is None else x.there
             torch.testing.assert_close(k[held], m[held], rtol=3e-7, atol=1e-7)
         own, also = states_of(a, layer), states_of(b, layer)
         assert own.keys() == also.keys()

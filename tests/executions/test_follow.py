@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from random import Random
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
+from remembered import remembered
 from stores import Store, assert_alike, begun, finished
 
 pytestmark = pytest.mark.interpreted
@@ -96,7 +98,7 @@ def test_layers_of_different_lengths_at_once(monkeypatch):
         one.step_by_step(number)
         other.follow(number)
         assert_alike(one, other)
-        assert len({len(other.memory.layout(layer).positions) for layer in range(4)}) > 1
+        assert len({len(remembered(other.memory, layer)[0]) for layer in range(4)}) > 1
 
 
 @pytest.mark.parametrize(
@@ -173,18 +175,16 @@ def test_what_landed():
     assert store.memory.landed()
     assert store.memory.land() is None
     for number in (2, 3):
-        before = [store.memory.layout(layer) for layer in range(shape[0])]
+        before = [remembered(store.memory, layer) for layer in range(shape[0])]
         choices = store.follow(number)
         landed = store.memory.land()
         assert landed.finite
-        for layer, (own, choice) in enumerate(zip(before, choices, strict=True)):
-            own_there = torch.ones(shape[2], len(own.positions)) if own.there is None else own.there
-            there = (own_there.sum(-1) + number).tolist()
-            assert landed.there[layer].tolist() == there
+        for layer, ((positions, own), choice) in enumerate(zip(before, choices, strict=True)):
+            assert landed.there[layer].tolist() == (own.sum(-1) + number).tolist()
             assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
-            assert (choice.there is None) == (own.there is None)
-            assert choice.kept.shape[1] == len(own.positions) + number
-    assert before[0].there is not None
+            assert (choice.there is None) == bool(own.all())
+            assert choice.kept.shape[1] == len(positions) + number
+    assert not before[0][1].all()
     store.follow(1, leaves=False)
     assert store.memory.land() is None
 
@@ -207,7 +207,7 @@ def test_numbers_that_are_not_finite(name):
     for place, step, layer in (("q", 1, 2), ("k", 0, 1), ("q", 3, 0), ("k", 3, 2)):
         _, store = stores(bound_to(name, shape), shape, 14, 0)
         store.follow(2)
-        before = [store.memory.layout(i).positions.tolist() for i in range(shape[0])]
+        before = [remembered(store.memory, i)[0].tolist() for i in range(shape[0])]
         getattr(store.steps, place)[2 + step, layer, -1, 1] = float("nan")
         begun([store], 4)
         if name == "tova" and place == "q" and step < 3:  # the last query alone decides
@@ -219,7 +219,7 @@ def test_numbers_that_are_not_finite(name):
         assert store.memory.not_finite
         store.follow(3)
         for i, own in enumerate(before):
-            assert store.memory.layout(i).positions.tolist() == [*own, *range(16, 23)]
+            assert remembered(store.memory, i)[0].tolist() == [*own, *range(16, 23)]
 
 
 @pytest.mark.parametrize("name", ["h2o", "d2o", "roco"])
@@ -227,13 +227,13 @@ def test_copies_go_on_alone(name):
     shape = SHAPES[0]
     one, other = stores(bound_to(name, shape), shape, 14, 3)
     staying = begun([other], 5)
-    copy = other.memory.clone()
+    alone = copy(other.memory)
     finished(staying, [other])
     one.step_by_step(5)
     assert_alike(one, other)
     rows = list(other.rows)
     other.follow(4)
-    other.memory, other.rows, other.done = copy, rows, 5
+    other.memory, other.rows, other.done = alone, rows, 5
     assert_alike(one, other)
 
 

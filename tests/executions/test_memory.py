@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from copy import copy
 from functools import partial
 from random import Random
 
@@ -18,6 +19,7 @@ from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
+from remembered import remembered
 
 SHAPE = (2, 4, 2, 4)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -97,7 +99,7 @@ class Server:
     def step(self, position: int, *, leaves: bool = True) -> list:
         """One step of all layers; what each decided, where something leaves."""
         memory, self.asked = self.memory, []
-        self.before = [memory.layout(layer).positions for layer in range(SHAPE[0])]
+        self.before = [remembered(memory, layer)[0] for layer in range(SHAPE[0])]
         staying = follow_together(
             [memory], [[position]], torch.tensor([position]), partial(self.queries, position),
             partial(self.entries, position), leaves=leaves,
@@ -117,11 +119,8 @@ class Server:
 def held(memory: Memory) -> list[list[list[int]]]:
     result = []
     for layer in range(SHAPE[0]):
-        layout = memory.layout(layer)
-        there = layout.there
-        if there is None:
-            there = torch.ones(SHAPE[2], len(layout.positions), dtype=torch.bool)
-        result.append([layout.positions[own].tolist() for own in there])
+        positions, there = remembered(memory, layer)
+        result.append([positions[own].tolist() for own in there])
     return result
 
 
@@ -232,15 +231,15 @@ def test_copies_go_on_alone(name):
     server = Server(prefill(shipped(name)))
     for position in range(12, 15):
         server.step(position)
-    copy = Server(server.memory.clone())
+    alone = Server(copy(server.memory))
     before = held(server.memory)
     for position in range(15, 18):
-        copy.step(position)
+        alone.step(position)
     assert held(server.memory) == before
     for position in range(15, 18):
         server.step(position)
-    assert held(server.memory) == held(copy.memory)
-    assert server.memory.generated == copy.memory.generated == 6
+    assert held(server.memory) == held(alone.memory)
+    assert server.memory.generated == alone.memory.generated == 6
 
 
 def _bytes(memory: Memory) -> int:

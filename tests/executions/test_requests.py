@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 import pytest
 import stores
@@ -191,7 +193,7 @@ def test_a_request_goes_alone_and_comes_back():
             each.follow(number)
         if way == "copies":
             for each in crowd:
-                each.memory = each.memory.clone()
+                each.memory = copy(each.memory)
         if way == "alone":
             for each in crowd:
                 each.follow(number)

@@ -13,6 +13,7 @@ from kvpolicy.dsl.execute.select import top
 from kvpolicy.dsl.execute.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from recordings import tensors
+from remembered import remembered
 
 SHAPE = (4, 4, 2, 8)
 POLICIES = {
@@ -85,8 +86,9 @@ def test_a_memory_needs_no_wait_where_it_is_told_what_is_held(name):
     known = Known(told, max(each.positions for each in told))
     memory, expected = Memory.after(run, known), Memory.after(run)
     for layer in range(SHAPE[0]):
-        own, other = memory.layout(layer), expected.layout(layer)
-        assert own.positions.tolist() == other.positions.tolist()
-        assert own.positions.tolist() == kept[layer].any(0).nonzero()[:, 0].tolist()
-        assert (own.there is None) == (other.there is None) == told[layer].alike
-        assert own.there is None or torch.equal(own.there, other.there)
+        own, other = remembered(memory, layer), remembered(expected, layer)
+        assert own[0].tolist() == other[0].tolist()
+        assert own[0].tolist() == kept[layer].any(0).nonzero()[:, 0].tolist()
+        assert torch.equal(own[1], other[1])
+        assert bool(own[1].all()) == told[layer].alike
+    assert memory.block[0].alike == expected.block[0].alike == [each.alike for each in told]

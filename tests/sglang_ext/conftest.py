@@ -81,10 +81,11 @@ def scenario(model, tmp_path_factory):
     def run(file, name, env=None, folder=None, **flags):
         out = tmp_path_factory.mktemp("scenario") / "out.json"
         script, folder = Path(__file__).with_name(file), folder or model
+        paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
         done = forked.run(
             [sys.executable, "-P", str(script), name, str(out), folder, json.dumps(flags)],
             timeout=600,
-            env={**os.environ, **(env or {}), "PYTHONPATH": str(script.parent)},
+            env={**os.environ, **(env or {}), "PYTHONPATH": paths},
         )
         assert out.exists(), (done.stdout + done.stderr)[-5000:]
         return json.loads(out.read_text())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from in_process import Driver
+from remembered import remembered
 
 ROOT = Path(__file__).parents[2]
 POLICIES = {
@@ -74,13 +75,8 @@ def watch(driver: Driver) -> dict[str, dict[int, Any]]:
 def _cached(memory: Any, noted: list[int]) -> list[list[list[int]]]:
     found = []
     for layer in range(memory.bound.shape.layers):
-        layout = memory.layout(layer)
-        there = layout.there
-        if there is None:
-            there = (
-                layout.positions.new_ones(memory.bound.shape.kv_heads, len(layout.positions)) > 0
-            )
-        found.append([[*layout.positions[each].tolist(), *noted] for each in there])
+        positions, there = remembered(memory, layer)
+        found.append([[*positions[each].tolist(), *noted] for each in there])
     return found
 
 

@@ -1,0 +1,25 @@
+"""What a memory says of a layer's cached entries, as tensors to compare."""
+
+from __future__ import annotations
+
+import torch
+from kvpolicy.dsl.execute.block import Folded
+from kvpolicy.dsl.execute.decode import Memory
+
+
+def remembered(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entries of a layer.
+
+    Returns:
+        int64 [M], ascending, the positions that some KV head holds; bool [G, M], which of them
+        each holds.
+    """
+    memory.land()
+    found, place = memory.block
+    block, there = (
+        (found.block, found.staying) if isinstance(found, Folded) else (found, found.there)
+    )
+    own = block.part(there, place, layer)
+    positions = block.positions[place * block.layers + layer, block.width - own.shape[1] :]
+    some = own.any(0)
+    return positions[some], own[:, some]
