@@ -85,9 +85,7 @@ class Compiled:
             bound, self._prefill.everything, kernels, self._prefill.updates.states
         )
         self.reads_lse = self.generated is not None and self.generated.reads_lse
-        self.keys_stay, self._layers_alike = keys_stay, False
-        if keys_stay and self._deferring is not None and self.generated is not None:
-            self._layers_alike = self._deferring.layers_alike and not self.generated.fusion.reasons
+        self.keys_stay = keys_stay
         self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
     def prefill(self, prompt: int) -> Prefill:
@@ -107,7 +105,9 @@ class Compiled:
 
         That takes as many launches as one layer.
         """
-        if not prompt or not self._layers_alike or self.generated is None:
+        if not prompt or not self.keys_stay or not self.prefill(prompt).layers_alike:
+            return False
+        if self.generated is None or self.generated.fusion.reasons:
             return False
         shape = self.bound.shape
         # Queries have two bytes as a rule, and four at most.

@@ -434,6 +434,22 @@ def test_what_takes_too_much_memory_is_scored_layer_by_layer():
     assert not TorchProgram(bound, kernels=REFERENCE, keys_stay=True).scores_at_end(37)
 
 
+@pytest.mark.parametrize(("most", "together"), [(256 << 20, True), (1000, False)])
+def test_what_a_layer_orders_by_itself_is_not_ordered_among_all(most, together):
+    """Numbers of KV heads alone take no memory; of long prompts each layer orders its own."""
+    case = Case(3, 4, 2, 16, 37)
+    keep = "all where top[kv](seen, 1) else sinks(2) then recent(4)"
+    far = "mean[query, group](sum[token](attn(recent(1)) where distance(recent(1)) > 4))"
+    text = f"policy: heads\nlanguage: 1\nlet:\n  seen: {far}\nkeep: {keep}\n"
+    bound = bind(load(Source("heads.yaml", text)).require(), case.shape)
+    tensors = case.tensors(3)
+    program = TorchProgram(bound, kernels=TABLE, keys_stay=True, deferred_bytes=most)
+    assert program.generated.token_bytes == 0
+    assert program.scores_at_end(case.tokens) == together
+    drive = prefill_at_end if together else prefill
+    assert_same_kept(drive(program, *tensors), prefill(TorchProgram(bound), *tensors))
+
+
 # Where keys and values lie.
 
 
