@@ -54,7 +54,9 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     if services.arena.scales is not None:
         in_use = compat.attention_backends(compat.resolved(scheduler.server_args))
         refusals.check_scales(attention, in_use)
-        services.arena.set_scales([compat.kv_scales(layer) for layer in attention])
+        services.store.when_empty(
+            lambda: services.arena.set_scales([compat.kv_scales(layer) for layer in attention])
+        )
     if any(policy.program.positions == "slots" for policy in runtime.asked_for):
         services.rotary = of_model(runner.model)
 
@@ -72,6 +74,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     resolved = compat.resolved(scheduler.server_args)
     propagating = [each.name for each in served if each.bound.propagates]
     if propagating:
+        refusals.check_propagation(resolved, propagating)
         layers.wrap(services, runner, propagating)
         runtime.one_piece = options.one_piece(resolved.chunked_prefill_size)
     metrics = Metrics(compat.metric_labels(scheduler), names)

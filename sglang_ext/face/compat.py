@@ -260,6 +260,11 @@ def captures_whole_prefills(options: Any) -> bool:
     return options.cuda_graph_config.prefill.backend == Backend.FULL
 
 
+def captures_hidden_states(options: Any) -> bool:
+    """Whether hidden states of several layers go to the sampler with every batch (0.5.23)."""
+    return bool(getattr(options, "enable_return_aux_hidden_states", False))
+
+
 def captured_requests(options: Any) -> int:
     """Requests of the largest decode batch that is captured if the pool has room for so many."""
     from sglang.srt.model_executor.cuda_graph_config import Backend

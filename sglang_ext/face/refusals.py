@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,12 @@ OPTIONS = (
     ("is_embedding", False, "nothing is decoded"),
     ("encoder_only", False, "nothing is decoded"),
     ("strip_thinking_cache", False, "it moves the end of what a request owns"),
+    (
+        "enable_return_routed_experts",
+        False,
+        "it looks up a request's tokens by slots that were freed",
+    ),
+    ("kv_canary", "none", "it follows a request's row to slots that were freed"),
 )
 
 
@@ -219,6 +225,24 @@ def check_stages(policy: Policy, bound: Bound) -> None:
     why = apart(bound)
     if why is not None:
         raise Refused(f"{policy.option}: `{policy.name}` cannot be served with --pp-size: {why}.")
+
+
+def check_propagation(options: Any, names: Sequence[str]) -> None:
+    """Refuse options that need all tokens in all layers.
+
+    Args:
+        options: SGLang's options as resolved.
+        names: of the policies that propagate chosen tokens only.
+
+    Raises:
+        Refused: names the option and the policies.
+    """
+    if compat.captures_hidden_states(options):
+        listed = ", ".join(f"`{name}`" for name in names)
+        raise Refused(
+            f"--enable-return-aux-hidden-states cannot be combined with --kv-policy: {listed} "
+            "propagates chosen tokens only, and the others have no hidden states in deeper layers."
+        )
 
 
 def check_layers(layers: list[Any], shape: ModelShape, own: range) -> None:

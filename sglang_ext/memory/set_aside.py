@@ -78,11 +78,14 @@ class SetAside:
     def lend(self, rid: str, tokens: int, used: Callable[[], int]) -> bool:
         """Lend what a request needs for so many tokens; False, and nothing, if that is too much.
 
+        Nor does a request get a loan that has not given an earlier one back.
         Where there are too few, free slots of which SGLang has ample do for the rest.
 
         Args:
             used: says how many slots the request has at present, parts of pages among them.
         """
+        if rid in self._lent:
+            return False
         # SGLang wants a page more for each request.
         needed = whole_pages(self._allocator, tokens) + self._allocator.page_size
         most = min(needed, self.slots.numel())

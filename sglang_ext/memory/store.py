@@ -58,6 +58,7 @@ class Store:
         self._heads = heads
         self.by_row: dict[int, Private] = {}
         self._held: dict[str, int] = {}
+        self._when_empty: Callable[[], None] = lambda: None
 
     @property
     def held(self) -> int:
@@ -360,6 +361,12 @@ class Store:
     def reset_allocator(self) -> None:
         """SGLang has emptied its allocator; private slots come with the next requests."""
         self.set_aside.take()
+        self._when_empty()
+
+    def when_empty(self, do: Callable[[], None]) -> None:
+        """Do something now, and whenever SGLang has emptied its pool, as for other weights."""
+        self._when_empty = do
+        do()
 
     def alloc_to_lengths(self, **_: object) -> None:
         """SGLang has lengthened rows; private slots do not grow."""

@@ -121,7 +121,7 @@ class Changes:
         try:
             policy = policy_of(name, text, settings)
             self._check(policy.program)
-            with _side_stream():
+            with _side_stream(self._services.arena.storage.device):
                 if policy.program.positions == "slots":
                     self._services.rotary = of_model(self._runner.model)
                 served = self._make(policy, policy.bind(self._shape))
@@ -201,12 +201,17 @@ def _lacking(size: int, what: str) -> Refused:
 
 
 @contextlib.contextmanager
-def _side_stream() -> Iterator[None]:
-    """Work of this thread does not wait for the scheduler's, nor it for this."""
-    if not torch.cuda.is_available():
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Work of this thread does not wait for the scheduler's, nor it for this.
+
+    Args:
+        device: the scheduler's; a new thread begins at the first one.
+    """
+    if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()

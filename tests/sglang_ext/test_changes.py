@@ -1,10 +1,12 @@
 """A change of the policies is that of every scheduler or of none."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
@@ -15,6 +17,7 @@ from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.serving import catalog as catalogs
+from kvpolicy.sglang_ext.serving import changes
 from kvpolicy.sglang_ext.serving.catalog import Catalog
 from kvpolicy.sglang_ext.serving.changes import COMMIT, UNDO, WITHDRAW, Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
@@ -38,6 +41,7 @@ class Scheduler:
         services = SimpleNamespace(
             layers=None,
             shares=False,
+            arena=SimpleNamespace(storage=torch.empty(0)),
             queries=SimpleNamespace(needed=False),
             ranks=Ranks(),
             stages=Stages(range(2)),
@@ -137,3 +141,30 @@ def test_a_change_that_cannot_be_undone_is_said(fleet):
     schedulers[0].cannot_do[COMMIT] = schedulers[1].cannot_do[UNDO] = True
     with pytest.raises(Refused, match="; the change was not undone: scheduler DP1: Attr"):
         put(catalog, "third")
+
+
+def test_a_policy_is_compiled_on_the_schedulers_device(monkeypatch):
+    """A thread begins at the first GPU, whichever one the scheduler computes on."""
+    now = []
+
+    @contextlib.contextmanager
+    def within(what):
+        now.append(what)
+        yield
+        now.pop()
+
+    def stream():
+        made.extend(now)
+        return SimpleNamespace(synchronize=lambda: waited.extend(now))
+
+    made, waited = [], []
+    monkeypatch.setattr(torch.cuda, "device", within)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    device = torch.device("cuda", 1)
+    with changes._side_stream(device):
+        assert now[0] == device
+        assert len(now) == 2
+    assert made == waited == [device]
+    with changes._side_stream(torch.device("cpu")):
+        assert now == []

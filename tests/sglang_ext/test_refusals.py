@@ -82,7 +82,7 @@ def test_stages_serve_no_experiment(monkeypatch, tmp_path):
 
 # A value with which each option is refused.
 REFUSED = {
-    name: {None: "EAGLE", "null": "prefill", False: True, 1: 2}[harmless]
+    name: {None: "EAGLE", "null": "prefill", "none": "raise", False: True, 1: 2}[harmless]
     for name, harmless, _ in refusals.OPTIONS
 } | {
     "dllm_algorithm": "LowConfidence",
@@ -151,6 +151,13 @@ def test_the_table_of_options_says_what_is_served_and_where_it_is_tested():
         for file in files.split(", "):
             text = (ROOT / "tests" / file.strip("`")).read_text()
             assert any(each in text for each in (field, flag, value or flag)), (shown, file)
+
+
+def test_hidden_states_of_all_tokens_are_not_there_where_few_go_on():
+    chosen = SimpleNamespace(enable_return_aux_hidden_states=True)
+    with pytest.raises(Refused, match=r"^--enable-return-aux-hidden-states .*: `asl`, `fastkv` "):
+        refusals.check_propagation(chosen, ["asl", "fastkv"])
+    refusals.check_propagation(SimpleNamespace(), ["asl"])  # 0.5.22 has no such option
 
 
 @pytest.mark.parametrize("prefill", BACKENDS)

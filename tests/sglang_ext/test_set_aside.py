@@ -69,6 +69,25 @@ def test_somebody_has_taken_the_page_that_sglang_wants_more():
     assert not torch.isin(aside.slots, more).any()
 
 
+def test_one_loan_at_a_time():
+    """A request that is queued again while its first loan cannot be taken back gets no other."""
+    allocator, aside = aside_of(8, 4, 8)
+    others = allocator.alloc(24)
+    assert aside.lend("a", 3, none)
+    more = allocator.alloc(4)
+    aside.ended("a")
+    aside.take_back(no_cache)
+    assert aside.lent == 8
+    assert not aside.lend("a", 3, none)
+    assert aside.lent == 8
+    allocator.free(more)
+    aside.take_back(no_cache)
+    assert aside.lend("a", 3, none)
+    aside.ended("a")
+    aside.take_back(no_cache)
+    assert (aside.lent, aside.slots.numel(), len(others)) == (0, 8, 24)
+
+
 def test_a_flush_gives_everything_anew():
     allocator, aside = aside_of(10, 1, 4)
     aside.lend("a", 2, none)

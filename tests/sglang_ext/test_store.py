@@ -260,3 +260,15 @@ def _dense(q, kv, kept, prompt, scale):
             k, v = kv[layer, :, seen, group]
             out[layer, head] = (k @ q[layer, head] * scale).softmax(0) @ v
     return out
+
+
+def test_what_the_weights_say_is_read_again_when_the_pool_is_emptied():
+    """As after `/update_weights_from_disk`, of a checkpoint whose scales are others."""
+    store = make_store()
+    arena = create_arena(1, 5, 2, 4, torch.float8_e4m3fn, "cpu")
+    of_weights = [[(0.5, 2.0)], [(3.0, 1.5)]]
+    store.when_empty(lambda: arena.set_scales(of_weights.pop(0)))
+    assert arena.scales[0].tolist() == [[0.5, 0.5], [2.0, 2.0]]
+    store.clear()
+    store.reset_allocator()
+    assert arena.scales[0].tolist() == [[3.0, 3.0], [1.5, 1.5]]
