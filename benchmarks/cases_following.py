@@ -56,7 +56,7 @@ def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
         made = Evaluation(
             frame, steps.updates, before=known, others=known_before, generated=steps.advancing
         )
-        return made.advance(steps.rules)["heat"].data
+        return made.state("heat").data
 
     return call
 

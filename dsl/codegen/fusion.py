@@ -88,9 +88,9 @@ class Bundle:
         return any("value" in node.operation.tensors for node in nodes)
 
     @cached_property
-    def finite(self) -> frozenset[int]:
-        """Outputs, by id, of which no present value can be infinite."""
-        return frozenset(id(node) for node in self.outputs if finite(node))
+    def finite(self) -> frozenset[Node]:
+        """Outputs of which no present value can be infinite."""
+        return frozenset(node for node in self.outputs if finite(node))
 
 
 class Fusion:

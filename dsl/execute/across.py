@@ -61,13 +61,7 @@ def widened(x: Value, frame: Frame, prompt: int) -> Value:
 
 def narrowed(x: Value, places: torch.Tensor) -> Value:
     """The value at some of its tokens, by index."""
-    if "token" not in x.axes:
-        return x
-    mask = x.mask
-    if mask is not None and "token" in x.mask_axes:
-        mask = mask.index_select(x.mask_axes.index("token"), places)
-    data = x.tensor.index_select(x.axes.index("token"), places)
-    return replace(x, data=data, mask=mask)
+    return x.along("token", lambda own, at: own.index_select(at, places))
 
 
 def nowhere(x: Value, frame: Frame) -> Value:
@@ -81,22 +75,22 @@ class History:
     """Values of the layers done so far, for `past` and `at`.
 
     Attributes:
-        values: by id of node and layer, with the positions of that layer's tokens.
+        values: by node and layer, with the positions of that layer's tokens.
     """
 
-    values: dict[int, dict[int, tuple[Value, torch.Tensor | None]]] = field(default_factory=dict)
+    values: dict[Node, dict[int, tuple[Value, torch.Tensor | None]]] = field(default_factory=dict)
 
     def record(self, node: Node, evaluation: Evaluation, layers: int | None) -> None:
         """Notes a node's value at a layer; `layers`: how many are read later, None for all."""
         frame = evaluation.frame
-        own = self.values.setdefault(id(node), {})
+        own = self.values.setdefault(node, {})
         own[frame.layer] = (evaluation.value(node), frame.positions)
         if layers is not None:
             own.pop(frame.layer - layers, None)
 
     def read(self, node: Node, layer: int, frame: Frame) -> Value:
         """An earlier layer's value at the tokens that are still there."""
-        x, positions = self.values[id(node)][layer]
+        x, positions = self.values[node][layer]
         if "token" not in x.axes or frame.positions is None:
             return x
         places = frame.positions
@@ -191,9 +185,9 @@ class Layers(Evaluation):
         evaluations: [L], by layer; what they find of other layers comes from here, as long as this
             is held.
         prompt: N.
-        later: ids of nodes that follow from what compares layers. Where all layers have the same
+        later: nodes that follow from what compares layers. Where all layers have the same
             tokens these are computed of all layers at once.
-        passing: ids of those that are not held.
+        passing: those that are not held.
         model: all layers of the model, of which only numbers are known, where these are a part of
             them; l of L. What looks at other layers is found there.
     """
@@ -202,8 +196,8 @@ class Layers(Evaluation):
         self,
         evaluations: list[Evaluation],
         prompt: int,
-        later: Set[int] = frozenset(),
-        passing: Set[int] = frozenset(),
+        later: Set[Node] = frozenset(),
+        passing: Set[Node] = frozenset(),
         model: Layers | None = None,
     ) -> None:
         first = evaluations[0].frame
@@ -226,7 +220,7 @@ class Layers(Evaluation):
 
     def of_each(self, node: Node) -> list[Value]:
         """A node's value at every layer."""
-        if id(node) not in self._together:
+        if node not in self._together:
             return [each.value(node) for each in self.evaluations]
         x = self.value(node)
         return [of_layer(x, layer) for layer in range(len(self.evaluations))]
@@ -253,18 +247,13 @@ class Layers(Evaluation):
         )
         if self._together:  # what the layers held is held once
             for layer, each in enumerate(own):
-                each.known[id(node)] = of_layer(made, layer)
+                each.known[node] = of_layer(made, layer)
         return made
 
     def _own(self, x: Value) -> Value:
         """The part of these layers in a value of all layers of the model."""
-        if "layer" not in x.axes:
-            return x
-        here = slice(self._first, self._first + len(self.evaluations))
-        mask = x.mask
-        if mask is not None and "layer" in x.mask_axes:
-            mask = mask[here]
-        return replace(x, data=x.tensor[here], mask=mask)
+        number = len(self.evaluations)
+        return x.along("layer", lambda every, at: every.narrow(at, self._first, number))
 
     def _compared(self, node: Node) -> Value:
         if node.operation.kind is Kind.PARTITION:
@@ -282,7 +271,7 @@ class Layers(Evaluation):
     def reaches(self, node: Node) -> bool:
         return across_heads(node) and self._is_found_here(node)
 
-    def ask_below(self, node: Node, done: dict[int, bool]) -> bool:
+    def ask_below(self, node: Node, done: dict[Node, bool]) -> bool:
         # All else is a layer's own.
         return not self._is_found_here(node) or super().ask_below(node, done)
 
@@ -290,7 +279,7 @@ class Layers(Evaluation):
         """Whether a node is computed of all layers at once."""
         if node.operation.kind is Kind.LOOK or reduces_past(node):
             return False
-        return _compares(node) or id(node) in self._together
+        return _compares(node) or node in self._together
 
     def _divided(self, node: Node) -> torch.Tensor:
         """float64 [L]: integers or labels for the layers."""

@@ -358,8 +358,9 @@ def _follow(
     choices = staying.choices(0, lambda layer, there: cache.rows[layer], slots=slots)
     for layer, choice in enumerate(choices):
         k, v = cache.rows[layer]
-        k = k if choice.k is None else choice.k.to(cache.dtype)
-        v = v if choice.v is None else choice.v
+        merged_k, merged_v = choice.rows
+        k = k if merged_k is None else merged_k.to(cache.dtype)
+        v = v if merged_v is None else merged_v
         if choice.shift is not None and inv_freq is not None:
             k = turned(k, choice.shift, inv_freq)
         cache.leave(layer, choice.kept, k, v)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from kvpolicy.dsl.execute.arriving import Arriving
 from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.values import Value, aligned, as_given, sent, sizes_of, union
+from kvpolicy.dsl.ir.nodes import Node
 
 AXES = ("kv", "token")
 HEADS = ("kv", "group", "token")
@@ -211,8 +212,8 @@ class Block:
         used: `lengths` on the device, where entries that have left leave gaps; None: none have.
         since: steps since every list was cut to as many entries as its rule wants, at most; None:
             it is not known.
-        ends: by id of a node that takes entries for their place int64 [N, 3], numbers by which
-            they stay, see the kernel "best", and by id of a number that lasts float64 [N], as far
+        ends: by node that takes entries for their place int64 [N, 3], numbers by which
+            they stay, see the kernel "best", and by number that lasts float64 [N], as far
             as they have been made.
     """
 
@@ -232,7 +233,7 @@ class Block:
     numbers: torch.Tensor | None = None
     used: torch.Tensor | None = None
     since: int | None = None
-    ends: dict[int, torch.Tensor] = field(default_factory=dict)
+    ends: dict[Node, torch.Tensor] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -340,11 +341,7 @@ def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_N
 
 def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
     """Values per list, their tensors changed."""
-    return {
-        name: replace(x, data=of(x.tensor), mask=None if x.mask is None else of(x.mask))
-        if x.axes else x
-        for name, x in values.items()
-    }  # fmt: skip
+    return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
 
 
 def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:

@@ -25,7 +25,7 @@ from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.ops.table import OPERATIONS
 
 # From a node, a block of a layer and values known in it to the node's value there.
-Within = Callable[[Node, Frame, dict[int, Value]], Value]
+Within = Callable[[Node, Frame, dict[Node, Value]], Value]
 
 # Bytes of float64 that one value of a block may take; on a CPU what its caches hold: a multiple of
 # this takes several times as long there.
@@ -69,20 +69,20 @@ class Region:
         """The region of a reduction; None if it is computed in one piece."""
         if not node.operation.is_reduction or "layer" in node.axes or not _LONG & set(node.axes):
             return None
-        inside: dict[int, Node] = {}
-        outside: dict[int, Node] = {}
+        inside: dict[Node, None] = {}
+        outside: dict[Node, None] = {}
         waiting = [node.args[0]]
         while waiting:
             each = waiting.pop()
             known = inside if _LONG & set(each.type.axes) else outside
-            if id(each) not in known:
-                known[id(each)] = each
+            if each not in known:
+                known[each] = None
                 waiting.extend(operands(each) if known is inside else ())
-        nodes = list(inside.values())
+        nodes = list(inside)
         if not nodes or any("kv" in each.axes or not _fits(each) for each in nodes):
             return None
         headless = [each for each in nodes if "kv" not in each.type.axes]
-        mixed = any("kv" in x.type.axes and id(x) in inside for n in headless for x in n.args)
+        mixed = any("kv" in x.type.axes and x in inside for n in headless for x in n.args)
         by_query = "query" in node.axes and not any(
             "query" in each.axes and each.op != "index" for each in nodes
         )
@@ -94,9 +94,7 @@ class Region:
             and all(_by_token(each) for each in nodes) and nothing_after(node.args[0])
         )  # fmt: skip
         by_head = not mixed and len(headless) < len(nodes)
-        return cls(
-            tuple(outside.values()), windows, frozenset(reads), by_head, by_query, vectors, causal
-        )
+        return cls(tuple(outside), windows, frozenset(reads), by_head, by_query, vectors, causal)
 
 
 def _fits(node: Node) -> bool:
@@ -129,7 +127,7 @@ def in_blocks(
     heads, rows = _sizes(region, frame)
     if heads == frame.kv and rows is None:
         return None
-    known = {id(each): value(each) for each in region.outside}
+    known = {each: value(each) for each in region.outside}
     joined: _Partial | None = None
     parts: list[Value] = []
     vectors = {name: frame.read(name) for name in region.reads}
@@ -211,19 +209,12 @@ def _up_to(frame: Frame, later: int, rows: int) -> Frame:
     )
 
 
-def _first_tokens(values: dict[int, Value], tokens: int) -> dict[int, Value]:
+def _first_tokens(values: dict[Node, Value], tokens: int) -> dict[Node, Value]:
     """The values of the first tokens."""
-    return {name: _cut(x, "token", 0, tokens) for name, x in values.items()}
-
-
-def _cut(x: Value, axis: str, start: int, number: int) -> Value:
-    """`number` places of a value from `start` on along an axis; the value, if it lacks the axis."""
-    if axis not in x.axes:
-        return x
-    data, mask = x.tensor.narrow(x.axes.index(axis), start, number), x.mask
-    if mask is not None and axis in x.mask_axes:
-        mask = mask.narrow(x.mask_axes.index(axis), start, number)
-    return replace(x, data=data, mask=mask)
+    return {
+        node: x.along("token", lambda own, at: own.narrow(at, 0, tokens))
+        for node, x in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -310,9 +301,12 @@ def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in gone)
 
 
-def cut_heads(values: dict[int, Value], start: int, number: int) -> dict[int, Value]:
+def cut_heads(values: dict[Node, Value], start: int, number: int) -> dict[Node, Value]:
     """The values for `number` KV heads from `start` on."""
-    return {name: _cut(x, "kv", start, number) for name, x in values.items()}
+    return {
+        node: x.along("kv", lambda own, at: own.narrow(at, start, number))
+        for node, x in values.items()
+    }
 
 
 def concatenated(parts: list[Value]) -> Value:

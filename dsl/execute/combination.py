@@ -90,7 +90,7 @@ class Combinations:
     side: Side
     inner: Callable[[], Sequence[Value]]
     _made: Sequence[Value] | None = None
-    _known: dict[int, Combination] = field(default_factory=dict)
+    _known: dict[Node, Combination] = field(default_factory=dict)
 
     def prepare(self, nodes: Iterable[Node]) -> None:
         """Makes the inner products among some nodes, arguments first, known to the evaluation."""
@@ -106,9 +106,9 @@ class Combinations:
         return found.a or _ZERO, found.b or _ZERO
 
     def _vector(self, node: Node) -> Combination:
-        if id(node) not in self._known:
-            self._known[id(node)] = self._find(node)
-        return self._known[id(node)]
+        if node not in self._known:
+            self._known[node] = self._find(node)
+        return self._known[node]
 
     def _find(self, node: Node) -> Combination:
         side = self.side(node)

@@ -82,7 +82,7 @@ class Compiled:
         if bound.folded.decode is not None:
             self.steps = Steps(bound, report, kernels, heads, self.layers)
         self.generated = Generated.of(
-            bound, self._prefill.everything, kernels, self._prefill.updates.states
+            bound, self._prefill.everything, kernels, self._prefill.updates
         )
         self.reads_lse = self.generated is not None and self.generated.reads_lse
         self.keys_stay = keys_stay

@@ -228,15 +228,14 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     sizes = {"kv": len(whole), "group": shape.group, "token": width, "dim": shape.head_dim}
     for name, first in steps.fresh.items():
         if name not in block.states and not math.isnan(first):
-            axes = union(("kv",), steps.updates.states[name].type.axes)
+            axes = union(("kv",), steps.updates[name].type.axes)
             size = [sizes[axis] for axis in axes]
             data = torch.full(size, first, dtype=torch.float64, device=device)
             block.states[name] = Value(data, axes, finite=True)
     nothing = Value(math.nan, finite=True)  # what has not begun is not read
     before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
     block.merge_states = {
-        name: all_layers([own.get(name, nothing) for own in before])
-        for name in steps.merge_updates.states
+        name: all_layers([own.get(name, nothing) for own in before]) for name in steps.merge_updates
     }
     if run.not_finite:
         return block

@@ -72,15 +72,11 @@ def binary(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _at_least(a: Any, b: Any) -> torch.Tensor:
     """The larger one; a number of the host need not be sent."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.maximum(a, b)
     return a.clamp(min=b) if isinstance(a, torch.Tensor) else b.clamp(min=a)
 
 
 def _at_most(a: Any, b: Any) -> torch.Tensor:
     """The smaller one."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.minimum(a, b)
     return a.clamp(max=b) if isinstance(a, torch.Tensor) else b.clamp(max=a)
 
 

@@ -30,7 +30,7 @@ from kvpolicy.dsl.execute.values import (
     union,
 )
 from kvpolicy.dsl.ir.heads import across_heads
-from kvpolicy.dsl.ir.nodes import Node, Rules, State, Type
+from kvpolicy.dsl.ir.nodes import Node, State, Type
 
 
 def reduces_past(node: Node) -> bool:
@@ -38,32 +38,24 @@ def reduces_past(node: Node) -> bool:
     return node.axes == ("past",) and node.args[0].op == "past"
 
 
-@dataclass(frozen=True)
-class Updates:
+def updating(states: Mapping[str, State]) -> dict[str, State]:
     """States ready to be computed: in `next`, the state's own value is the leaf `before`."""
-
-    states: Mapping[str, State]
-
-    @classmethod
-    def of(cls, *rules: Mapping[str, State]) -> Updates:
-        """The updates of states by name."""
-        found = {name: state for states in rules for name, state in states.items()}
-        return cls({name: _from_before(state) for name, state in found.items()})
+    return {name: _from_before(state) for name, state in states.items()}
 
 
 def _from_before(state: State) -> State:
     if state.next is None:
         return state
     before = Node("before", value=state.name, type=state.type, when=state.next.when)
-    done: dict[int, Node] = {}
+    done: dict[Node, Node] = {}
 
     def visit(node: Node) -> Node:
         if node.op == "state" and node.value == state.name:
             return before
-        if id(node) not in done:
+        if node not in done:
             args = tuple(visit(argument) for argument in node.args)
-            done[id(node)] = node if args == node.args else replace(node, args=args)
-        return done[id(node)]
+            done[node] = node if args == node.args else replace(node, args=args)
+        return done[node]
 
     return replace(state, next=visit(state.next))
 
@@ -83,11 +75,11 @@ class Evaluation:
 
     Attributes:
         frame: the layer's tensors.
-        updates: the states that its nodes may name.
+        updates: the states that its nodes may name, as of `updating`.
         before: values of states before this step; those that lack begin.
         after: values of states after this step, as far as they were needed.
-        known: values by id of node.
-        passing: ids of nodes whose values are not held: one other value reads them.
+        known: values by node.
+        passing: nodes whose values are not held: one other value reads them.
         others: gives the value of a node that looks at other layers, or past ones.
         extra: operations that mean something only here, as in a merge, or are found otherwise; None
             of one that is not.
@@ -97,15 +89,15 @@ class Evaluation:
         dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
             `dropped` is no entry.
         generated: kernels that take the place of torch.
-        asked: by id of nodes that look at KV heads of other ranks what gives their values.
+        asked: by node that looks at KV heads of other ranks what gives its value.
     """
 
     frame: Frame
-    updates: Updates = field(default_factory=lambda: Updates({}))
+    updates: Mapping[str, State] = field(default_factory=dict)
     before: Mapping[str, Value] = field(default_factory=dict)
     after: dict[str, Value] = field(default_factory=dict)
-    known: dict[int, Value] = field(default_factory=dict)
-    passing: Set[int] = frozenset()
+    known: dict[Node, Value] = field(default_factory=dict)
+    passing: Set[Node] = frozenset()
     others: Callable[[Node, Evaluation], Value] = alone
     extra: Mapping[str, Callable[[Node, Evaluation], Value | None]] = field(default_factory=dict)
     budget: Value | None = None
@@ -113,20 +105,20 @@ class Evaluation:
     whole: bool = True
     dropped: torch.Tensor | None = None
     generated: Generated | None = None
-    asked: dict[int, Callable[[], Value]] = field(default_factory=dict, init=False)
+    asked: dict[Node, Callable[[], Value]] = field(default_factory=dict, init=False)
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
-        found = self.known.get(id(node))
+        found = self.known.get(node)
         if found is None:
             found = self._held(node, self._find(node))
-            if id(node) not in self.passing:
-                self.known[id(node)] = found
+            if node not in self.passing:
+                self.known[node] = found
         return found
 
     def put(self, node: Node, x: Value) -> None:
         """The value of a node that has been found otherwise."""
-        self.known[id(node)] = self._held(node, x)
+        self.known[node] = self._held(node, x)
 
     def _held(self, node: Node, x: Value) -> Value:
         """Absent, or false, where there is no entry: another head's, not dropped, or later."""
@@ -204,7 +196,7 @@ class Evaluation:
             bundle = self.generated.bundle(node, self.frame)
             if bundle is not None:
                 self.known.update(self.generated.values(bundle, self.frame, self.value))
-                return self.known[id(node)]
+                return self.known[node]
         if self.whole and not self._by_kernels(node):
             done = in_blocks(node, self.frame, self.value, self._within)
             if done is not None:
@@ -225,37 +217,37 @@ class Evaluation:
     def of_ranks(self, node: Node) -> Value:
         """A node that looks at KV heads of other ranks."""
         self._ask([node])
-        return self.asked.pop(id(node))()
+        return self.asked.pop(node)()
 
     def ask(self, roots: Iterable[Node]) -> None:
         """Asks other ranks for what roots need of their KV heads and nothing decides before."""
         if self.frame.heads.divided:
-            done: dict[int, bool] = {}
+            done: dict[Node, bool] = {}
             for root in roots:
                 self.ask_below(root, done)
 
-    def ask_below(self, node: Node, done: dict[int, bool]) -> bool:
+    def ask_below(self, node: Node, done: dict[Node, bool]) -> bool:
         """Asks for what a node needs of other ranks; whether that is nothing.
 
         Args:
-            done: what this gave of other nodes, by id.
+            done: what this gave of other nodes.
         """
-        if id(node) in self.known or self.frame.bound.static.needs(node) is not None:
+        if node in self.known or self.frame.bound.static.needs(node) is not None:
             return True
-        if id(node) not in done:
+        if node not in done:
             taken = self._taken(node)
             read = operands(node) if taken is None else (taken,)
             below = [self.ask_below(x, done) for x in read]
-            done[id(node)] = all(below) and not across_heads(node)
+            done[node] = all(below) and not across_heads(node)
             if all(below):
                 self._ask([node])
-        return done[id(node)]
+        return done[node]
 
     def _ask(self, nodes: Iterable[Node]) -> None:
         """Asks other ranks for what those of the nodes read that look at their KV heads."""
         for node in nodes:
-            if self.reaches(node) and id(node) not in self.known and id(node) not in self.asked:
-                self.asked[id(node)] = of_all_heads(node, self.frame, self.given(node))
+            if self.reaches(node) and node not in self.known and node not in self.asked:
+                self.asked[node] = of_all_heads(node, self.frame, self.given(node))
 
     def reaches(self, node: Node) -> bool:
         """Whether a node looks at KV heads, which may be other ranks', of this layer alone."""
@@ -267,7 +259,7 @@ class Evaluation:
             return False
         return self.generated.covers(node, self.frame)
 
-    def _within(self, node: Node, block: Frame, known: dict[int, Value]) -> Value:
+    def _within(self, node: Node, block: Frame, known: dict[Node, Value]) -> Value:
         return replace(self, frame=block, known=known, whole=False).value(node)
 
     def broadcast(self, x: Value, type_: Type) -> Value:
@@ -283,14 +275,14 @@ class Evaluation:
     def state(self, name: str) -> Value:
         """A state's value after this step."""
         if name not in self.after:
-            state = self.updates.states[name]
+            state = self.updates[name]
             made = self._begin(name) if state.next is None else self.value(state.next)
             self.after[name] = self._whole(made, state)
         return self.after[name]
 
     def _begin(self, name: str) -> Value:
         """A state's value before this step."""
-        old, state = self.before.get(name), self.updates.states[name]
+        old, state = self.before.get(name), self.updates[name]
         if old is not None and sizes_of(old).get("token") == self.frame.tokens:
             return old
         first = Value(0.0, finite=True) if state.start is None else self.value(state.start)
@@ -332,10 +324,6 @@ class Evaluation:
         data = aligned(as_tensor(x.data, frame).double(), x.axes, axes)
         data = data.expand([sizes[axis] for axis in axes])
         return Value(data, axes, x.mask, x.mask_axes, finite=x.finite)
-
-    def advance(self, rules: Rules) -> dict[str, Value]:
-        """All states of the rules after this step."""
-        return self.states_of(rules.states)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Value]:
         """Some states after this step."""

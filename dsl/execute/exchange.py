@@ -39,8 +39,8 @@ def _bits(x: Value, evaluation: Evaluation) -> torch.Tensor:
     return torch.stack([there.long(), (bits >> _HALF) & _LOW, bits & _LOW])
 
 
-def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list[dict[int, Value]]:
-    """Numbers of every layer by id of their node.
+def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list[dict[Node, Value]]:
+    """Numbers of every layer by their node.
 
     Args:
         numbers: int64 [L, S, PARTS] of all stages.
@@ -49,13 +49,13 @@ def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list
     numbers = numbers.to(own.frame.device)
     there = numbers[..., 0].bool()
     data = ((numbers[..., 1] << _HALF) | numbers[..., 2]).contiguous().view(torch.float64)
-    found: list[dict[int, Value]] = [{} for _ in numbers]
+    found: list[dict[Node, Value]] = [{} for _ in numbers]
     for place, node in enumerate(nodes):
         like = own.value(node)
         mask = like.mask is not None
         column = data[:, place].bool() if node.type.kind == "truth" else data[:, place]
         for layer, known in enumerate(found):
-            known[id(node)] = replace(
+            known[node] = replace(
                 like, data=column[layer], mask=there[layer, place] if mask else None
             )
     return found
@@ -68,9 +68,9 @@ def entries_of_layers(bound: Bound, prompt: int, model: Layers) -> list[int]:
         model: all layers of a policy that `stages.apart` has nothing against.
     """
     keep = keep_of(bound.lowered.prefill)
-    numbers = {id(node): model.numbers(node) for node in counting(keep) or ()}
+    numbers = {node: model.numbers(node) for node in counting(keep) or ()}
 
     def of_layer(layer: int) -> int:
-        return entries_kept(keep, prompt, lambda node: numbers[id(node)][layer])
+        return entries_kept(keep, prompt, lambda node: numbers[node][layer])
 
     return [of_layer(layer) for layer in range(bound.shape.layers)]

@@ -62,7 +62,7 @@ class Shown:
     heads: Heads
 
     @cached_property
-    def apart(self) -> dict[int, Value]:
+    def apart(self) -> dict[Node, Value]:
         """Numbers of the host that differ between requests, or layers, by node, sent at once."""
         found = {}
         for node in self.steps.apart(self.steps.rule(self.prompts[0])):
@@ -82,7 +82,7 @@ class Shown:
         )
         pairs = zip(found, numbers.repeat_interleave(self.block.kv, 1).unbind(0), strict=True)
         return {
-            id(node): Value(
+            node: Value(
                 x.bool() if node.type.kind == "truth" else x, ("kv",),
                 finite=all(map(math.isfinite, found[node])),
             )
@@ -137,12 +137,12 @@ class Lists:
         if steps.at_once:
             evaluation = self._evaluation(self._frame(0, steps=number), steps.advancing)
             evaluation.before = self._before()
-            return evaluation.states_of(steps.updates.states)
+            return evaluation.states_of(steps.updates)
         states = self._before(number)
         for later in reversed(range(number)):
             evaluation = self._evaluation(self._frame(later), steps.advancing)
             evaluation.before = states
-            states = evaluation.states_of(steps.updates.states)
+            states = evaluation.states_of(steps.updates)
         return states
 
     def deciding(self) -> Evaluation:
@@ -211,11 +211,11 @@ class Lists:
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
             (node,) = node.args  # the kernel counts
         lasts = static.follows(node, "prompt")
-        if lasts and id(node) in ends:
-            return ends[id(node)]
+        if lasts and node in ends:
+            return ends[node]
         data = as_tensor(evaluation.value(node).data, evaluation.frame).double().reshape(-1)
         if lasts:
-            ends[id(node)] = data
+            ends[node] = data
         return data
 
     def _chosen(self, kept: torch.Tensor) -> Value:
@@ -236,9 +236,9 @@ class Lists:
             node: that takes entries for their place; rules: by which, of each request.
         """
         block = self.shown.block
-        if id(node) not in block.ends:
-            block.ends[id(node)] = self._numbers(rules, evaluation)
-        numbers, kernel = block.ends[id(node)], self.shown.steps.kernels["best"]
+        if node not in block.ends:
+            block.ends[node] = self._numbers(rules, evaluation)
+        numbers, kernel = block.ends[node], self.shown.steps.kernels["best"]
         kept: torch.Tensor = kernel(score, present, block.there, numbers)
         return kept
 
@@ -263,15 +263,13 @@ class Lists:
 
     def part(self, x: Value, later: int = 0) -> Value:
         """What a value of the block is of these lists, without the last columns."""
-        if not x.axes or (self.layer is None and not later):
+        if self.layer is None and not later:
             return x
-        data, mask = x.tensor[self.heads], None if x.mask is None else x.mask[self.heads]
-        if "token" in x.axes:
-            at = x.axes.index("token")
-            size = data.shape[at] - self.first - later
-            data = data.narrow(at, self.first, size)
-            mask = None if mask is None else mask.narrow(at, self.first, size)
-        return replace(x, data=data, mask=mask)
+
+        def columns(own: torch.Tensor, at: int) -> torch.Tensor:
+            return own.narrow(at, self.first, own.shape[at] - self.first - later)
+
+        return x.along("kv", lambda own, at: own[self.heads]).along("token", columns)
 
     def _before(self, later: int = 0) -> dict[str, Value]:
         """The states before the steps, without the last entries or, if it is known, with those.

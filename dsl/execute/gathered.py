@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +29,7 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
     wanted = None if selects or "token" in node.axes else frame.wanted
     masked = [_with_mask(x, frame) for x in values]
     if wanted is not None:
-        masked = [_of_tokens(x, partial(_some, wanted)) for x in masked]
+        masked = [x.along("token", partial(_some, wanted)) for x in masked]
     there = None
     if frame.step is not None and selects:
         there = frame.there
@@ -42,11 +42,13 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
 
     def found() -> Value:
         gathered = iter(asked())
-        whole = [_whole(x, gathered) for x in masked]
+        whole = [x.along("kv", lambda part, at: next(gathered)) for x in masked]
         of_all = _of_all(frame, wanted, None if there is None else next(gathered))
-        made = _own(operation(node)(node, of_all, *whole), frame)
+        made = operation(node)(node, of_all, *whole).along("kv", frame.heads.part)
         return (
-            made if wanted is None else _of_tokens(made, partial(_among_all, wanted, frame.tokens))
+            made
+            if wanted is None
+            else made.along("token", partial(_among_all, wanted, frame.tokens))
         )
 
     return found
@@ -59,15 +61,6 @@ def _of_all(frame: Frame, wanted: slice | None, there: torch.Tensor | None) -> F
         frame, kv=kv, kv_start=0, vectors={}, there=there, heads=ALL, fixed={}, memo={},
         tokens=frame.tokens if wanted is None else wanted.stop - wanted.start,
     )  # fmt: skip
-
-
-def _of_tokens(x: Value, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Value:
-    """The value with its tensors changed along tokens."""
-    if "token" in x.axes:
-        x = replace(x, data=change(x.tensor, x.axes.index("token")))
-    if x.mask is not None and "token" in x.mask_axes:
-        x = replace(x, mask=change(x.mask, x.mask_axes.index("token")))
-    return x
 
 
 def _some(wanted: slice, x: torch.Tensor, at: int) -> torch.Tensor:
@@ -90,27 +83,8 @@ def _with_mask(x: Value, frame: Frame) -> Value:
 
 
 def _parts(x: Value) -> list[tuple[torch.Tensor, int]]:
-    """What of a value runs along KV heads."""
+    """What of a value runs along KV heads, in the order of `Value.along`."""
     parts = [(x.tensor, x.axes.index("kv"))] if "kv" in x.axes else []
     if x.mask is not None and "kv" in x.mask_axes:
         parts.append((x.mask, x.mask_axes.index("kv")))
     return parts
-
-
-def _whole(x: Value, found: Iterator[torch.Tensor]) -> Value:
-    """The value with what was gathered of its parts, in their order."""
-    if "kv" in x.axes:
-        x = replace(x, data=next(found))
-    if x.mask is not None and "kv" in x.mask_axes:
-        x = replace(x, mask=next(found))
-    return x
-
-
-def _own(x: Value, frame: Frame) -> Value:
-    """What of a value of all KV heads is held here."""
-    data, mask = x.data, x.mask
-    if "kv" in x.axes:
-        data = frame.heads.part(x.tensor, x.axes.index("kv"))
-    if mask is not None and "kv" in x.mask_axes:
-        mask = frame.heads.part(mask, x.mask_axes.index("kv"))
-    return replace(x, data=data, mask=mask)

@@ -47,7 +47,7 @@ class Generated:
     compiled: Callable[[str, str], Run]
     _files: dict[tuple[int, bool], GeneratedFile] = field(default_factory=dict)
     _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
-    _covering: dict[int, list[Bundle]] = field(default_factory=dict)  # by id of node, see `covers`
+    _covering: dict[Node, list[Bundle]] = field(default_factory=dict)  # see `covers`
 
     @classmethod
     def of(
@@ -87,9 +87,9 @@ class Generated:
 
     def covers(self, node: Node, frame: Frame) -> bool:
         """Whether kernels give whatever a node's arguments read of queries, keys and values."""
-        if id(node) not in self._covering:
-            self._covering[id(node)] = self._all_of(node)
-        found = self._covering[id(node)]
+        if node not in self._covering:
+            self._covering[node] = self._all_of(node)
+        found = self._covering[node]
         return bool(found) and all(self.serves(each, frame) for each in found)
 
     def _all_of(self, node: Node) -> list[Bundle]:
@@ -98,9 +98,9 @@ class Generated:
         waiting, seen = list(operands(node)), set()
         while waiting:
             each = waiting.pop()
-            if id(each) in seen:
+            if each in seen:
                 continue
-            seen.add(id(each))
+            seen.add(each)
             if each in self.fusion.of:
                 found.append(self.fusion.of[each])
             elif each.operation.reads_tensors:
@@ -123,8 +123,8 @@ class Generated:
 
     def values(
         self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value], **options: int
-    ) -> dict[int, Value]:
-        """The bundle's outputs, by id of node.
+    ) -> dict[Node, Value]:
+        """The bundle's outputs, by node.
 
         Args:
             frame: of a layer.
@@ -294,25 +294,25 @@ def _number(how: str, node: Node, frame: Frame) -> float | int:
 
 def _completed(
     bundle: Bundle, results: tuple[Output, ...], made: tuple[torch.Tensor, ...], frame: Frame
-) -> dict[int, Value]:
-    parts: dict[int, dict[str, torch.Tensor]] = {}
+) -> dict[Node, Value]:
+    parts: dict[Node, dict[str, torch.Tensor]] = {}
     for result, data in zip(results, made, strict=True):
         data = data.view(torch.bool) if result.truth else data
         if result.splits:
             data = data if result.truth else data.double()
             data = _joined(result.node.operation, data)
-        parts.setdefault(id(result.node), {})[result.part] = data
-    axes = {id(result.node): result.axes for result in results}
-    reductions = {id(each.node): each for each in bundle.reductions}
+        parts.setdefault(result.node, {})[result.part] = data
+    axes = {result.node: result.axes for result in results}
+    reductions = {each.node: each for each in bundle.reductions}
     values = {}
     for node in bundle.outputs:
-        own = parts[id(node)]
-        each, bounded = reductions.get(id(node)), id(node) in bundle.finite
+        own = parts[node]
+        each, bounded = reductions.get(node), node in bundle.finite
         if each is not None and (each.rest or "count" in own):
-            x = _rest(node, each.rest, own, axes[id(node)], frame, bounded=bounded)
+            x = _rest(node, each.rest, own, axes[node], frame, bounded=bounded)
         else:
-            x = _value(own, axes[id(node)], bounded=bounded)
-        values[id(node)] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
+            x = _value(own, axes[node], bounded=bounded)
+        values[node] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
     return values
 
 

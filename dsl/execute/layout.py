@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -49,6 +50,7 @@ class Held:
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
+@dataclass
 class Choice:
     """What stays at a layer after a step.
 
@@ -57,36 +59,15 @@ class Choice:
         shift: int64 [G, M]: by how many positions each kept key moves forward, for `positions:
             slots`; None otherwise.
         there: bool [G, M], which entries there were; None where all KV heads held all.
+        merged: makes `rows`.
     """
 
-    def __init__(
-        self,
-        kept: torch.Tensor,
-        k: torch.Tensor | None = None,
-        v: torch.Tensor | None = None,
-        shift: torch.Tensor | None = None,
-        there: torch.Tensor | None = None,
-        merged: Callable[[], Rows] | None = None,
-    ) -> None:
-        """
-        Args:
-            merged: makes `k` and `v` when one of them is asked for first.
-        """
-        self.kept, self.shift, self.there = kept, shift, there
-        self._rows, self._merged = (k, v), merged
+    kept: torch.Tensor
+    shift: torch.Tensor | None = None
+    there: torch.Tensor | None = None
+    merged: Callable[[], Rows] = lambda: (None, None)
 
-    @property
-    def k(self) -> torch.Tensor | None:
-        """float64 [G, M, D] keys after a merge, made of what is cached then; None: as cached."""
-        return self._made[0]
-
-    @property
-    def v(self) -> torch.Tensor | None:
-        """float64 [G, M, D] values, the same."""
-        return self._made[1]
-
-    @property
-    def _made(self) -> Rows:
-        if self._merged is not None:
-            self._rows, self._merged = self._merged(), None
-        return self._rows
+    @cached_property
+    def rows(self) -> Rows:
+        """Float64, after a merge, made of what is cached when they are asked for first."""
+        return self.merged()

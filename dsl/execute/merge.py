@@ -16,12 +16,12 @@ from functools import cache, partial
 
 import torch
 from kvpolicy.dsl.execute.combination import Combinations, is_product
-from kvpolicy.dsl.execute.evaluate import Evaluation, Updates
+from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
 from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.nodes import Merge, Node
+from kvpolicy.dsl.ir.nodes import Merge, Node, State
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind
 
@@ -74,9 +74,9 @@ class Merging:
         merge: Merge,
         evaluation: Evaluation,
         kept: torch.Tensor,
-        updates: Updates,
+        updates: Mapping[str, State],
         before: Mapping[str, Value],
-        most: int | None = None,
+        most: int,
     ) -> Merging:
         """Finds receivers, and asks other ranks for what weights need of their KV heads.
 
@@ -86,13 +86,12 @@ class Merging:
             kept: bool [G, n].
             updates: the merge's own states.
             before: their values before this step, as far as there are any.
-            most: at least how many entries the KV head drops that drops most; None: the host waits
-                for the device to know.
+            most: at least how many entries the KV head drops that drops most.
         """
         made = cls(merge, evaluation, kept)
         made.evaluation = replace(
             evaluation,
-            updates=Updates({**evaluation.updates.states, **updates.states}),
+            updates={**evaluation.updates, **updates},
             before={**evaluation.before, **before},
             after=dict(evaluation.after),
             known=dict(evaluation.known),
@@ -108,7 +107,7 @@ class Merging:
         made.evaluation.dropped = made._present
         made._compare()
         decide = [node for node in (merge.accept, merge.weight) if node is not None]
-        made.evaluation.ask([*decide, *state_roots(updates.states)])
+        made.evaluation.ask([*decide, *state_roots(updates)])
         return made
 
     def waiting(self) -> Merging:
@@ -175,10 +174,9 @@ class Merging:
 
     # Who receives.
 
-    def _find(self, most: int | None) -> None:
+    def _find(self, most: int) -> None:
         frame, into = self.evaluation.frame, self.merge.into
         there = torch.ones_like(self.kept) if frame.there is None else frame.there
-        most = int((there & ~self.kept).sum(-1).max()) if most is None else most
         steps = 0
         if into.op == "next":
             steps = counts.whole(self.evaluation.number(into.args[0]), frame.tokens)
@@ -293,7 +291,7 @@ class Merging:
             return reduce(node, frame, x)
         group = frame.bound.shape.kv_heads if "kv" in node.axes else 1
         kernel = frame.kernels["means_of_columns" if columns else "means"]
-        made = kernel(self._per_dropped(x), self._present, group)
+        made = kernel(self._of_each(x, _DROPPED, self._present), self._present, group)
         return Value(made, _DROPPED if columns else ("kv",), finite=x.finite)
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
@@ -314,25 +312,22 @@ class Merging:
             accepted = self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
         weight = Value(1.0) if merge.weight is None else self.evaluation.value(merge.weight)
         to = self._receivers
-        given = (self._index, to.index, to.there, accepted, self._per_dropped(weight))
+        weights = self._of_each(weight, _DROPPED, self._present)
+        given = (self._index, to.index, to.there, accepted, weights)
         self._links = frame.kernels["links"](*given, frame.tokens)
-        self._own = self._per_entry(merge.own)
-        self._divide = self._per_entry(merge.divide)
+        self._own = self._of_kept(merge.own)
+        self._divide = self._of_kept(merge.divide)  # may name `mass`, which `own` is part of
 
-    def _per_entry(self, node: Node | None) -> torch.Tensor | None:
-        """Numbers [G, n], 0 where absent; where nothing is they mean nothing."""
+    def _of_kept(self, node: Node | None) -> torch.Tensor | None:
         if node is None:
             return None
-        x = self.evaluation.value(node)
-        if x.mask is self.evaluation.frame.there:
-            x = replace(x, mask=None, mask_axes=())
-        return self._spread(x, _TOKENS, 0.0)
+        return self._of_each(self.evaluation.value(node), _TOKENS, self.evaluation.frame.there)
 
-    def _per_dropped(self, x: Value) -> torch.Tensor:
-        """Numbers [G, P], 0 where absent; where nothing is dropped they mean nothing."""
-        if x.mask is self._present:
+    def _of_each(self, x: Value, axes: tuple[str, ...], there: torch.Tensor | None) -> torch.Tensor:
+        """Numbers of entries, [G, n] or [G, P]: 0 where absent; where nothing is, anything."""
+        if x.mask is there:
             x = replace(x, mask=None, mask_axes=())
-        return self._spread(x, _DROPPED, 0.0)
+        return self._spread(x, axes, 0.0)
 
     def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
         frame = self.evaluation.frame

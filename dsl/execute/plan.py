@@ -32,14 +32,14 @@ def plannable(bound: Bound, nodes: Sequence[Node], roots: Iterable[Node]) -> lis
         roots: those among them that are asked for.
     """
     phases = Phases(bound.propagates)
-    small: set[int] = set()
+    small: set[Node] = set()
     for node in nodes:
         narrow = not set(node.type.axes) - {"token"}
-        if narrow and phases.of(node) == Phase.PLAN and {id(x) for x in operands(node)} <= small:
-            small.add(id(node))
-    read = {id(x) for each in nodes if id(each) not in small for x in operands(each)}
-    read |= {id(root) for root in roots}
-    return [node for node in nodes if id(node) in read & small]
+        if narrow and phases.of(node) == Phase.PLAN and small.issuperset(operands(node)):
+            small.add(node)
+    read = {x for each in nodes if each not in small for x in operands(each)}
+    read |= {*roots}
+    return [node for node in nodes if node in read & small]
 
 
 @dataclass
@@ -48,11 +48,11 @@ class Plan:
 
     Attributes:
         frame: of no layer; what layers have in common is made once.
-        values: [L], by id of node.
+        values: [L], by node.
     """
 
     frame: Frame
-    values: list[dict[int, Value]]
+    values: list[dict[Node, Value]]
 
     @classmethod
     def make(
@@ -70,22 +70,22 @@ class Plan:
         host = Frame(bound, prompt, HOST, kv, prompt, heads=heads)
         numbers = range(bound.shape.layers)
         layers = Layers([Evaluation(replace(host, layer=i)) for i in numbers], prompt)
-        made: list[dict[int, Value]] = [{} for _ in numbers]
-        wanted = {id(node) for node in nodes}
-        varies: set[int] = set()
+        made: list[dict[Node, Value]] = [{} for _ in numbers]
+        wanted = {*nodes}
+        varies: set[Node] = set()
         for node in nodes_of(nodes):
-            needs, parts = bound.static.needs(node), {id(x) for x in operands(node)}
+            needs, parts = bound.static.needs(node), {*operands(node)}
             if "layer" in needs if needs is not None else node.across_layers or parts & varies:
-                varies.add(id(node))
-            if id(node) not in wanted:
+                varies.add(node)
+            if node not in wanted:
                 continue
-            if id(node) in varies:
+            if node in varies:
                 values = [_on(_number(x), frame) for x in layers.of_each(node)]
             else:
                 first = layers.evaluations[0].value(node)
                 values = [_on(_number(first), frame)] * len(numbers)
             for own, x in zip(made, values, strict=True):
-                own[id(node)] = x
+                own[node] = x
         return cls(frame, made)
 
 

@@ -9,7 +9,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.alike import like_heads
 from kvpolicy.dsl.execute.entropy import operands
-from kvpolicy.dsl.execute.evaluate import Updates
+from kvpolicy.dsl.execute.evaluate import updating
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.plan import plannable
@@ -32,12 +32,12 @@ class Prefill:
         roots: what `Run.result` gives after `finish`.
         updates, merge_updates: states of the prefill and of its merge.
         handed: what each layer computes at once and keeps for later.
-        later: ids of what is known only after the last layer, or in a merge.
+        later: what is known only after the last layer, or in a merge.
         planned: what the prompt's length decides.
-        passing: ids of values of one layer that one other value reads and nothing asks for.
-        looks, early_looks: values that later layers read by `past` and `at`: node, and the numbers
-            of layers of `past`, or None where any layer may be read. `early_looks` are those that
-            the propagation reads, for as long as it is tested.
+        passing: values of one layer that one other value reads and nothing asks for.
+        looks, early_looks: values that later layers read by `past` and `at`, with the numbers of
+            layers of `past`, or None where any layer may be read. `early_looks` are those that the
+            propagation reads, for as long as it is tested.
         meets: whether layers look across KV heads, or tokens leave, before the last one is there.
         merges_meet: whether merges look across KV heads.
         sums: per sum state (`name + R`), its reduction R over all queries so far.
@@ -58,41 +58,41 @@ class Prefill:
         self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
         self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
         merge_states = {} if rules.merge is None else rules.merge.states
-        self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
+        self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
         early = propagate_roots(bound.lowered.propagate)
         merge = merge_roots(rules.merge)
         self.merges_meet = any(map(across_heads, nodes_of(merge)))
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
-        self._later: dict[int, bool] = {}
+        self._later: dict[Node, bool] = {}
         self.handed = self._handed(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
         self.everything = [*self.roots, *self.handed, *self.tested.values(), *early]
-        remembered = state_roots(self.updates.states)
+        remembered = state_roots(self.updates)
         self.everything += remembered
         # What the propagation and the rest read is held for as long as either needs it.
         looks = _looks([*self.handed, *remembered, *early])
-        self.early_looks = [looks[name] for name in _looks([*early, *remembered])]
-        self.looks = [looks[name] for name in _looks([*self.handed, *remembered])]
+        self.early_looks = {node: looks[node] for node in _looks([*early, *remembered])}
+        self.looks = {node: looks[node] for node in _looks([*self.handed, *remembered])}
         computed = list(nodes_of(self.everything))
         at_once = nodes_of([*self.handed, *remembered, *early])
         self.meets = bound.propagates or any(map(across_heads, at_once))
         self.planned = plannable(bound, computed, self.everything)
-        self.later = frozenset(id(node) for node in computed if self._is_later(node))
-        readers = Counter(id(x) for node in computed for x in operands(node) if not x.across_layers)
-        asked = {id(x) for x in [*self.everything, *(x for x, _ in self.looks + self.early_looks)]}
+        self.later = frozenset(node for node in computed if self._is_later(node))
+        readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
+        asked = {*self.everything, *self.looks, *self.early_looks}
         self.passing = frozenset(name for name in readers if readers[name] == 1) - asked
         self.sums = {} if bound.propagates else self._sums(rules.states)
         # Whatever else reads all queries cannot be put together from chunks.
         whole = [n for n in every if n.operation.is_window and not n.args]
-        inside = {id(n) for total in self.sums.values() for n in total.walk()}
-        self.accumulates = bool(self.sums) and all(id(n) in inside for n in whole)
+        inside = {n for total in self.sums.values() for n in total.walk()}
+        self.accumulates = bool(self.sums) and all(n in inside for n in whole)
         known = {*self.planned}
         self.scored = [node for node in self.handed if node not in known]
         self.layers_alike = self._layers_alike(known)
 
     def _layers_alike(self, known: set[Node]) -> bool:
-        if self.updates.states or self.looks or self.bound.propagates or not self.scored:
+        if self.updates or self.looks or self.bound.propagates or not self.scored:
             return False
         seen, static = {*known}, self.bound.static
         nodes = [node for root in self.scored for node in root.walk(seen)]
@@ -112,16 +112,15 @@ class Prefill:
 
     def _handed(self, roots: list[Node], merge: list[Node]) -> list[Node]:
         """The largest values that need nothing but their own layer and those before it."""
-        found: dict[int, Node] = {}
-        for root in roots:
-            for node in self._now(root):
-                found[id(node)] = node
+        found = [node for root in roots for node in self._now(root)]
         for root in merge:
-            for node in self._now(root):
-                # Keys and values are there again when entries are merged, attention is not.
-                if any(each.operation.fleeting for each in node.walk()):
-                    found[id(node)] = node
-        return list(found.values())
+            # Keys and values are there again when entries are merged, attention is not.
+            found += [
+                node
+                for node in self._now(root)
+                if any(each.operation.fleeting for each in node.walk())
+            ]
+        return list(dict.fromkeys(found))
 
     def _now(self, node: Node) -> Iterable[Node]:
         if self.bound.static.needs(node) is not None:
@@ -133,18 +132,18 @@ class Prefill:
             yield from self._now(argument)
 
     def _is_later(self, node: Node) -> bool:
-        if id(node) not in self._later:
+        if node not in self._later:
             merge = node.operation.kind is Kind.MERGE or (
-                node.op == "state" and (node.value in self.merge_updates.states)
+                node.op == "state" and (node.value in self.merge_updates)
             )
-            self._later[id(node)] = (
+            self._later[node] = (
                 merge
                 or node.when >= When.END
                 or (self._defers and _chooses(node))
                 or self._gathers_later(node)
                 or any(self._is_later(x) for x in operands(node))
             )
-        return self._later[id(node)]
+        return self._later[node]
 
     def _gathers_later(self, node: Node) -> bool:
         """Whether a node looks at KV heads of other ranks, which those of all layers do at once."""
@@ -154,7 +153,7 @@ class Prefill:
 
     def _sums(self, states: Mapping[str, State]) -> dict[str, Node]:
         found = {}
-        for name, state in self.updates.states.items():
+        for name, state in self.updates.items():
             parts = state.next.args if state.next is not None and state.next.op == "add" else ()
             rest = [each for each in parts if each.op != "before"]
             if len(parts) == 2 and len(rest) == 1 and states[name].start is None:
@@ -201,16 +200,16 @@ def reads_budget(bound: Bound) -> bool:
     )
 
 
-def _looks(roots: Iterable[Node]) -> dict[int, tuple[Node, list[Node] | None]]:
-    """What `past` and `at` read of earlier layers, by id of node."""
-    found: dict[int, tuple[Node, list[Node] | None]] = {}
+def _looks(roots: Iterable[Node]) -> dict[Node, list[Node] | None]:
+    """What `past` and `at` read of earlier layers, as of `Prefill.looks`."""
+    found: dict[Node, list[Node] | None] = {}
     for node in nodes_of(roots):
         if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:
             continue
         x = node.args[0 if node.op == "past" else 1]
-        _, numbers = found.get(id(x), (x, []))
+        numbers = found.get(x, [])
         if node.op == "at" or numbers is None:
-            found[id(x)] = (x, None)
+            found[x] = None
         else:
-            found[id(x)] = (x, [*numbers, node.args[1]])
+            found[x] = [*numbers, node.args[1]]
     return found

@@ -15,4 +15,4 @@ class TorchProgram(Compiled):
 
     def start(self, prompt: int) -> Run:
         """Begins a prefill of `prompt` tokens."""
-        return Run(self, prompt, self.bound.queries(prompt) if prompt else 0)
+        return Run(self, prompt)

@@ -177,12 +177,12 @@ class Staying:
             kept, there = (block.part(x, request, layer) for x in (self.kept, self.there))
             shift = shift_of(kept, there) if slots else None
             held = None if block.alike[request * block.layers + layer] else there
-            merged = None
+            choice = Choice(kept, shift, held)
             for each in self.merges:
                 own = each.of(request, layer)
                 if own is not None:
-                    merged = partial(_rows, own, partial(read, layer, held))
-            made.append(Choice(kept, shift=shift, there=held, merged=merged))
+                    choice.merged = partial(_rows, own, partial(read, layer, held))
+            made.append(choice)
         return made
 
 

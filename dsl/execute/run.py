@@ -6,7 +6,7 @@ D head size, W window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -60,14 +60,12 @@ class Run:
 
     program: Compiled
     prompt: int
-    queries: int
     tokens: int | None = None
     not_finite: bool = False
     restarted: bool = False
     selected_layer: int | None = None
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
     tested: dict[int, dict[str, Value]] = field(default_factory=dict)
-    _second: bool = False
     _checks: Checks = field(default_factory=Checks)
     _found: tuple[int, torch.Tensor] | None = None  # of so many checks
     _plan: Plan | None = None
@@ -79,9 +77,14 @@ class Run:
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: dict[str, torch.Tensor] = field(default_factory=dict)
     _attended: bool = True  # all layers so far have been noted with their log-sum-exp
-    _of_all: dict[int, Value] = field(default_factory=dict)
+    _of_all: dict[Node, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
+
+    @cached_property
+    def queries(self) -> int:
+        """Of how many last queries `observe` makes use."""
+        return min(self.program.bound.queries(self.prompt), self.size)
 
     @cached_property
     def _prefill(self) -> Prefill:
@@ -129,7 +132,7 @@ class Run:
         deeper = self._propagate(evaluation)
         if not self._scores_later():
             self._hand_over(evaluation)
-            self._remember_queries(layer, q)
+            self._remember_queries([layer], q[None])
         return deeper
 
     @cached_property
@@ -167,12 +170,12 @@ class Run:
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
         for node in self._prefill.scored:
             x = evaluation.value(node)
-            self._of_all[id(node)] = apart(x, node.type, len(layers), kv)
+            self._of_all[node] = apart(x, node.type, len(layers), kv)
         for place, layer in enumerate(layers):
             own = self._evaluation(self._frame(layer, k.device, self.prompt, None, {}))
             own.known.update({name: of_layer(x, place) for name, x in self._of_all.items()})
             self._evaluations[layer] = own
-        self._remember_all(self._noted["query"])
+        self._remember_queries(self.program.layers, self._noted["query"])
         self._noted = {}
 
     @property
@@ -207,8 +210,7 @@ class Run:
         """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
         if not self.program.bound.restarts:
             raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
-        queries = min(self.program.bound.queries(self.prompt), prompt)
-        return Run(self.program, self.prompt, queries, tokens=prompt, _second=True)
+        return Run(self.program, self.prompt, prompt)
 
     def _frame(
         self,
@@ -251,7 +253,7 @@ class Run:
     def _tested(self) -> Propagate | None:
         """What a layer may propagate by; None: nothing, or no longer."""
         propagate = self.program.bound.lowered.propagate
-        if propagate is None or self._second or self.not_finite or self.prompt == 0:
+        if propagate is None or self.tokens is not None or self.not_finite or self.prompt == 0:
             return None
         done = propagate.first is not None and self.selected_layer is not None
         return None if done else propagate
@@ -259,7 +261,7 @@ class Run:
     def _scores_later(self) -> bool:
         """Whether only a second pass is scored: it is known that one comes."""
         bound = self.program.bound
-        if not bound.restarts or self._second or self.not_finite:
+        if not bound.restarts or self.tokens is not None or self.not_finite:
             return False
         layer = bound.propagation_layer(self.prompt)
         return self.restarted or (layer is not None and layer < bound.shape.layers)
@@ -278,7 +280,7 @@ class Run:
                 [propagate.tokens, *([] if self.program.bound.restarts else self._computed_here)]
             )
             chosen = evaluation.tensor(propagate.tokens, ("token",))
-        for x, numbers in prefill.early_looks:
+        for x, numbers in prefill.early_looks.items():
             self._history.record(x, evaluation, _read(numbers, evaluation))
         if chosen is None:
             return None
@@ -312,7 +314,7 @@ class Run:
     @property
     def _computed_here(self) -> list[Node]:
         """What each layer computes as long as its tensors are there."""
-        states = state_roots(self._prefill.updates.states)
+        states = state_roots(self._prefill.updates)
         return [*self._prefill.handed, *states]
 
     def _hand_over(self, evaluation: Evaluation) -> None:
@@ -320,9 +322,9 @@ class Run:
         prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.layer])
         evaluation.ask(self._computed_here)
-        known.update({id(node): evaluation.value(node) for node in prefill.handed})
-        evaluation.advance(self.program.bound.lowered.prefill)
-        for x, numbers in prefill.looks:
+        known.update({node: evaluation.value(node) for node in prefill.handed})
+        evaluation.states_of(self.program.bound.lowered.prefill.states)
+        for x, numbers in prefill.looks.items():
             self._history.record(x, evaluation, _read(numbers, evaluation))
         frame.vectors = {}  # of this layer alone
         self._evaluations[frame.layer] = replace(
@@ -401,11 +403,11 @@ class Run:
                 self._evaluations[layer] = self._evaluation(frame)
         return [self._evaluations[layer] for layer in self.program.layers]
 
-    def _compare(self, here: list[Evaluation], known: list[dict[int, Value]]) -> None:
+    def _compare(self, here: list[Evaluation], known: list[dict[Node, Value]]) -> None:
         """Puts the layers side by side.
 
         Args:
-            known: where other stages have other layers, numbers of each layer by id of their node.
+            known: where other stages have other layers, numbers of each layer by their node.
         """
         prefill, model = self._prefill, None
         if known:
@@ -413,7 +415,7 @@ class Run:
             each = [self._evaluation(replace(frame, layer=i)) for i in range(len(known))]
             for evaluation, numbers in zip(each, known, strict=True):
                 evaluation.known.update(numbers)
-            later = prefill.later - {id(node) for node in self.program.exchanged}
+            later = prefill.later - {*self.program.exchanged}
             model = Layers(each, self.size, later, prefill.passing)
         self._layers = Layers(here, self.size, prefill.later, prefill.passing, model)
         self._layers.known.update(self._of_all)
@@ -595,23 +597,12 @@ class Run:
         """[H, n, D] queries of the prompt's end that decode steps may read."""
         return self._tails.get(layer)
 
-    def _remember_queries(self, layer: int, q: torch.Tensor) -> None:
-        number = self._remembered
-        if number > 0:
-            self._tails[layer] = q[:, -number:].clone()
-
-    def _remember_all(self, q: torch.Tensor) -> None:
-        """The same of all layers, [L, H, T, D]."""
-        number = self._remembered
-        if number > 0:
-            tails = q[:, :, -number:].clone()
-            self._tails.update(zip(self.program.layers, tails, strict=True))
-
-    @property
-    def _remembered(self) -> int:
-        """How many queries of the prompt's end decode steps may read."""
+    def _remember_queries(self, layers: Sequence[int], q: torch.Tensor) -> None:
+        """Keeps of [l, H, T, D] queries of some layers those that decode steps may read."""
         bound = self.program.bound
-        return 0 if bound.folded.decode is None else bound.step_queries(self.prompt) - 1
+        number = 0 if bound.folded.decode is None else bound.step_queries(self.prompt) - 1
+        if number > 0:
+            self._tails.update(zip(layers, q[:, :, -number:].clone(), strict=True))
 
 
 def _vectors(
@@ -653,7 +644,7 @@ class _Sums:
         """Adds the rest of the prompt; the evaluation finds the whole sums."""
         self.add(evaluation, evaluation.frame.tokens - self.queries)
         for name, total in self.totals.items():
-            evaluation.known[id(total)] = self.values[name]
+            evaluation.known[total] = self.values[name]
 
 
 def _added(a: Value | None, b: Value) -> Value:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from kvpolicy.dsl.execute.elementwise import mask
@@ -124,9 +127,13 @@ def _times(x: Value, number: Value) -> Value:
     """A number where a condition holds, else 0."""
     if not isinstance(x.data, torch.Tensor):
         return number if x.data else Value(0)
-    axes = union(x.axes, number.axes)
-    data = aligned(x.data, x.axes, axes) * aligned(number.data, number.axes, axes)
-    return Value(data, axes)
+    return _both(operator.mul, x, number)
+
+
+def _both(apply: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
+    """An operator of the data of two values, which are present everywhere."""
+    axes = union(a.axes, b.axes)
+    return Value(apply(aligned(a.data, a.axes, axes), aligned(b.data, b.axes, axes)), axes)
 
 
 def _over(number: Value, node: Node, frame: Frame) -> Value:
@@ -144,19 +151,14 @@ def _over(number: Value, node: Node, frame: Frame) -> Value:
 
 def missing(node: Node, frame: Frame, budget: Value, taken: Value) -> Value:
     """Entries that the budget still has room for."""
-    held = _taken(taken, frame)
-    axes = union(budget.axes, held.axes)
-    data = aligned(budget.data, budget.axes, axes) - aligned(held.data, held.axes, axes)
-    data = data.clamp(min=0) if isinstance(data, torch.Tensor) else max(0, data)
-    return _over(Value(data, axes), node, frame)
+    room = _both(operator.sub, budget, _taken(taken, frame))
+    data = room.data.clamp(min=0) if isinstance(room.data, torch.Tensor) else max(0, room.data)
+    return _over(Value(data, room.axes), node, frame)
 
 
 def remaining(node: Node, frame: Frame, taken: Value) -> Value:
     """Candidates that are not taken."""
-    held, number = _taken(taken, frame), frame.candidates()
-    axes = union(number.axes, held.axes)
-    data = aligned(number.data, number.axes, axes) - aligned(held.data, held.axes, axes)
-    return _over(Value(data, axes), node, frame)
+    return _over(_both(operator.sub, frame.candidates(), _taken(taken, frame)), node, frame)
 
 
 def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: Value) -> Value:
@@ -168,12 +170,8 @@ def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: 
     own = as_tensor(taken.data, frame)
     free = frame.present(Value(~own, taken.axes))
     chosen = _top(frame, mask(node, frame, x, free), number, node.axes)
-    axes = union(chosen.axes, taken.axes)
-    data = aligned(chosen.tensor, chosen.axes, axes) | aligned(own, taken.axes, axes)
+    made = _both(operator.or_, chosen, Value(own, taken.axes))
     if known:
-        return Value(data, axes)
-    wide = union(number.axes, left.axes)
-    fits = aligned(left.data, left.axes, wide) <= aligned(number.data, number.axes, wide)
-    axes_all = union(axes, wide)
-    fits = aligned(as_tensor(fits, frame), wide, axes_all)
-    return frame.present(Value(aligned(data, axes, axes_all) | fits, axes_all))
+        return made
+    fits = _both(operator.le, left, number)
+    return frame.present(_both(operator.or_, made, Value(as_tensor(fits.data, frame), fits.axes)))

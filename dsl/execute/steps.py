@@ -13,7 +13,7 @@ from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.execute.alike import like_heads
 from kvpolicy.dsl.execute.block import AXES, HEADS
-from kvpolicy.dsl.execute.evaluate import Updates
+from kvpolicy.dsl.execute.evaluate import updating
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels
@@ -115,21 +115,21 @@ class Steps:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self.rules, self.keep = rules, rules.keep
         merge_states = {} if rules.merge is None else rules.merge.states
-        self.updates, self.merge_updates = Updates.of(rules.states), Updates.of(merge_states)
+        self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
         self.inherited = {name for name, state in rules.states.items() if state.inherited}
         self.merge_goes_on = any(state.inherited for state in merge_states.values())
         self.report = dict(rules.lets) if report else {}
         self.reads_budget = reads_budget(bound)
         self.ranks_alike = not heads_differ(bound.lowered)
         remembered = list(nodes_of(state_roots(rules.states)))
-        self.advancing_roots = state_roots(self.updates.states)
+        self.advancing_roots = state_roots(self.updates)
         self.leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving = list(nodes_of(self.leaving_roots))
         self._check(bound, [*remembered, *leaving])
         if heads.divided and not self.ranks_alike:
             _check_ranks(bound, [*remembered, *leaving])
         sums = SumStates(bound.static)
-        states = self.updates.states.values()
+        states = self.updates.values()
         self.fresh = self._fresh(bound)
         self.advances = any(x.next is not None for x in states)
         self.advances |= any(map(math.isnan, self.fresh.values()))
@@ -143,7 +143,7 @@ class Steps:
         self.advancing_asks = any(node.type.window for node in remembered)
         self.leaving_asks = any(node.type.window for node in leaving)
         self.advancing = Generated.of(
-            bound, self.advancing_roots, kernels, self.updates.states, steps=True
+            bound, self.advancing_roots, kernels, self.updates, steps=True
         )
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
@@ -169,7 +169,7 @@ class Steps:
     def _fresh(self, bound: Bound) -> dict[str, float]:
         """The first values of states, if they are numbers of each entry that no data decide."""
         found = {}
-        for name, state in self.updates.states.items():
+        for name, state in self.updates.items():
             first = 0.0
             if state.start is not None and bound.static.needs(state.start) == frozenset():
                 first = float(bound.number(state.start, 1))
@@ -189,7 +189,7 @@ class Steps:
         return self._rules[prompt]
 
     def _rule(self, prompt: int) -> Ends | Node | None:
-        bound, states = self._bound, self.updates.states.values()
+        bound, states = self._bound, self.updates.values()
         if not self.states_alike:
             return None
         entries = all(state.type.axes in (AXES, HEADS) for state in states)
@@ -290,23 +290,23 @@ class Steps:
         """What is computed entry by entry takes a number of each list; all else takes one."""
         static = self._bound.static
         compiled = {
-            id(node)
+            node
             for each in (self.advancing, self.leaving)
             for node in (() if each is None else each.fusion.inside())
         }
-        shared: dict[int, Node] = {}
-        apart = {id(node): node for node in roots if static.needs(node)}
+        shared: dict[Node, None] = {}
+        apart = dict.fromkeys(node for node in roots if static.needs(node))
         for node in nodes_of(roots):
             if static.needs(node) is not None or end_of(self._bound, node):
                 continue
             for place, each in enumerate(node.args):
                 if static.needs(each):
-                    free = id(node) not in compiled and _takes_any(node, place)
-                    (apart if free else shared)[id(each)] = each
-        return list(shared.values()), [x for key, x in apart.items() if key not in shared]
+                    free = node not in compiled and _takes_any(node, place)
+                    (apart if free else shared)[each] = None
+        return list(shared), [node for node in apart if node not in shared]
 
     def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
-        states = self.updates.states.values()
+        states = self.updates.values()
         each_head = all(state.type.axes[:1] == ("kv",) for state in states)
         alike = like_heads(list(nodes_of(roots)), bound.static, reads)
         return each_head and alike and not (states and bound.propagates)

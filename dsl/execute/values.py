@@ -62,6 +62,19 @@ class Value:
             raise TypeError(f"{self.data} is a number of the host")
         return self.data
 
+    def along(self, axis: str, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Value:
+        """The value with its tensors, as far as they have an axis, changed along it.
+
+        Args:
+            change: from a tensor and the axis's dimension in it; of the mask last.
+        """
+        data, mask = self.data, self.mask
+        if axis in self.axes:
+            data = change(self.tensor, self.axes.index(axis))
+        if mask is not None and axis in self.mask_axes:
+            mask = change(mask, self.mask_axes.index(axis))
+        return replace(self, data=data, mask=mask)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -294,12 +307,9 @@ def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
 
 
 def as_given(data: torch.Tensor | Scalar, device: torch.device) -> torch.Tensor:
-    """A tensor as it is, or a number of the host."""
-    return data if isinstance(data, torch.Tensor) else constant(data, device)
-
-
-def constant(data: Scalar, device: torch.device) -> torch.Tensor:
-    """A number of the host, 0-d; nothing waits for the device, as `torch.tensor` does."""
+    """A tensor as it is, or a number of the host, 0-d, sent without waiting for the device."""
+    if isinstance(data, torch.Tensor):
+        return data
     kind = torch.bool if isinstance(data, bool) else torch.float64
     return torch.full((), data, dtype=kind, device=device)
 
@@ -355,9 +365,7 @@ def stacked(values: Sequence[Value], device: torch.device) -> Value:
     shape = [sizes[axis] for axis in axes]
 
     def spread(data: torch.Tensor | Scalar, own: tuple[str, ...]) -> torch.Tensor:
-        if not isinstance(data, torch.Tensor):
-            data = constant(data, device)
-        return aligned(data, own, axes).expand(shape)
+        return aligned(as_given(data, device), own, axes).expand(shape)
 
     data = torch.stack([spread(x.data, x.axes) for x in values])
     mask, mask_axes = first.mask, first.mask_axes
@@ -372,7 +380,7 @@ def over_layers(x: Value, layers: int, device: torch.device) -> Value:
     """The value with the axis `layer`, repeated if all layers have the same."""
     if "layer" in x.axes:
         return x
-    data = x.data if isinstance(x.data, torch.Tensor) else constant(x.data, device)
+    data = as_given(x.data, device)
     return replace(x, data=data.expand(layers, *data.shape), axes=("layer", *x.axes))
 
 

@@ -141,7 +141,7 @@ class _Folding:
             staying.merge(proceed)
         read = partial(self._read, staying.block)
         for choice in staying.choices(0, read, slots=False):
-            _ = choice.k  # merged rows are made when they are asked for
+            _ = choice.rows  # merged rows are made when they are asked for
 
     def _queries(self, steps: int) -> torch.Tensor:
         """[L * H, T, D] zeros."""

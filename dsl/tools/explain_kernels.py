@@ -27,7 +27,7 @@ _LONGEST = 88
 def prefill_fusion(bound: Bound) -> Fusion:
     """What is generated for the prefill of a policy."""
     prefill = Prefill(bound, False, defers=False)
-    return Fusion(bound, prefill.everything, prefill.updates.states)
+    return Fusion(bound, prefill.everything, prefill.updates)
 
 
 def step_fusions(bound: Bound) -> list[Fusion]:
@@ -36,7 +36,7 @@ def step_fusions(bound: Bound) -> list[Fusion]:
         return []
     steps = Steps(bound, False, installed())
     return [
-        Fusion(bound, steps.advancing_roots, steps.updates.states, steps=True),
+        Fusion(bound, steps.advancing_roots, steps.updates, steps=True),
         Fusion(bound, steps.leaving_roots, steps=True),
     ]
 

@@ -204,7 +204,7 @@ class Fold:
         dtype, choices = self._services.arena.storage.dtype, self._choices
         for layer in range(len(choices)):
             choice = choices.pop(0)  # with merged rows, if any
-            k, v = choice.k, choice.v
+            k, v = choice.rows
             if k is None or v is None:
                 read_k, read_v = self._read(layer, choice.there)
                 k, v = read_k if k is None else k, read_v if v is None else v

@@ -106,8 +106,10 @@ class Store:
         if choice is None:
             return
         k, v = self.rows[layer]
-        k = k if choice.k is None else choice.k.float()
-        v = v if choice.v is None else choice.v.float()
+        k, v = (
+            x if merged is None else merged.float()
+            for x, merged in zip((k, v), choice.rows, strict=True)
+        )
         if choice.shift is not None and self.inv_freq is not None:
             k = turned(k, choice.shift, self.inv_freq).float()
         some = choice.kept.any(0)

@@ -155,7 +155,7 @@ def test_no_number_depends_on_the_others(name):
     reads = name not in ("streamingllm", "streamingllm-original")
     poisoned = requests(bound, (30,), program=crowd[0].program)[0]
     before = poisoned.held()
-    for order, number in (((0, 1, 2), 4), ((2, 0, 1), 16), ((1, 2), 3), ((0,), 3), ((1, 0, 2), 5)):
+    for order, number in (((0, 1, 2), 4), ((2, 1), 16), ((0,), 16), ((1, 0, 2), 5)):
         for i in order:
             together([alone[i]], number)
         others = [crowd[i] for i in order]

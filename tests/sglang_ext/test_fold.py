@@ -3,6 +3,7 @@
 import itertools
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -132,7 +133,8 @@ class World:
                 own.append(entries[:, stay] + 1 if changed else entries[:, stay])
             everywhere = bool(there.all())
             rows = (k, v) if changed else (None, None)
-            choices.append(Choice(kept, *rows, None, None if everywhere else there))
+            there = None if everywhere else there
+            choices.append(Choice(kept, there=there, merged=partial(tuple, rows)))
             wanted.append(own)
         return choices, wanted
 
@@ -172,7 +174,7 @@ class World:
         staying = SimpleNamespace(
             kept=side_by_side([each.kept for each in choices]), there=side_by_side(held),
             proceed=(kept == same).all(1)[None] & finite, repeats=True,
-            in_place=all(each.k is None for each in choices),
+            in_place=all(each.rows[0] is None for each in choices),
             merge=lambda proceed: None, choices=lambda place, read, slots: choices,
         )  # fmt: skip
         together = SimpleNamespace(
