@@ -17,6 +17,7 @@ from folding_requests import Case, Crowd
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import kernels
+from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools import forecast
 from kvpolicy.dsl.tools.launches import Observed, Watch, launches
@@ -33,22 +34,13 @@ def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
     """Processor seconds of the host's own work for a prompt, of some rounds after the first."""
     shape, watch = bound.shape, Watch()
     program = watch.program(bound, kernels.installed())
-    q = torch.randn(shape.layers, shape.heads, PROMPT, shape.head_dim)
     pool = torch.randn(shape.layers, PROMPT, shape.kv_heads, shape.head_dim)
-    slots, made = torch.arange(PROMPT), []
+    shown = InPools(torch.randn(shape.layers, shape.heads, PROMPT, shape.head_dim), pool, pool)
+    made = []
     for turn in range(rounds + 1):
         watch.observed = Observed(counting=False)
-        started, run = time.thread_time(), program.start(PROMPT)
-        for layer in range(shape.layers):
-            if run.at_end:
-                run.note(layer, q[layer][:, -run.queries :])
-                continue
-            k = kernels.Slots(pool[layer : layer + 1], slots)
-            run.observe(layer, q[layer], k, k if bound.needs_values else None)
-        if run.at_end:
-            k = kernels.Slots(pool, slots)
-            run.score(k, k if bound.needs_values else None)
-        kept = run.finish(wait=False)
+        started = time.thread_time()
+        kept = drive(program, PROMPT, shown).run.finish(wait=False)
         if turn:
             made.append(time.thread_time() - started - watch.observed.kernels)
         if torch.stack(kept).all():

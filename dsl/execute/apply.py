@@ -17,6 +17,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.drive import drive
 from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
@@ -90,46 +91,36 @@ def prefilled(
     Args:
         q, k, v: as of `interpret`, of the program's layers.
     """
-    recording = _Recording(*(torch.tensor(x) for x in (q, k, v)))
-    first = run = program.start(k.shape[2])
-    chosen = torch.arange(k.shape[2])
-    again = _prefill(run, recording)
-    if again is not None:
-        chosen, recording = again, recording.of(again)
-        run = run.again(len(chosen))
-        _prefill(run, recording)
-    run.finish()
-    return Prefilled(run, first, chosen, _stored(run, recording, inv_freq))
+    recording = _Recording(program, *(torch.tensor(x) for x in (q, k, v)))
+    made = drive(program, k.shape[2], recording)
+    made.run.finish()
+    keys, values = (x[:, :, made.tokens] for x in (recording.k, recording.v))
+    vectors = _stored(made.run, keys, values, inv_freq)
+    return Prefilled(made.run, made.first, made.tokens, vectors)
 
 
 @dataclass(frozen=True)
 class _Recording:
     """Tensors of one prompt: q [L, H, T, D] of the last T tokens, k and v [L, G, N, D]."""
 
+    program: TorchProgram
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
 
-    def of(self, chosen: torch.Tensor) -> _Recording:
-        """The rows of some tokens."""
-        first = self.k.shape[2] - self.q.shape[2]
-        asking = chosen[chosen >= first] - first
-        return _Recording(self.q[:, :, asking], self.k[:, :, chosen], self.v[:, :, chosen])
+    def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """As of `Prompt`; all that are recorded."""
+        first, prompt = self.k.shape[2] - self.q.shape[2], self.k.shape[2]
+        asking = tokens[tokens >= first] - first
+        check_layer_queries(self.program.bound, prompt, layer, len(asking), len(tokens))
+        return self.q[layer - self.program.layers.start][:, asking]
 
-
-def _prefill(run: Run, recording: _Recording) -> torch.Tensor | None:
-    """Observes all layers; the tokens of a second prefill, if one is to begin."""
-    there = torch.arange(recording.k.shape[2])
-    for place, layer in enumerate(run.program.layers):
-        part = recording.of(there)
-        check_layer_queries(run.program.bound, run.prompt, layer, part.q.shape[2], len(there))
-        tokens = None if len(there) == recording.k.shape[2] else there
-        deeper = run.observe(layer, part.q[place], part.k[place], part.v[place], tokens)
-        if deeper is not None:
-            there = there[deeper]
-        if run.restarted:
-            return there
-    return None
+    def entries(self, layers: range, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Prompt`."""
+        first = self.program.layers.start
+        own = slice(layers.start - first, layers.stop - first)
+        k, v = (x[own][:, :, tokens].flatten(0, 1) for x in (self.k, self.v))
+        return k, v
 
 
 def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
@@ -143,10 +134,12 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 # After the prefill.
 
 
-def _stored(run: Run, recording: _Recording, inv_freq: np.ndarray | None) -> Vectors:
-    """Float64 keys and values [G, n, D] of every layer, as they are cached."""
+def _stored(
+    run: Run, k_of_all: torch.Tensor, v_of_all: torch.Tensor, inv_freq: np.ndarray | None
+) -> Vectors:
+    """Float64 keys and values [G, n, D] of every layer, as they are cached, of [L, G, n, D]."""
     stored: Vectors = []
-    layers = list(zip(run.program.layers, recording.k, recording.v, strict=True))
+    layers = list(zip(run.program.layers, k_of_all, v_of_all, strict=True))
     if run.merges_meet:
         for layer, k, v in layers:
             run.begin_merge(layer, k, v)

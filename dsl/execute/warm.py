@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.execute.block import Block
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.drive import drive
 from kvpolicy.dsl.execute.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
@@ -57,34 +59,36 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
             does not matter.
         queries: their type.
     """
-    shape, device = program.bound.shape, like.device
-    run, layer = program.start(tokens), program.layers.start
-    there = torch.arange(tokens, device=device)
-    kv = program.heads.number(shape.kv_heads)
-    if run.at_end:
-        size = (kv * shape.group, min(run.queries, tokens), shape.head_dim)
-        for layer in program.layers:
-            run.note(layer, torch.zeros(size, dtype=queries, device=device))
-        keys = Slots(like.pool, there % like.pool.shape[1], like.scale)
-        run.score(keys, keys if program.bound.needs_values else None)
-        run.finish(wait=False)
-        return run
-    scale = None if like.scale is None else like.scale[:kv]
-    while layer < program.layers.stop:
-        number = len(there)
-        wanted = min(run.queries, number)
-        size = (wanted, kv * shape.group, shape.head_dim)
-        asked = torch.zeros(size, dtype=queries, device=device)
-        keys = Slots(like.pool[:1], there % like.pool.shape[1], scale)
-        values = keys if program.bound.needs_values else None
-        own = None if number == run.size else there
-        deeper = run.observe(layer, asked.transpose(0, 1), keys, values, own)
-        there, layer = there if deeper is None else there[deeper], layer + 1
-        if run.restarted:
-            run, layer = run.again(len(there)), 0
-            there = torch.arange(len(there), device=device)
+    run = drive(program, tokens, _Zeros(program, like, queries), like.device).run
     run.finish(wait=False)
     return run
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """A prompt of zeros; the other attributes are as of `prefill`."""
+
+    program: TorchProgram
+    like: Slots
+    dtype: torch.dtype
+
+    @property
+    def _kv(self) -> int:
+        return self.program.heads.number(self.program.bound.shape.kv_heads)
+
+    def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """As of `Prompt`, a token after the other, as a server has them."""
+        shape = self.program.bound.shape
+        size = (number, self._kv * shape.group, shape.head_dim)
+        return torch.zeros(size, dtype=self.dtype, device=tokens.device).transpose(0, 1)
+
+    def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
+        """As of `Prompt`."""
+        pool, scale = self.like.pool[: len(layers)], self.like.scale
+        keys = Slots(
+            pool, tokens % pool.shape[1], None if scale is None else scale[: len(layers) * self._kv]
+        )
+        return keys, keys
 
 
 def fold(run: Run, like: Slots, queries: torch.dtype) -> None:

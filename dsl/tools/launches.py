@@ -20,8 +20,9 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.fusion import Bundle
 from kvpolicy.dsl.codegen.source import GeneratedFile
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.generated import Generated, Run
-from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
+from kvpolicy.dsl.execute.kernels import Entries, Kernels, installed
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run as PrefillRun
@@ -274,36 +275,17 @@ class _Counting:
 
     def _prefill(self) -> tuple[PrefillRun, list[Asked]]:
         """A finished prefill; what was asked at each layer, and after the last one."""
-        shape, tokens = self.bound.shape, self.case.tokens
-        q = self._made(shape.heads, tokens)
-        pools = [self._made(shape.kv_heads, tokens).transpose(1, 2) for _ in range(2)]
-        run = self.program.start(tokens)
         observed: list[Asked] = []
-        there = torch.arange(tokens)
-        while True:
-            if run.at_end:
-                for layer in range(shape.layers):
-                    with self._counted(observed):
-                        run.note(layer, q[layer][:, -run.queries :])
-                break
-            for layer in range(shape.layers):
-                known = None if len(there) == run.size else there
-                k, v = (Slots(pool[layer : layer + 1], there) for pool in pools)
-                values = v if self.bound.needs_values else None
-                with self._counted(observed):
-                    deeper = run.observe(layer, q[layer][:, there], k, values, known)
-                if deeper is not None:
-                    there = there[deeper]
-                if run.restarted:
-                    break
-            if not run.restarted:
-                break
-            run = run.again(len(there))
+        shown = InPools(self._made(self.bound.shape.heads, self.case.tokens), *(
+            self._made(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
+        ))  # fmt: skip
+        run = drive(
+            self.program, self.case.tokens, shown, within=lambda: self._counted(observed)
+        ).run
+        together = observed.pop() if run.at_end else Asked()
         with self._counted(observed):
-            if run.at_end:
-                k, v = (Slots(pool, there) for pool in pools)
-                run.score(k, v if self.bound.needs_values else None)
             run.finish(wait=False)
+        observed[-1] += together
         run.settle(finite=True)
         return run, observed
 

@@ -8,6 +8,7 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.stages import apart
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
@@ -92,16 +93,7 @@ class Stage(TorchProgram):
 
 def observed(program, prompt):
     q, k, v = (torch.as_tensor(x) for x in prompt)
-    run = program.start(k.shape[2])
-    for layer in program.layers:
-        if run.at_end:
-            run.note(layer, q[layer][:, -run.queries :])
-        else:
-            run.observe(layer, q[layer], k[layer], v[layer])
-    if run.at_end:
-        here = slice(program.layers.start, program.layers.stop)
-        run.score(k[here].flatten(0, 1), v[here].flatten(0, 1))
-    return run
+    return drive(program, k.shape[2], InPools(q, k.transpose(1, 2), v.transpose(1, 2))).run
 
 
 def prompt_of(shape, tokens=TOKENS):

@@ -1,0 +1,115 @@
+"""A whole prefill at once, as commands, warming and benchmarks have it; a server has it by layers.
+
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n of a layer, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.values import HOST
+
+
+class Prompt(Protocol):
+    """Queries, keys and values of a prompt, at those of its tokens that are asked for."""
+
+    def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """[H, T, D] of the last `number` of int64 [n] tokens, or of more, after RoPE."""
+        ...
+
+    def entries(
+        self, layers: range, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots]:
+        """Keys, after RoPE, and values [L * G, n, D] of some layers, or where a pool has them."""
+        ...
+
+
+class InPools(NamedTuple):
+    """A prompt: queries [L, H, N, D], keys and values in pools [L, N, G, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """As of `Prompt`."""
+        own = self.q[layer]
+        return own if len(tokens) == own.shape[1] else own[:, tokens]
+
+    def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
+        """As of `Prompt`."""
+        k, v = (Slots(pool[layers.start : layers.stop], tokens) for pool in (self.k, self.v))
+        return k, v
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A prefill of which all layers have been observed, or scored together.
+
+    Attributes:
+        run: the prefill; `first`: the same, or the one that a restart replaced.
+        tokens: int64 [n], positions in the prompt of the tokens that `run` is over.
+    """
+
+    run: Run
+    first: Run
+    tokens: torch.Tensor
+
+
+def drive(
+    program: TorchProgram,
+    prompt: int,
+    shown: Prompt,
+    device: torch.device = HOST,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Driven:
+    """Takes a prompt of N tokens through a prefill, begun again where the policy says so.
+
+    Args:
+        within: entered for each layer, and for scoring them together after the last one.
+    """
+    first = run = program.start(prompt)
+    chosen = torch.arange(prompt, device=device)
+    there = _observed(run, shown, chosen, within)
+    if run.restarted:
+        chosen = chosen[there]
+        run = run.again(len(chosen))
+        _observed(run, shown, chosen, within)
+    if run.at_end:
+        with within():
+            k, v = shown.entries(program.layers, chosen)
+            run.score(k, v if program.bound.needs_values else None)
+    return Driven(run, first, chosen)
+
+
+def _observed(
+    run: Run,
+    shown: Prompt,
+    chosen: torch.Tensor,
+    within: Callable[[], AbstractContextManager[None]],
+) -> torch.Tensor:
+    """Shows a run its layers; int64 [m] which of its tokens go deepest, or begin again."""
+    there = torch.arange(run.size, device=chosen.device)
+    for layer in run.program.layers:
+        tokens = chosen if len(there) == run.size else chosen[there]
+        number = min(run.queries, len(there))
+        with within():
+            q = shown.queries(layer, tokens, number)
+            if run.at_end:
+                run.note(layer, q[:, q.shape[1] - number :])
+                continue
+            k, v = shown.entries(range(layer, layer + 1), tokens)
+            values = v if run.program.bound.needs_values else None
+            own = None if len(there) == run.size else there
+            deeper = run.observe(layer, q, k, values, own)
+        there = there if deeper is None else there[deeper]
+        if run.restarted:
+            break
+    return there
