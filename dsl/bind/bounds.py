@@ -20,7 +20,7 @@ from operator import add
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
-from kvpolicy.dsl.bind.kept import chooses_after, keep_of
+from kvpolicy.dsl.bind.kept import chooses_after, filling, keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -69,7 +69,8 @@ class Bounds:
 
         What its sized terms take beyond a budget that only data know is not in it.
         """
-        return whole(self._total(fill.args[2].args[0]), self._kv * sum(b for _, b in self._lengths))
+        _, _, budget = filling(fill)
+        return whole(self._total(budget), self._kv * sum(b for _, b in self._lengths))
 
     def is_exact(self, node: Node) -> bool:
         """Whether the size of a token set is its number of entries: no data decide it.
@@ -79,7 +80,8 @@ class Bounds:
         if any(low < high for low, high in self._lengths):
             return False
         if node.op == "fill":
-            return self._numbers.is_static(node.args[2].args[0]) and self.is_exact(node.args[1])
+            _, taken, budget = filling(node)
+            return self._numbers.is_static(budget) and self.is_exact(taken)
         if node.op == "choose":
             return self._numbers.is_static(node.args[1]) and all(
                 self.is_exact(x) for x in node.args[::2]
@@ -166,8 +168,8 @@ class Bounds:
         return self._bounded(tokens, per_layer, total)
 
     def _fill(self, node: Node) -> Size:
-        taken, budget = self.size(node.args[1]), node.args[2].args[0]
-        layers = range(self._layers)
+        _, before, budget = filling(node)
+        taken, layers = self.size(before), range(self._layers)
         high = [max(0, self._numbers.of(budget, i)[1]) for i in layers]
         low = [self._numbers.of(budget, i)[0] for i in layers]
         # Each head keeps max(taken, budget): the budget alone, where it holds what is taken.

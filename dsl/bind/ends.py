@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kept import filling
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -85,14 +86,9 @@ class Ends:
 
 def filled(keep: Node) -> Ends | None:
     """Ends, and the best of the rest up to a budget."""
-    score, taken, missing, remaining = keep.args
-    own = ends_of(taken)
-    if own is None or keep.axes != _TOKEN or missing.op != "missing":
-        return None
-    budget, held = missing.args
-    if held != taken or remaining.args != (taken,):
-        return None
-    return Ends(own.first, own.last, score, budget)
+    score, taken, budget = filling(keep)
+    own = ends_of(taken) if keep.axes == _TOKEN else None
+    return None if own is None else Ends(own.first, own.last, score, budget)
 
 
 def _lasts(bound: Bound, node: Node) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kept import is_rest, keep_of
+from kvpolicy.dsl.bind.kept import filling, is_rest, keep_of
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -62,9 +62,8 @@ class FixedSize:
             keep = keep.args[0 if self._bound.number(keep.args[1], prompt, layer) else 2]
         if keep.op != "fill" or keep.axes != _TOKEN:
             return None
-        score, taken, missing, _ = keep.args
-        budget, given = missing.args
-        lasts = given == taken and (budget.op == "budget" or self._same(budget))
+        score, taken, budget = filling(keep)
+        lasts = budget.op == "budget" or self._same(budget)
         numbers = self._numbers(taken)
         if not lasts or numbers is None or not self._present(score, taken):
             return None

@@ -168,18 +168,6 @@ class Intervals:
     def normalises(self, node: Node) -> bool:
         """Whether a division is `x / sum[...](x)` of values that are not negative."""
         x, mass = node.args
-        layers = range(self._layers)
-        return (
-            mass.op == "sum"
-            and (mass.args[0] is x or _same(mass.args[0], x))
-            and all(self.of(x, i)[0] >= 0 for i in layers)
-        )
-
-
-def _same(a: Node, b: Node) -> bool:
-    """Whether two nodes are the same computation."""
-    if a is b:
-        return True
-    if (a.op, a.value, a.axes, len(a.args)) != (b.op, b.value, b.axes, len(b.args)):
-        return False
-    return all(_same(x, y) for x, y in zip(a.args, b.args, strict=True))
+        if mass.op != "sum" or mass.args[0] is not x:
+            return False
+        return all(self.of(x, i)[0] >= 0 for i in range(self._layers))

@@ -26,6 +26,12 @@ def heads_differ(sections: Sections) -> bool:
     return any("kv" in keep.type.axes for keep in keeps)
 
 
+def filling(fill: Node) -> tuple[Node, Node, Node]:
+    """By what the rest of a `fill` competes, what it takes before that, and its budget."""
+    score, taken, missing, _ = fill.args
+    return score, taken, missing.args[0]
+
+
 def is_rest(node: Node, taken: Node) -> bool:
     """Whether a value is there only outside of a set: `mask(x, not taken)`."""
     return node.op == "mask" and node.args[1].op == "not" and node.args[1].args[0] is taken

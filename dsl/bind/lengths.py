@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
-from kvpolicy.dsl.bind.kept import chooses_after, present_outside
+from kvpolicy.dsl.bind.kept import chooses_after, filling, present_outside
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node, Propagate
 
@@ -99,10 +99,11 @@ class _Lengths:
             sure = whole(fewest, low) if not node.args[0].type.absent else 0
             return sure, whole(most, high)
         if node.op == "fill":
-            taken = self._size(node.args[1], layer)
-            fewest, most = self.numbers.of(node.args[2].args[0], layer)
-            rest = whole(fewest, low) if present_outside(node.args[0], node.args[1]) else 0
-            return max(taken[0], rest), max(taken[1], whole(most, high))
+            score, taken, budget = filling(node)
+            least, largest = self._size(taken, layer)
+            fewest, most = self.numbers.of(budget, layer)
+            rest = whole(fewest, low) if present_outside(score, taken) else 0
+            return max(least, rest), max(largest, whole(most, high))
         if node.op == "or":
             (a, b), (c, d) = (self._size(x, layer) for x in node.args)
             sure = max(a, c)
