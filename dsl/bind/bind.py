@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
@@ -18,7 +18,6 @@ from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.host import Value, evaluate, evaluator
 from kvpolicy.dsl.ir.lower import Env, Static, fold, lower, settled
 from kvpolicy.dsl.ir.nodes import (
-    Extent,
     ModelShape,
     Node,
     Program,
@@ -27,6 +26,7 @@ from kvpolicy.dsl.ir.nodes import (
     Type,
     When,
 )
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.ir.traverse import (
     Sections,
@@ -42,6 +42,8 @@ from kvpolicy.dsl.syntax.source import Source
 
 # Environments whose numbers are remembered: of prompts that decode together, at every layer.
 _ENVIRONMENTS = 2**14
+# Answers that are remembered to questions about prompts and their steps.
+_REMEMBERED = 2**12
 # More queries than any request has.
 _MOST = 2**31
 
@@ -123,43 +125,28 @@ class Bound:
         """Every node that a decode step needs, once."""
         return nodes_of([] if self.folded.decode is None else _decode_roots(self.folded.decode))
 
+    @once.at_most(_REMEMBERED)
     def queries(self, prompt: int) -> int:
         """How many of a layer's last queries the prefill reads, or keeps for decode steps (W)."""
-        return self._queries(prompt)
+        counts, layers = self._windows(decoding=False), range(self.shape.layers)
+        read = (self._asking(count, prompt, layer) for count in counts for layer in layers)
+        # The prompt's last queries are among those that the first decode steps read.
+        later = min(prompt, max(0, self.step_queries(prompt) - 1))
+        return max(later, max(read, default=0))
 
-    @cached_property
-    def _queries(self) -> Callable[[int], int]:
-        windows = _windows(self.nodes())
-        layers = range(self.shape.layers)
-
-        @lru_cache(maxsize=4096)
-        def most(prompt: int) -> int:
-            counts = (self._asking(x.count, prompt, layer) for x in windows for layer in layers)
-            # The prompt's last queries are among those that the first decode steps read.
-            later = min(prompt, max(0, self.step_queries(prompt) - 1))
-            return max(later, max(counts, default=0))
-
-        return most
-
+    @once.at_most(_REMEMBERED)
     def step_queries(self, prompt: int) -> int:
         """How many of a layer's last queries a decode step reads, its own included."""
-        return self._step_queries(prompt)
+        counts, layers = self._windows(decoding=True), range(self.shape.layers)
+        known = (self.number(x, prompt, layer) for x in counts if x for layer in layers)
+        return max(int(None in counts), max((whole(x, _MOST) for x in known), default=0))
 
-    @cached_property
-    def _step_queries(self) -> Callable[[int], int]:
-        windows = _windows(self.decode_nodes())
-        least = int(any(x.count is None for x in windows))
-
-        @lru_cache(maxsize=4096)
-        def most(prompt: int) -> int:
-            counts = (self._recent(x.count, prompt) for x in windows if x.count)
-            return max(least, max(counts, default=0))
-
-        return most
-
-    def _recent(self, count: Node, prompt: int) -> int:
-        layers = range(self.shape.layers)
-        return max(whole(self.number(count, prompt, layer), _MOST) for layer in layers)
+    @once
+    def _windows(self, decoding: bool) -> list[Node | None]:
+        """How long the windows are that are read, or that what is read is as long as."""
+        nodes = self.decode_nodes() if decoding else self.nodes()
+        windows = dict.fromkeys(node.type.window for node in nodes if node.type.window)
+        return [window.count for window in windows]
 
     def window(self, node: Node, prompt: int, layer: int, length: int | None = None) -> int:
         """Number of last queries of one `attn`, `logits` or `distance` of the prefill at a layer.
@@ -197,28 +184,20 @@ class Bound:
             return step if step < generated + most else None
         # Where the prompt plays no part, what is found for one is found for all.
         alike = self.static.follows(rules.when, "generated")
-        return self._next_leaving(generated, 0 if alike else prompt, most)
+        return self._next_holding(rules.when, generated, 0 if alike else prompt, most)
 
-    @cached_property
-    def _next_leaving(self) -> Callable[[int, int, int], int | None]:
-        when = None if self.folded.decode is None else self.folded.decode.when
-        if when is None:
-            raise RuntimeError(f"`{self.program.name}` says nowhere when entries leave")
+    @once.at_most(_REMEMBERED)
+    def _next_holding(self, when: Node, generated: int, prompt: int, most: int) -> int | None:
+        rule, numbers = self._rule(when, prompt)
+        steps = range(generated, generated + most)
+        holds = (x for x in steps if evaluate(rule, {**numbers, "generated": Fraction(x)}))
+        return next(holds, None)
 
-        @lru_cache(maxsize=4096)
-        def given(prompt: int) -> tuple[Node, Env]:
-            numbers = environment(self.shape, self.params, prompt)
-            return settled(when, numbers, self.static, "prompt", "length"), numbers
-
-        @lru_cache(maxsize=4096)
-        def found(generated: int, prompt: int, most: int) -> int | None:
-            rule, numbers = given(prompt)
-            for step in range(generated, generated + most):
-                if evaluate(rule, {**numbers, "generated": Fraction(step)}):
-                    return step
-            return None
-
-        return found
+    @once.at_most(_REMEMBERED)
+    def _rule(self, when: Node, prompt: int) -> tuple[Node, Env]:
+        """`when` with what the prompt decides of it settled, and numbers to evaluate it with."""
+        numbers = environment(self.shape, self.params, prompt)
+        return settled(when, numbers, self.static, "prompt", "length"), numbers
 
     @property
     def propagates(self) -> bool:
@@ -273,11 +252,6 @@ class Bound:
         if self.folded.decode is not None and self.folded.decode.when is None:
             values += f"fold interval {self.fold_interval}\n"
         return hashlib.sha256((print_program(self.program) + values).encode()).hexdigest()
-
-
-def _windows(nodes: Iterator[Node]) -> list[Extent]:
-    """The windows that nodes read, or are as long as."""
-    return list(dict.fromkeys(node.type.window for node in nodes if node.type.window))
 
 
 def bind(

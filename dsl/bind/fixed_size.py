@@ -13,6 +13,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import filling, is_rest, keep_of
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.once import once
 
 _TOKEN = ("token",)
 _MOST = 2**62
@@ -35,7 +36,6 @@ class FixedSize:
             raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
         self._bound, self._states_present = bound, states_present
         self._keep = keep_of(bound.lowered.decode)
-        self._taken: dict[int, list[int | None]] = {}  # by prompt, of every layer
 
     def holds(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
         """Whether every list keeps as many entries at every later step at which some may leave.
@@ -45,12 +45,12 @@ class FixedSize:
         Args:
             counts: of every layer and KV head, entries that a step kept at which all lost some.
         """
-        if prompt not in self._taken:
-            while len(self._taken) >= _PROMPTS:
-                self._taken.pop(next(iter(self._taken)))
-            self._taken[prompt] = [self.taken(prompt, layer) for layer in range(len(counts))]
-        pairs = zip(self._taken[prompt], counts, strict=True)
+        pairs = zip(self._taken(prompt, len(counts)), counts, strict=True)
         return all(number is not None and number < min(own) for number, own in pairs)
+
+    @once.at_most(_PROMPTS)
+    def _taken(self, prompt: int, layers: int) -> list[int | None]:
+        return [self.taken(prompt, layer) for layer in range(layers)]
 
     def taken(self, prompt: int, layer: int) -> int | None:
         """How many entries a list takes at most before it is filled up to a budget that lasts.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode import Known, Memory
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import pairing
 from kvpolicy.sglang_ext.face.asked import POLICY, named
@@ -33,6 +33,7 @@ from kvpolicy.sglang_ext.request.reasons import Reason
 _ATTRIBUTE = "kv_policy_state"
 _MANY = 1024  # output tokens during which entries surely may leave
 MOST_MOVED = 2**29  # bytes that are held twice where a prompt is compacted within its slots
+_PROMPTS = 4096  # lengths of prompts of which is remembered what admission and prefills ask
 _WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
 
 
@@ -77,12 +78,6 @@ class Served:
         self.upper_layers = pairing.upper_layers(bound)
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)
-        # Both are asked for at every attempt to admit a request, by prompt length.
-        self.most_slots = lru_cache(maxsize=4096)(self._most_slots)
-        self.queries = lru_cache(maxsize=4096)(bound.queries)
-        self.tail = lru_cache(maxsize=4096)(self._tail)
-        self.plan = lru_cache(maxsize=4096)(lambda prompt: propagation.plan(bound, prompt))
-        self.foreseen = lru_cache(maxsize=4096)(lambda prompt: foreseen(bound, prompt))
         self.heads_differ = heads_differ(bound.lowered)
         self._bounded = max_entries(bound, ENDLESS) < self._everything(ENDLESS)
         self.standing = Standing()
@@ -98,7 +93,18 @@ class Served:
         slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
         self.program.warm(*self._arena.at_slots(0, slots), queries)
 
-    def _tail(self, prompt: int) -> int:
+    @once.at_most(_PROMPTS)
+    def plan(self, prompt: int) -> Plan | None:
+        """How a prompt is propagated; None where surely every layer sees all tokens."""
+        return propagation.plan(self.bound, prompt)
+
+    @once.at_most(_PROMPTS)
+    def foreseen(self, prompt: int) -> list[int] | None:
+        """[L] entries that each list of a layer keeps of a prompt; None: data decide."""
+        return foreseen(self.bound, prompt)
+
+    @once.at_most(_PROMPTS)
+    def tail(self, prompt: int) -> int:
         """Last queries of a prompt that are read by themselves, not only in sums over all."""
         bound = self.bound
         windows = [node for node in bound.nodes() if node.operation.is_window]
@@ -109,7 +115,8 @@ class Served:
     def _everything(self, prompt: int) -> int:
         return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
 
-    def _most_slots(self, prompt: int) -> int | None:
+    @once.at_most(_PROMPTS)
+    def most_slots(self, prompt: int) -> int | None:
         """Private slots that suffice for a prompt; None when the policy surely keeps all of it."""
         entries = max_entries(self.bound, prompt)
         if entries >= self._everything(prompt):
@@ -368,7 +375,7 @@ class State:
     @property
     def queries(self) -> int:
         """W, the last queries of the prompt that the policy observes."""
-        return self.served.queries(self.prompt)
+        return self.served.bound.queries(self.prompt)
 
     @property
     def resumes(self) -> bool:
