@@ -18,7 +18,7 @@ from kvpolicy.dsl.ir.written import bare, written
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed, refused
 
 # Digits and exponent are bounded so that a value from a request cannot cost memory.
-_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
+NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
 _ANY_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 _DIGITS = "18 digits before and after the point, and 2 in the exponent"
 
@@ -106,14 +106,14 @@ def _parse(program: Program, param: Param, text: str) -> Fraction | bool:
                 program.name, "range", f"`{param.name}` is `{text}`; it is `true` or `false`"
             )
         return text == "true"
-    if _NUMBER.fullmatch(text):
+    if NUMBER.fullmatch(text):
         return Fraction(text)
     kind = ", ".join(filter(None, ("a number", accepted(param))))
     message = f"`{param.name}` is `{_short(text)}`; it is {kind}"
     help = None
     if _ANY_NUMBER.fullmatch(text):
         message = f"`{param.name}` is `{_short(text)}`; a number has at most {_DIGITS}"
-    elif text.endswith("%") and _NUMBER.fullmatch(text[:-1].rstrip()):
+    elif text.endswith("%") and NUMBER.fullmatch(text[:-1].rstrip()):
         help = f"{text} is `{float(Fraction(text[:-1].rstrip()) / 100):g}`"
     raise refused(program.name, "range", message, help)
 

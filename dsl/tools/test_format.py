@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from kvpolicy.dsl.bind.parameters import NUMBER
 from kvpolicy.dsl.data.result import LayerValue
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax import yaml_nodes
@@ -49,7 +50,6 @@ from kvpolicy.dsl.syntax.yaml_nodes import YamlNode
 
 MAX_VALUES = 1 << 22  # numbers in one tensor
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e[+-]?[0-9]{1,2})?")
 # What a test may expect of the prefill, and of a decode step.
 _AFTER_KEYS = ("kept", "merged", "thresholds", "reported")
 _EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "after")
@@ -319,7 +319,7 @@ class _Reader:
 
     def number(self, node: YamlNode) -> float:
         text = self.text(node)
-        if not _NUMBER.fullmatch(text):
+        if not NUMBER.fullmatch(text):
             raise self.defect(f"`{text}` is no number", node)
         return float(text)
 

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 
 def size_text(size: float) -> str:
     """Bytes in the largest unit that leaves at least 1."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
-    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+    return _in_largest(size, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def flops_text(operations: float) -> str:
     """Operations in the largest unit that leaves at least 1."""
-    unit = ""
-    for larger in "kMGT":
-        if operations >= 1000:
-            operations, unit = operations / 1000, larger
-    return f"{operations:,.1f} {unit}flop" if unit else f"{operations:,.0f} flop"
+    return _in_largest(operations, 1000, ("flop", "kflop", "Mflop", "Gflop", "Tflop"))
+
+
+def _in_largest(number: float, step: int, units: Sequence[str]) -> str:
+    """Of units, each so many of the one before, the largest that leaves at least 1."""
+    (unit, *larger), digits = units, 0
+    for each in larger:
+        if number >= step:
+            number, unit, digits = number / step, each, 1
+    return f"{number:,.{digits}f} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
