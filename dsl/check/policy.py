@@ -27,7 +27,7 @@ from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules, When
 from kvpolicy.dsl.ir.ranges import range_problem
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.blocks import Item
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order, refused
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.dsl.syntax.parse import parse
 from kvpolicy.dsl.syntax.source import Source, Span
@@ -55,6 +55,13 @@ class Checked:
         if self.program is None:
             raise PolicyError(self.errors, self.source)
         return self.program
+
+    def executable(self) -> Program:
+        """The program; raises PolicyError where there is none, or where it cannot be served yet."""
+        program = self.require()
+        if self.unserved:
+            raise refused(self.source.name, "phase", "; ".join(self.unserved))
+        return program
 
 
 def load(policy: str | Path | Source) -> Checked:

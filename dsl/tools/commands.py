@@ -1,33 +1,17 @@
-"""What the commands that execute policies share: loading, overrides, and both executions."""
+"""What the commands that execute policies share: overrides, and both executions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpolicy.dsl.bind.bind import Bound, bind
-from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.ir.nodes import ModelShape, Program
+from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.dsl.tools.cli import EXECUTIONS as EXECUTIONS
 
 if TYPE_CHECKING:
     import numpy as np
     from kvpolicy.dsl.data.result import Result, Steps
-
-
-def executable(path: str | Path) -> Program:
-    """The checked program of a policy file.
-
-    Raises:
-        PolicyError: the file has defects, or decides more than the end of the prefill.
-    """
-    checked = load(path)
-    program = checked.require()
-    if checked.unserved:
-        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
-    return program
 
 
 def overrides(settings: Sequence[str] | None) -> dict[str, str]:
@@ -43,11 +27,6 @@ def overrides(settings: Sequence[str] | None) -> dict[str, str]:
             raise refused("--set", "arguments", f"`{setting}` is not name=value")
         result[name.strip()] = value
     return result
-
-
-def bound_policy(path: str | Path, settings: Sequence[str] | None, shape: ModelShape) -> Bound:
-    """A policy file bound to a model."""
-    return bind(executable(path), shape, overrides(settings))
 
 
 def execute(

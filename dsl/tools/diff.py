@@ -11,9 +11,10 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.tools.commands import executable, execute
+from kvpolicy.dsl.tools.commands import execute
 from kvpolicy.dsl.tools.explain_sections import decode_words, layers_text, runs
 from kvpolicy.dsl.tools.units import size_text
 
@@ -24,7 +25,7 @@ _SEED = 0
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 if both mean the same, else 1; raises PolicyError for unusable input."""
-    programs = [executable(args.first), executable(args.second)]
+    programs = [load(path).executable() for path in (args.first, args.second)]
     config = read_config(args.model)
     first, second = (bind(program, config.shape) for program in programs)
     if first.digest == second.digest:

@@ -64,9 +64,8 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
 
     gpu = GPUS[args.gpu]
     asked = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
-    if checked.unserved:
-        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
-    served = bind(bound.program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
+    program = checked.executable()
+    served = bind(program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
     found = forecast(served, config, gpu, asked, pool_of(config, gpu))
     if args.json:
         print(explain_gpu.document(found, served, config, gpu, asked))

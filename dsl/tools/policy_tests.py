@@ -12,11 +12,12 @@ import numpy as np
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.model_config import USUAL
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.recording import Recording
 from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
-from kvpolicy.dsl.tools.commands import EXECUTIONS, executable, execute, overrides
+from kvpolicy.dsl.tools.commands import EXECUTIONS, execute, overrides
 from kvpolicy.dsl.tools.run import add_merged, propagation, report
 from kvpolicy.dsl.tools.test_format import Numbers, PolicyTest, Seed, read_cases
 from kvpolicy.dsl.tools.units import positions_text
@@ -93,7 +94,7 @@ def _tested(test: Path, name: str) -> Program:
     stem = test.name.removesuffix(TEST_SUFFIX)
     if name != stem:
         raise refused(str(test), "test", f"`policy` is `{name}`, but the file tests `{stem}`")
-    return executable(test.with_name(f"{stem}.yaml"))
+    return load(test.with_name(f"{stem}.yaml")).executable()
 
 
 def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.recording import Recording, read_recording
 from kvpolicy.dsl.data.result import Result, StepResult
 from kvpolicy.dsl.syntax.diagnostics import refused
-from kvpolicy.dsl.tools.commands import executable, execute, overrides
+from kvpolicy.dsl.tools.commands import execute, overrides
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
-    program = executable(args.file)
+    program = load(args.file).executable()
     given = read_recording(args.tensors)
     bound = bind(program, given.shape, overrides(args.set), fold_interval=args.fold_interval)
     given.check_queries(bound)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.model_config import read_config
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.source import generate
 from kvpolicy.dsl.ir.text import print_nodes
-from kvpolicy.dsl.tools.commands import bound_policy
+from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.explain import roots
 from kvpolicy.dsl.tools.explain_kernels import prefill_fusion, reasons, step_fusions
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
-    bound = bound_policy(args.file, args.set, read_config(args.model).shape)
+    shape = read_config(args.model).shape
+    bound = bind(load(args.file).executable(), shape, overrides(args.set))
     if args.triton:
         print("\n\n".join(sources(bound)), end="")
     else:

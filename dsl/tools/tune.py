@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import read_config
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused
-from kvpolicy.dsl.tools.commands import executable, overrides
+from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.tune_model import LayeredModel
 from kvpolicy.dsl.tools.tune_prompts import read_prompts
 from kvpolicy.dsl.tools.tune_values import candidates
@@ -63,7 +64,7 @@ class Limits:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
-    program, name = executable(args.file), args.parameter
+    program, name = load(args.file).executable(), args.parameter
     settings = overrides(args.set)
     if name in settings:
         raise refused("--set", "arguments", f"`{name}` is what `tune` chooses; leave it out")

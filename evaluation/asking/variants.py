@@ -185,7 +185,7 @@ def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) 
     for word in dict.fromkeys(names):
         if word == FULL:
             continue
-        program, path = _checked(word), str(find(word).resolve())
+        program, path = load(word).executable(), str(find(word).resolve())
         if program.name == FULL:
             raise refused(word, "name", f"the name `{FULL}` stands for full KV")
         if programs.get(program.name, (None, path))[1] != path:
@@ -200,14 +200,6 @@ def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) 
         _Policy(program, path, given[name], frozenset(general & given[name].keys()))
         for name, (program, path) in programs.items()
     ]
-
-
-def _checked(word: str) -> Program:
-    checked = load(word)
-    program = checked.require()
-    if checked.unserved:
-        raise refused(checked.source.name, "phase", "; ".join(checked.unserved))
-    return program
 
 
 def _settings(
