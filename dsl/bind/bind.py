@@ -10,12 +10,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.host import Value, evaluate, evaluator
+from kvpolicy.dsl.ir.host import Value, evaluate, evaluator, truth
 from kvpolicy.dsl.ir.lower import Env, Static, fold, lower, settled
 from kvpolicy.dsl.ir.nodes import (
     ModelShape,
@@ -228,17 +228,15 @@ class Bound:
             return None
         layers = range(self.shape.layers)
         if self.static.needs(first) is None:
-            never = all(self._surely_false(first, prompt, layer) for layer in layers)
-            return self.shape.layers if never else None
+            found = (truth(first, partial(self._known, prompt, layer)) for layer in layers)
+            return self.shape.layers if all(each is False for each in found) else None
         holds = (layer for layer in layers if self.number(first, prompt, layer, length=prompt))
         return next(holds, self.shape.layers)
 
-    def _surely_false(self, node: Node, prompt: int, layer: int) -> bool:
-        """Whether a condition is false whatever the data: `prompt > capacity and ...`."""
-        if self.static.needs(node) is not None:
-            return not self.number(node, prompt, layer, length=prompt)
-        parts = (self._surely_false(each, prompt, layer) for each in node.args)
-        return (node.op == "and" and any(parts)) or (node.op == "or" and all(parts))
+    def _known(self, prompt: int, layer: int, node: Node) -> Value | None:
+        """A number or condition of a layer that sees all of the prompt; None: data decide it."""
+        known = self.static.needs(node) is not None
+        return self.number(node, prompt, layer, length=prompt) if known else None
 
     @cached_property
     def needs_values(self) -> bool:

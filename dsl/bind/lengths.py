@@ -5,11 +5,15 @@ Dimensions: L layers, N tokens of the prompt.
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
 from kvpolicy.dsl.bind.kept import chooses_after, filling, present_outside
 from kvpolicy.dsl.ir.counts import whole
+from kvpolicy.dsl.ir.host import truth
 from kvpolicy.dsl.ir.nodes import Node, Propagate
+from kvpolicy.dsl.ops.host import Number
 
 Range = tuple[int, int]
 
@@ -72,18 +76,10 @@ class _Lengths:
 
     def _acts(self, layer: int) -> bool | None:
         """Whether tokens are chosen at a layer; None: data decide."""
-        return self._truth(self.rules.moment, layer)
+        return truth(self.rules.moment, partial(self._known, layer))
 
-    def _truth(self, node: Node, layer: int) -> bool | None:
-        if self.numbers.is_static(node, layer):
-            return bool(self.numbers.value(node, layer))
-        if node.op not in ("and", "or"):
-            return None
-        parts = [self._truth(each, layer) for each in node.args]
-        decisive = node.op == "or"
-        if decisive in parts:
-            return decisive
-        return None if None in parts else not decisive
+    def _known(self, layer: int, node: Node) -> Number | None:
+        return self.numbers.value(node, layer) if self.numbers.is_static(node, layer) else None
 
     def _chosen(self, layer: int) -> Range:
         low, high = self._size(self.rules.tokens, layer)

@@ -51,6 +51,22 @@ def evaluator(env: Mapping[str, Value]) -> Callable[[Node], Value]:
     return value
 
 
+def truth(condition: Node, known: Callable[[Node], Value | None]) -> bool | None:
+    """Whether a condition holds, where what is known of its parts says it; None: data decide.
+
+    Args:
+        known: the value of a node, None where data decide it.
+    """
+    value = known(condition)
+    if value is not None or condition.op not in ("and", "or"):
+        return None if value is None else bool(value)
+    parts = [truth(each, known) for each in condition.args]
+    decisive = condition.op == "or"
+    if decisive in parts:
+        return decisive
+    return None if None in parts else not decisive
+
+
 class _Evaluation:
     """One environment; None stands for an absent value."""
 
