@@ -239,6 +239,12 @@ class Bound:
         return self.number(node, prompt, layer, length=prompt) if known else None
 
     @cached_property
+    def upper_layers(self) -> list[int]:
+        """Layers that are stored with the one below (`share:`), from the bottom."""
+        share, layers = self.lowered.share, range(self.shape.layers)
+        return [] if share is None else [n for n in layers if self.number(share.when, 0, n)]
+
+    @cached_property
     def needs_values(self) -> bool:
         """Whether the prefill reads the tensor `value` before entries leave."""
         return any("value" in node.operation.tensors for node in self.nodes())
@@ -280,24 +286,22 @@ def bind(
     too_much = does_not_fit(program, None, env)
     if too_much:
         raise PolicyError(too_much, Source(program.name, ""))
-    _check_shared(program, shape, params)
     sections = Sections(program.prefill, program.decode, program.propagate, program.share)
     folded = _needed(fold(sections, env), program.report)
     static = Static(folded.propagate is not None)
-    return Bound(program, shape, params, folded, lower(folded), static, fold_interval)
+    bound = Bound(program, shape, params, folded, lower(folded), static, fold_interval)
+    _check_shared(bound)
+    return bound
 
 
-def _check_shared(program: Program, shape: ModelShape, params: Mapping[str, Value]) -> None:
+def _check_shared(bound: Bound) -> None:
     """Each layer shares with at most one other."""
-    if program.share is None:
-        return
-    envs = [environment(shape, params, layer=layer) for layer in range(shape.layers)]
-    holds = [layer for layer, env in enumerate(envs) if evaluate(program.share.when, env)]
+    holds = bound.upper_layers
     taken = [layer for layer in holds if layer - 1 in (-1, *holds)]
     if taken:
         below = f"layer {taken[0] - 1} shares already" if taken[0] else "there is no layer below"
         message = f"`share.when` holds at layer {taken[0]}, but {below}"
-        raise refused(program.name, "share", message, "for example `layer % 2 == 1`")
+        raise refused(bound.program.name, "share", message, "for example `layer % 2 == 1`")
 
 
 def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:

@@ -213,10 +213,8 @@ class _Nodes:
             if self._acts is not None and layer != self._acts:
                 return None
             return self.prompt if self.bound.restarts else self._lengths[layer]
-        share = self.bound.lowered.share
-        if section == "share" and share is not None:
-            shares = self.bound.number(share.when, self.prompt, layer)
-            return self._lengths[layer] if shares else None
+        if section == "share" and layer not in self.bound.upper_layers:
+            return None
         return self._lengths[layer]
 
     def _squared(self, node: Node) -> str:

@@ -55,8 +55,7 @@ def _acting(bound: Bound, length: int) -> str:
 
 def sharing(bound: Bound, share: Share, written: Written) -> Iterator[str]:
     """Which layers share, and what."""
-    layers = [i for i in range(bound.shape.layers) if bound.number(share.when, 0, i)]
-    pairs = ", ".join(f"{i - 1} and {i}" for i in layers) or "none"
+    pairs = ", ".join(f"{i - 1} and {i}" for i in bound.upper_layers) or "none"
     yield f"  {'layers':<10} {pairs}"
     yield f"  {'direction':<10} {written(share.direction)}"
     if share.exceptions is not None:

@@ -18,7 +18,6 @@ from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.experiments.experiment import NO_POLICY
-from kvpolicy.sglang_ext.face import pairing
 from kvpolicy.sglang_ext.face.asked import POLICY, named
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import Policy
@@ -75,7 +74,7 @@ class Served:
             bound, kernels=table, heads=heads, layers=layers, keys_stay=self.kernels.read_the_pool
         )
         self.in_stages = len(arena.spans) > 1
-        self.upper_layers = pairing.upper_layers(bound)
+        self.upper_layers = bound.upper_layers
         self._arena = arena
         self.growth = Growth(bound, arena, page_size)
         self.heads_differ = heads_differ(bound.lowered)
