@@ -33,6 +33,7 @@ from kvpolicy.dsl.ir.traverse import (
     merge_roots,
     nodes_of,
     propagate_roots,
+    rules_roots,
     state_roots,
     states_needed,
 )
@@ -116,10 +117,8 @@ class Bound:
     def nodes(self) -> Iterator[Node]:
         """Every node that the prefill needs, once: of its rules, states and propagation."""
         rules = self.folded.prefill
-        values = (*rules.lets.values(), *rules.decided.values())
-        sections = (rules.keep, rules.budget, rules.score, *values)
-        remembered = (*state_roots(rules.states), *merge_roots(rules.merge))
-        return nodes_of([*sections, *remembered, *propagate_roots(self.folded.propagate)])
+        more = (rules.budget, rules.score, *rules.lets.values())
+        return nodes_of([*rules_roots(rules), *more, *propagate_roots(self.folded.propagate)])
 
     def decode_nodes(self) -> Iterator[Node]:
         """Every node that a decode step needs, once."""
@@ -353,8 +352,7 @@ def _read(
 
 def _decode_roots(decode: Rules) -> list[Node | None]:
     """What a decode step computes; its score and budget only where `keep` reads them."""
-    budget = decode.budget if decode.budget is not None and _fills(decode) else None
-    return [decode.keep, budget, *merge_roots(decode.merge), *state_roots(decode.states)]
+    return [*rules_roots(decode), decode.budget if _fills(decode) else None]
 
 
 def _fills(rules: Rules) -> bool:

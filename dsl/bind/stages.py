@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.entries import counting
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.nodes import Node, When, brackets
-from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, rules_roots, state_roots
 
 
 def apart(bound: Bound) -> str | None:
@@ -58,10 +58,7 @@ def _read(bound: Bound) -> Iterator[Node]:
 
 
 def _decoding(bound: Bound) -> list[Node]:
-    later = bound.lowered.decode
-    if later is None:
-        return []
-    return [keep_of(later), *state_roots(later.states), *merge_roots(later.merge)]
+    return [] if bound.lowered.decode is None else rules_roots(bound.lowered.decode)
 
 
 def _looks(node: Node) -> bool:

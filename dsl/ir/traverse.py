@@ -42,6 +42,12 @@ def rewritten(section: S, visit: Callable[[Node], Node]) -> S:
     return cast(S, made)
 
 
+def rules_roots(rules: Rules) -> list[Node]:
+    """The values by which rules keep, remember and merge, and those that decode reads of them."""
+    kept = [] if rules.keep is None else [rules.keep]
+    return [*kept, *rules.decided.values(), *state_roots(rules.states), *merge_roots(rules.merge)]
+
+
 def merge_roots(merge: Merge | None) -> list[Node]:
     """The values that a merge reads, its states included."""
     return [] if merge is None else [*merge.parts.values(), *state_roots(merge.states)]

@@ -20,7 +20,7 @@ from kvpolicy.dsl.bind.work import Sizes
 from kvpolicy.dsl.execute.stages import Stage
 from kvpolicy.dsl.ir.heads import across_heads, heads_last
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, rules_roots
 from kvpolicy.dsl.tools.units import size_text
 
 _NUMBER, _TRUTH = 8, 1  # bytes
@@ -52,8 +52,7 @@ def prefill_bytes(bound: Bound, length: int, element: int) -> int:
     """What is exchanged of a prompt: what is compared, and what the hosts have to know."""
     sections = heads_last(bound.lowered)
     rules = sections.prefill
-    roots = [rules.keep, rules.budget, *rules.decided.values(), *state_roots(rules.states)]
-    roots += [*merge_roots(rules.merge), *propagate_roots(sections.propagate)]
+    roots = [*rules_roots(rules), rules.budget, *propagate_roots(sections.propagate)]
     kept = Bounds(bound, length).kept.head
     nodes, total = _across(roots), _known_to_hosts(bound, length, roots)
     for layer, (_, tokens) in enumerate(lengths(bound, length)):
@@ -78,7 +77,7 @@ def fold_bytes(bound: Bound, length: int, element: int) -> int:
     rules = heads_last(bound.lowered).decode
     if rules is None:
         return 0
-    nodes = _across([rules.keep, *merge_roots(rules.merge), *state_roots(rules.states)])
+    nodes = _across(rules_roots(rules))
     among = _competing(bound, rules.keep, length)
     kept = Bounds(bound, length).kept.head
     total = bound.shape.layers * bound.shape.kv_heads * _said(bound, nodes)
