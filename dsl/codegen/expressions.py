@@ -123,8 +123,7 @@ class Writer(Leaves):
             text = self.named("present", f"tl.where({conjunction(inner)}, {text}, {nothing(row)})")
         axes_wanted = set(over) | (x.axes if not inner else set())
         if not axes_wanted <= axes:
-            shape = ", ".join(self.sizes[a] if a in axes_wanted else "1" for a in TILE)
-            text = f"({text} + tl.zeros([{shape}], tl.float32))"
+            text = f"({text} + tl.zeros({self.shape(axes_wanted)}, tl.float32))"
         for axis in over:
             text = f"{row.triton}({text}, {TILE.index(axis)}, keep_dims=True)"
         if fixed:
@@ -139,6 +138,10 @@ class Writer(Leaves):
         known = self.known_number(x, over)
         if known is not None:
             return known
+        return self.counted(x, over, node)
+
+    def counted(self, x: Tile, over: tuple[str, ...], node: Node) -> Tile:
+        """The same from what is present in this tile."""
         return self.reduced("count", replace(x, text="1.0"), over, of_numbers(node))
 
     def known_number(self, x: Tile, over: tuple[str, ...]) -> Tile | None:

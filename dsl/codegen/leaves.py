@@ -7,10 +7,11 @@ queries, tokens; in a kernel over vectors two, tokens and `dim`.
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.codegen.tiles import Arguments, Condition, Tile
+from kvpolicy.dsl.codegen.tiles import TILE, Arguments, Condition, Tile
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.written import described
 
@@ -57,6 +58,10 @@ class Leaves:
         self.line(f"{name} = {text}")
         self.made.add(name)
         return name
+
+    def shape(self, axes: Set[str]) -> str:
+        """The shape of a tile with these axes."""
+        return f"[{', '.join(self.sizes[axis] if axis in axes else '1' for axis in TILE)}]"
 
     def is_outside(self, text: str) -> bool:
         """Whether a text uses nothing that this kernel's lines have made."""

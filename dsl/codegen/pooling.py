@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpolicy.dsl.codegen.expressions import Writer, joined, nothing
-from kvpolicy.dsl.codegen.tiles import TILE, Condition, Tile, conjunction
+from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Operation
@@ -28,9 +28,8 @@ def _pooled(writer: Writer, node: Node, row: Operation, result: str | None = Non
     writer.comment(node)
     name = writer.arguments.fresh(node.name or "pooled")
     axes = frozenset(node.type.axes) - {"kv"}
-    shape = ", ".join(writer.sizes[a] if a in axes else "1" for a in TILE)
     empty = nothing(row)
-    writer.line(f"{name} = tl.full([{shape}], {empty}, tl.float32)")
+    writer.line(f"{name} = tl.full({writer.shape(axes)}, {empty}, tl.float32)")
     before, after, width = _reach(writer, node.args[1])
     near = writer.arguments.fresh("near")
     writer.line(f"for step in range(-{before}, {after} + 1):")

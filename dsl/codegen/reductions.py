@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.bind.kernel_values import finite
-from kvpolicy.dsl.codegen.expressions import Leaf, Writer, joined, nothing, of_each, of_numbers
+from kvpolicy.dsl.codegen.expressions import Leaf, Writer, joined, nothing, of_each
 from kvpolicy.dsl.codegen.fusion import Reduction
 from kvpolicy.dsl.codegen.parts import Parts
 from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
@@ -92,22 +92,16 @@ class Statistic:
             writer.line(f"{self.lost} = ({total} - {self.name}) - {part}")
             writer.line(f"{self.name} = {total}")
         if op == "mean" and self.known is None:
-            number = self._counted(writer)
-            writer.line(f"{self.count} += {number}")
+            writer.line(f"{self.count} += {writer.counted(self.x, self.over, self.node).text}")
 
     def _compensated(self, kind: str) -> bool:
         return kind == "sum" and self.node.op != "var" and finite(self.node.args[0])
 
-    def _counted(self, writer: Writer) -> str:
-        x = replace(self.x, text="1.0")
-        node = self.node
-        return writer.reduced("count", x, self.over, of_numbers(node)).text
-
     def _variance(self, writer: Writer) -> None:
         """Of one tile around its own mean; tiles are joined by pairs (Chan et al., 1979)."""
         number, mean = self._new("number"), self._new("mean")
-        text = writer.number(self.x, self.over, self.node).text if self.whole else None
-        writer.line(f"{number} = ({text or self._counted(writer)}) * 1.0")
+        count = writer.number if self.whole else writer.counted
+        writer.line(f"{number} = ({count(self.x, self.over, self.node).text}) * 1.0")
         total = writer.reduced("sum", self.x, self.over, self.node).text
         writer.line(f"{mean} = {total} / tl.maximum({number}, 1.0)")
         away = replace(self.x, text=f"(({self.x.text} - {mean}) * ({self.x.text} - {mean}))")

@@ -24,7 +24,8 @@ import triton.language as tl
 # What functions are given.
 TILES = ("entries", "positions", "inputs", "numbers")
 _WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
-_PLACES = {
+# What they may name, as far as they use it.
+PLACES = {
     "head": "entries.head",
     "tokens": "entries.tokens",
     "queries": "entries.queries",
@@ -63,7 +64,7 @@ class Definitions:
     def used(self, lines: Iterable[str], given: Iterable[str]) -> list[str]:
         """Definitions of what some lines use, besides what the function is given by name."""
         texts = {name: f"{name}: tl.constexpr = {size}" for name, size in self.sizes.items()}
-        texts |= {name: f"{name} = {text}" for name, text in (_PLACES | dict(self.own)).items()}
+        texts |= {name: f"{name} = {text}" for name, text in (PLACES | dict(self.own)).items()}
         wanted = _words(lines) - set(given)
         for name in reversed(texts):  # each uses only those before it
             if name in wanted:

@@ -9,15 +9,15 @@ import keyword
 import re
 from dataclasses import dataclass, field
 
+from kvpolicy.dsl.codegen.text import PLACES, TILES
 from kvpolicy.dsl.ir.nodes import Node
 
 TILE = ("group", "query", "token")
-_RESERVED = frozenset(
-    "tl triton FRAME head group row token tokens queries dim held at lse asked asked_at logits "
-    "seen positions order state entries inputs numbers results k_tile v_tile step index token_rank "
-    "entry_column entry_held entry_column_rank own_entries inside at_kv at_head real columns_start "
+_RESERVED = frozenset(PLACES).union(
+    TILES,
+    "tl triton FRAME asked logits seen order state results k_tile v_tile step index columns_start "
     "columns_tile columns_store rows_start rows_tile rows_store tail_store max min abs sum any "
-    "range float int".split()
+    "range float int".split(),
 )
 
 
