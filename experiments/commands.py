@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all, why
 from kvpolicy.dsl.tools.cli import format_files
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ def _report(args: argparse.Namespace) -> int:
     try:
         path.write_text(page(overview), encoding="utf-8")
     except OSError as error:
-        reason = (error.strerror or "it cannot be written").lower()
-        raise refused(args.out, "file", reason) from None
+        raise refused(args.out, "file", why(error, "it cannot be written")) from None
     print(f"{path}: {headline(overview).sentence}")
     return 0
 

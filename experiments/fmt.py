@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import yaml
 from kvpolicy.dsl.syntax.comments import Comment, find_comments
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, why
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode
 from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
@@ -50,7 +50,7 @@ def format_file(path: Path, write: bool = True) -> bool:
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            reason = (error.strerror or "it cannot be written").lower()
+            reason = why(error, "it cannot be written")
             raise PolicyError([Diagnostic("file", reason)], found.source) from None
     return True
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.experiments.overview import Answer
 
 
@@ -24,7 +24,7 @@ def read(path: str) -> list[Answer]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise refused(path, "file", (error.strerror or "it cannot be read").lower()) from None
+        raise refused(path, "file", why(error, "it cannot be read")) from None
     except ValueError:
         raise refused(path, "file", "this is not JSON") from None
     if isinstance(found, dict) and isinstance(found.get("replicas"), list):

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpolicy.dsl.bind.work import SOFTMAX, Work
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused, why
 
 # Llama 3.1 8B, for what needs a model and is given none.
 USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
@@ -114,7 +114,7 @@ def read_config(path: str | Path) -> ModelConfig:
     except FileNotFoundError:
         raise refused(str(file), "file", "there is no such file") from None
     except OSError as error:
-        raise refused(str(file), "file", (error.strerror or "cannot be read").lower()) from None
+        raise refused(str(file), "file", why(error, "cannot be read")) from None
     except (ValueError, RecursionError):
         raise refused(str(file), "file", "this is not JSON") from None
     if not isinstance(config, dict):

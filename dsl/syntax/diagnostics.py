@@ -102,3 +102,8 @@ def refused(name: str, code: str, message: str, help_: str | None = None) -> Pol
     A value for a parameter, a file of tensors, a model.
     """
     return PolicyError([Diagnostic(code, message, help=help_)], Source(name, ""))
+
+
+def why(error: OSError, otherwise: str) -> str:
+    """The operating system's reason for an error, or another where it gives none."""
+    return (error.strerror or otherwise).lower()

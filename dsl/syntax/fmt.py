@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpolicy.dsl.syntax.comments import Comment, find_comments
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, why
 from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
 from kvpolicy.dsl.syntax.library import find, read_source
 from kvpolicy.dsl.syntax.parse import parse
@@ -43,7 +43,7 @@ def format_file(path: Path, write: bool = True) -> bool:
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            reason = (error.strerror or "it cannot be written").lower()
+            reason = why(error, "it cannot be written")
             raise PolicyError([Diagnostic("file", reason)], source) from None
     return True
 

@@ -6,7 +6,7 @@ import errno
 import stat
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused, why
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.syntax.yaml_nodes import MAX_BYTES
 
@@ -37,7 +37,7 @@ def find(policy: str | Path) -> Path:
         if error.errno == errno.ELOOP:
             reason = "this link leads back to itself"
         elif error.errno not in _NOWHERE:
-            reason = (error.strerror or "it cannot be read").lower()
+            reason = why(error, "it cannot be read")
         elif error.errno == errno.ENOENT and path.is_symlink():
             reason = "this link leads to no file"
         if reason is not None:
@@ -82,7 +82,7 @@ def read_file(path: Path, name: str) -> Source:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise refused(name, "file", (error.strerror or "it cannot be read").lower()) from None
+        raise refused(name, "file", why(error, "it cannot be read")) from None
     if len(content) > MAX_BYTES:
         raise refused(name, "file", f"the file has more than {MAX_BYTES:,} bytes")
     try:

@@ -21,7 +21,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.tune_model import LayeredModel
 from kvpolicy.dsl.tools.tune_prompts import read_prompts
@@ -230,4 +230,4 @@ def plot(found: list[Candidate], best: Candidate, limits: Limits, name: str, pat
     try:
         figure.savefig(path, format="png", dpi=150)
     except OSError as error:
-        raise refused(path, "file", (error.strerror or "cannot be written").lower()) from None
+        raise refused(path, "file", why(error, "cannot be written")) from None

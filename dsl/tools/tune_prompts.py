@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 
 Prompt = str | list[int]
 _FORMS = '`{"text": "..."}`, `{"input_ids": [1, 2, ...]}`, a string or a list of token ids'
@@ -43,7 +43,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        reason = (error.strerror or "cannot be read").lower()
+        reason = why(error, "cannot be read")
     except UnicodeDecodeError:
         reason = "not UTF-8 text"
     raise refused(str(path), "file", reason)

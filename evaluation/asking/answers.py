@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import Record
 
@@ -59,8 +59,7 @@ class Answers:
         except ValueError as error:
             raise refused(str(path), "file", str(error), "take another --out") from None
         except OSError as error:
-            reason = (error.strerror or "it cannot be written").lower()
-            raise refused(str(path), "file", reason) from None
+            raise refused(str(path), "file", why(error, "it cannot be written")) from None
         self.failed = 0
         self._lock = threading.Lock()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.evaluation.asking.variants import Variant
 
 # Files up to this size are told apart by their content, larger ones by size and time.
@@ -151,7 +151,7 @@ class Folder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
         except OSError as error:
-            message = f"this cannot be the folder of a report: {(error.strerror or '').lower()}"
+            message = f"this cannot be the folder of a report: {why(error, '')}"
             raise refused(str(path), "file", message) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ from typing import Any
 import requests
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.asking.eval_setup import api_key
@@ -178,7 +178,7 @@ def text_of(file: str) -> str:
         raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         text = raw.decode("utf-8")
     except OSError as error:
-        raise refused(name, "file", (error.strerror or "cannot be read").lower()) from None
+        raise refused(name, "file", why(error, "cannot be read")) from None
     except UnicodeDecodeError:
         raise refused(name, "file", "this is not UTF-8 text") from None
     if not text.strip():

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from kvpolicy.dsl.syntax.diagnostics import why
 from kvpolicy.evaluation.questions import judge
 from kvpolicy.evaluation.questions.judge import Judge
 from kvpolicy.evaluation.questions.order import Order, too_short
@@ -118,7 +119,7 @@ def _rows(task: str) -> tuple[Row, ...]:
         changed = path.stat()
         return _read(path, changed.st_mtime_ns, changed.st_size)
     except OSError as error:
-        raise ValueError(f"{path}: {(error.strerror or 'it cannot be read').lower()}") from None
+        raise ValueError(f"{path}: {why(error, 'it cannot be read')}") from None
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.evaluation.reporting import page, plots, results, summary_text
 from kvpolicy.evaluation.reporting.summary import Summary, csv_text
 
@@ -28,7 +28,7 @@ def _write(summary: Summary, folder: Path) -> list[Path]:
         written = _tables(summary, folder)
         return [*written, *plots.write(summary, folder)]
     except OSError as error:
-        message = f"the report cannot be written: {(error.strerror or str(error)).lower()}"
+        message = f"the report cannot be written: {why(error, str(error))}"
         raise refused(str(folder), "file", message) from None
 
 
