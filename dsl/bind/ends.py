@@ -51,7 +51,7 @@ class Ends:
             if not bound.static.follows(keep.args[1], *_BEFORE):
                 return None
             keep, where, _ = keep.args
-        made = filled(keep) if keep.op == "fill" else ends_of(keep)
+        made = ends_of(keep)
         if made is None or not all(_lasts(bound, node) for node in made.numbers if node):
             return None
         return replace(made, where=where)
@@ -84,10 +84,12 @@ class Ends:
         return first, last, budget
 
 
-def filled(keep: Node) -> Ends | None:
-    """Ends, and the best of the rest up to a budget."""
+def ends_of(keep: Node) -> Ends | None:
+    """The rule of a token set: ends, and the best of the rest where it fills up to a budget."""
+    if keep.op != "fill":
+        return _ends_alone(keep)
     score, taken, budget = filling(keep)
-    own = ends_of(taken) if keep.axes == _TOKEN else None
+    own = _ends_alone(taken) if keep.axes == _TOKEN else None
     return None if own is None else Ends(own.first, own.last, score, budget)
 
 
@@ -100,12 +102,12 @@ def _lasts(bound: Bound, node: Node) -> bool:
     return node.operation.elementwise and all(_lasts(bound, each) for each in node.args)
 
 
-def ends_of(taken: Node) -> Ends | None:
+def _ends_alone(taken: Node) -> Ends | None:
     """A union of first and last entries, each at most once."""
     if taken.op == "truth" and taken.value is False:
         return Ends(None, None)
     if taken.op == "or" and len(taken.args) == 2:
-        one, other = (ends_of(each) for each in taken.args)
+        one, other = (_ends_alone(each) for each in taken.args)
         if one is None or other is None:
             return None
         if (one.first and other.first) or (one.last and other.last):
@@ -135,4 +137,4 @@ def _end(by: Node, count: Node) -> Ends | None:
 
 
 def _ends_of_rest(condition: Node) -> bool:
-    return condition.op == "not" and ends_of(condition.args[0]) is not None
+    return condition.op == "not" and _ends_alone(condition.args[0]) is not None

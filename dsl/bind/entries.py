@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.ends import MOST, ends_of, filled
+from kvpolicy.dsl.bind.ends import MOST, ends_of
 from kvpolicy.dsl.bind.kept import keep_of, present_outside
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -23,7 +23,7 @@ def counting(keep: Node) -> list[Node] | None:
     if keep.op == "choose":
         one, other = (counting(each) for each in keep.args[::2])
         return None if one is None or other is None else [keep.args[1], *one, *other]
-    ends = filled(keep) if keep.op == "fill" else ends_of(keep)
+    ends = ends_of(keep)
     if ends is None:
         return None
     if ends.score is not None and not present_outside(ends.score, keep.args[1]):
@@ -48,7 +48,7 @@ def entries_kept(keep: Node, prompt: int, number: Callable[[Node], Number]) -> i
         keep = keep.args[0 if number(keep.args[1]) else 2]
     if keep.op == "all":
         return prompt
-    ends = filled(keep) if keep.op == "fill" else ends_of(keep)
+    ends = ends_of(keep)
     if ends is None:
         raise TypeError(f"no numbers say how many entries `{keep.op}` keeps")
     return min(prompt, max(count(ends.first) + count(ends.last), count(ends.budget)))
