@@ -5,7 +5,6 @@ Dimensions: N tokens of the prompt.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import torch
@@ -19,6 +18,7 @@ from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.heads import heads_last
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.once import once
 
 # Plans kept for prompt lengths seen last.
 _PLANS = 8
@@ -86,7 +86,6 @@ class Compiled:
         )
         self.reads_lse = self.generated is not None and self.generated.reads_lse
         self.keys_stay = keys_stay
-        self._plans: OrderedDict[tuple[int, torch.device], Plan] = OrderedDict()
 
     def prefill(self, prompt: int) -> Prefill:
         """What the prefill of a prompt of so many tokens computes."""
@@ -115,17 +114,11 @@ class Compiled:
         held = self._lists * (self.generated.token_bytes * prompt + queries)
         return held <= self._deferred_bytes
 
+    @once.at_most(_PLANS)
     def plan(self, prompt: int, device: torch.device) -> Plan:
         """What only the prompt's length N decides."""
-        key = (prompt, device)
-        if key not in self._plans:
-            while len(self._plans) >= _PLANS:
-                self._plans.popitem(last=False)
-            nodes = self.prefill(prompt).planned
-            given = (self.bound, nodes, prompt, device, self.kernels, self.heads)
-            self._plans[key] = Plan.make(*given)
-        self._plans.move_to_end(key)
-        return self._plans[key]
+        nodes = self.prefill(prompt).planned
+        return Plan.make(self.bound, nodes, prompt, device, self.kernels, self.heads)
 
     def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
         """Compiles the generated kernels before a request waits for them.

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 
 import torch
 from kvpolicy.dsl.execute.blocks import in_blocks
@@ -47,15 +48,13 @@ def _from_before(state: State) -> State:
     if state.next is None:
         return state
     before = Node("before", value=state.name, type=state.type, when=state.next.when)
-    done: dict[Node, Node] = {}
 
+    @cache
     def visit(node: Node) -> Node:
         if node.op == "state" and node.value == state.name:
             return before
-        if node not in done:
-            args = tuple(visit(argument) for argument in node.args)
-            done[node] = node if args == node.args else replace(node, args=args)
-        return done[node]
+        args = tuple(visit(argument) for argument in node.args)
+        return node if args == node.args else replace(node, args=args)
 
     return replace(state, next=visit(state.next))
 

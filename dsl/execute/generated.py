@@ -25,6 +25,7 @@ from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, State
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ops.operations import Kind, Operation
 
 # Compiled source: from its arguments to its results, and what says that the tensors were finite.
@@ -47,7 +48,6 @@ class Generated:
     compiled: Callable[[str, str], Run]
     _files: dict[tuple[int, bool], GeneratedFile] = field(default_factory=dict)
     _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
-    _covering: dict[Node, list[Bundle]] = field(default_factory=dict)  # see `covers`
 
     @classmethod
     def of(
@@ -87,11 +87,10 @@ class Generated:
 
     def covers(self, node: Node, frame: Frame) -> bool:
         """Whether kernels give whatever a node's arguments read of queries, keys and values."""
-        if node not in self._covering:
-            self._covering[node] = self._all_of(node)
-        found = self._covering[node]
+        found = self._all_of(node)
         return bool(found) and all(self.serves(each, frame) for each in found)
 
+    @once
     def _all_of(self, node: Node) -> list[Bundle]:
         """The bundles that stand for all such reads; none where torch reads as well."""
         found: list[Bundle] = []

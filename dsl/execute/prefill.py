@@ -15,6 +15,7 @@ from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.plan import plannable
 from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, State, When
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -64,7 +65,6 @@ class Prefill:
         self.merges_meet = any(map(across_heads, nodes_of(merge)))
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
-        self._later: dict[Node, bool] = {}
         self.handed = self._handed(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
         self.everything = [*self.roots, *self.handed, *self.tested.values(), *early]
@@ -131,19 +131,18 @@ class Prefill:
         for argument in operands(node):
             yield from self._now(argument)
 
+    @once
     def _is_later(self, node: Node) -> bool:
-        if node not in self._later:
-            merge = node.operation.kind is Kind.MERGE or (
-                node.op == "state" and (node.value in self.merge_updates)
-            )
-            self._later[node] = (
-                merge
-                or node.when >= When.END
-                or (self._defers and _chooses(node))
-                or self._gathers_later(node)
-                or any(self._is_later(x) for x in operands(node))
-            )
-        return self._later[node]
+        merge = node.operation.kind is Kind.MERGE or (
+            node.op == "state" and node.value in self.merge_updates
+        )
+        return (
+            merge
+            or node.when >= When.END
+            or (self._defers and _chooses(node))
+            or self._gathers_later(node)
+            or any(self._is_later(x) for x in operands(node))
+        )
 
     def _gathers_later(self, node: Node) -> bool:
         """Whether a node looks at KV heads of other ranks, which those of all layers do at once."""

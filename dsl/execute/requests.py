@@ -455,9 +455,11 @@ class _Following:
             layers = self.steps.layers
             rows = (each.rows(self.bound, memory.prompt, layers) for each, memory in pairs)
             least = min(sum(row) for own in rows for row in own)
-        # A list that has been cut loses no more than came since.
         most = max(block.widest) - least
-        return most if block.since is None else min(block.since, most)
+        if block.since is None or not lists.cut:
+            return most
+        # A list that has been cut loses no more than came since, if it is cut by the same again.
+        return min(block.since, most)
 
     def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
         """The states of the merge after it, of layers that have merged."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import MOST, end_of
-from kvpolicy.dsl.bind.kept import heads_differ
+from kvpolicy.dsl.bind.kept import filling, heads_differ
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -61,12 +61,10 @@ class Stage:
 
     @classmethod
     def _filled(cls, node: Node) -> Stage | None:
-        score, taken, missing, remaining = node.args
-        if missing.op != "missing" or missing.axes != _TOKEN or missing.args[1] != taken:
+        score, taken, budget = filling(node)
+        if node.args[2].axes != _TOKEN:
             return None
-        if remaining.axes != _TOKEN or remaining.args != (taken,):
-            return None
-        return cls(taken, score, missing.args[0], in_all=True)
+        return cls(taken, score, budget, in_all=True)
 
     @classmethod
     def _further(cls, taken: Node, top: Node) -> Stage | None:

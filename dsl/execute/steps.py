@@ -22,6 +22,7 @@ from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
 from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -46,6 +47,23 @@ def _of_each_head(node: Node) -> bool:
     x = node.args[0].type
     mean = node.op == "mean" and not x.absent and set(x.axes) == {"kv", "dropped"}
     return mean or ("kv" in x.axes and node.op not in ("sum", "mean", "var"))
+
+
+def _joins_layer(node: Node) -> bool:
+    """Whether a node goes along tokens by numbers that a layer has, and no KV head, from data.
+
+    They are there wherever some head of the layer has an entry, but a list has its head's alone.
+    What is left over of a set is each head's own in any case.
+    """
+    if "token" not in (*node.axes, *node.operation.reads_along):
+        return False
+    return any(
+        "token" in x.type.axes
+        and "kv" not in x.type.axes
+        and not (x.op == "mask" and x.value == "rest")
+        and any("kv" in each.axes for each in x.walk())
+        for x in node.args
+    )
 
 
 def _check_ranks(bound: Bound, nodes: list[Node]) -> None:
@@ -156,8 +174,6 @@ class Steps:
         )
         self.states_alike &= not self.advancing_reads or self.by_kernels
         self.keep_alike = not report and self._alike(bound, [self.keep], _is_position)
-        self._rules: dict[int, Ends | Node | None] = {}
-        self._read: dict[tuple[int, ...], tuple[list[Node], list[Node]]] = {}
         self._places: torch.Tensor | None = None
         self._bound = bound
 
@@ -178,17 +194,13 @@ class Steps:
             found[name] = first
         return found
 
+    @once
     def rule(self, prompt: int) -> Ends | Node | None:
         """By what entries stay of requests that are taken through steps together.
 
         A node: it is not known as more than `keep`, which is evaluated as it is. None: a request
         with a prompt of so many tokens goes alone.
         """
-        if prompt not in self._rules:
-            self._rules[prompt] = self._rule(prompt)
-        return self._rules[prompt]
-
-    def _rule(self, prompt: int) -> Ends | Node | None:
         bound, states = self._bound, self.updates.values()
         if not self.states_alike:
             return None
@@ -251,6 +263,8 @@ class Steps:
         alike = like_heads(nodes, static, reads_too, apart=True, numbers=numbers)
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
+        if not self.ranks_alike and any(_joins_layer(node) for node in nodes):
+            return False
         if not any(node.operation.reads_tensors for node in nodes):
             return True
         made = self.leaving
@@ -281,12 +295,10 @@ class Steps:
         roots = list(self.advancing_roots) if self.states_alike else []
         if rule is not None:
             roots += [*self._deciding(rule), *merge_roots(self.rules.merge)]
-        key = tuple(map(id, roots))
-        if key not in self._read:
-            self._read[key] = self._divided(roots)
-        return self._read[key]
+        return self._divided(*roots)
 
-    def _divided(self, roots: list[Node]) -> tuple[list[Node], list[Node]]:
+    @once
+    def _divided(self, *roots: Node) -> tuple[list[Node], list[Node]]:
         """What is computed entry by entry takes a number of each list; all else takes one."""
         static = self._bound.static
         compiled = {

@@ -6,6 +6,7 @@ some head kept before is the place of the next.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -54,11 +55,12 @@ def carry(
     first = True
     for i in range(max(len(states), 1)) if layers and width else ():
         old, new, value = (states[i], later[i], fresh[i]) if states else (None, None, 0.0)
+        low, high = struct.unpack("<ii", struct.pack("<d", value))  # Triton would round it
         each = 1 if old is None or old.dim() == 2 else old.shape[1]
         _carry[(layers, each)](
             stays, own if first else None, used, used.stride(0), newest, made,
             there.view(torch.uint8),
-            None if old is None else old.contiguous(), new, value,
+            None if old is None else old.contiguous(), new, low, high,
             kept.shape[1], width, steps, layers // len(newest),
             GROUP=group, HEADS=heads, BLOCK=block or max(2048 // heads, 16),
         )  # fmt: skip
@@ -68,11 +70,11 @@ def carry(
 
 @kernel()
 def _carry(
-    kept, positions, used, used_stride, newest, made, there, state, later, fresh,
+    kept, positions, used, used_stride, newest, made, there, state, later, low, high,
     before, width, steps, share,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One layer, and one number of every entry."""
+    """One layer, and one number of every entry; of a new one the float64 of two halves of bits."""
     this = tl.program_id(0)
     layer = this.to(tl.int64)
     head = tl.arange(0, HEADS)
@@ -85,6 +87,8 @@ def _carry(
     notes = tl.program_id(1) == 0
     start = width - steps - tl.load(used + layer * used_stride).to(tl.int32)
     last = tl.load(newest + this // share)
+    bits = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    fresh = bits.to(tl.float64, bitcast=True)
     # What no entry of the layer takes: in front, and the new ones behind.
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -97,7 +101,7 @@ def _carry(
             held = tl.broadcast_to(comes[None, :], (HEADS, BLOCK)).to(tl.uint8)
             tl.store(there + new + column[None, :], held, mask=both & notes)
         if state is not None:
-            x = tl.where(comes, fresh, 0.0).to(tl.float64)
+            x = tl.where(comes, fresh, 0.0)
             x = tl.broadcast_to(x[None, :], (HEADS, BLOCK))
             tl.store(later + new_number + column[None, :], x, mask=both)
     seen = 0

@@ -234,4 +234,5 @@ class DecodeStep:
                 self._services.failures.note(members[0].request, DECODING, ended or error)
                 self._services.failures.agree([members[0].request])
                 return []
+            self._services.failures.one_by_one(len(members), error)
         return [fold for each in members for fold in self._advance([each], leaves=leaves)]

@@ -143,6 +143,20 @@ class Failures:
             self._end(req, state, stage)
         self._count(state.served)
 
+    def one_by_one(self, number: int, error: Exception) -> None:
+        """Logs, once per kind of error, that requests could not be taken through steps together."""
+        kind = ("", DECODING, type(error))
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning(
+                "%d requests are taken through their steps one by one, which takes longer, since "
+                "together they failed: %s: %s; further ones are not logged.",
+                number,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
     def _log(self, served: Served, req: Any, stage: str, error: Exception) -> None:
         kind = (served.name, stage, type(error))
         if kind in self._logged:

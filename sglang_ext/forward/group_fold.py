@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.memory.arena import Arena
 
 
+MOST_LISTS = 65535  # programs along the second and third axis of a grid
 LARGEST = 2**28  # bytes of one number of every entry of the requests that are advanced at once
 MOVED = 2**30  # bytes of entries that are read before they are written to other pages
 
@@ -77,7 +78,8 @@ class Member:
 def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
     """The requests of a group, as many at a time as are computed with little memory."""
     widest = max(each.memory.width + len(each.positions) for each in members)
-    size = max(LARGEST // (arena.layers * arena.kv_heads * widest * 8), 1)
+    lists = arena.layers * arena.kv_heads  # of a request
+    size = max(min(LARGEST // (lists * widest * 8), MOST_LISTS // lists), 1)
     return [list(members[i : i + size]) for i in range(0, len(members), size)]
 
 

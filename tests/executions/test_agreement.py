@@ -11,6 +11,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
 from recordings import tensors
+from stores import TABLE, Store
 
 HEAT = "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
 SCORE = "score: norm1[dim](key)\n"
@@ -412,3 +413,57 @@ def test_a_set_with_a_condition_of_entries_that_differ_by_head(where):
     assert_agreement(
         f"keep: sinks(2) then (recent(9) where {where})\ndecode: same\n", tokens=(1, 9, 13)
     )
+
+
+HEADS_DIFFER = """state:
+  heat: heat + sum[group, query](attn(new))
+score: heat
+budget: 6
+keep: recent(2) then top(score)
+decode:
+"""
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        "keep: top(max[kv](heat), 6)",
+        "keep: heat > 0.2 * sum[token](mean[kv](heat))",
+        "keep: rank[token](mean[kv](heat)) <= 6",
+        "keep: top(heat, count[token](max[kv](heat) > 0.8))",
+        "keep: heat > 0.9 * mean[token](mean[kv](heat))",
+        "score: maxpool(mean[kv](heat), 3)",
+        "score: mean[kv](heat)",
+    ],
+)
+def test_numbers_of_a_layer_are_compared_of_all_its_entries(decode):
+    """Also of those that another KV head holds alone."""
+    bound = written(f"{HEADS_DIFFER}  {decode}\n", (2, 4, 2, 8), 2)
+    for seed in range(3):
+        agree(bound, *tensors(np.random.default_rng(seed), (2, 4, 2, 8), 13, 4))
+
+
+@pytest.mark.parametrize("into", ["next(1)", "nearest(key)"])
+def test_what_leaves_is_merged_where_earlier_scores_were_there_and_later_ones_are_not(into):
+    """A list then loses more entries than have come since it was cut."""
+    later = "(heat where heat < 0.3) where generated > 2 else heat"
+    text = HEADS_DIFFER.replace("decode:", f"merge:\n  into: {into}\ndecode:\n  score: {later}")
+    bound = written(text, (2, 4, 2, 8), 2)
+    for seed in range(3):
+        agree(bound, *tensors(np.random.default_rng(seed), (2, 4, 2, 8), 13, 6))
+
+
+def test_a_state_begins_at_its_number_to_the_last_bit():
+    """0.3 in 32 bits is more."""
+    far = "sum[group, query](attn(new) where distance(new) > 100)"
+    text = (
+        f'state:\n  trust: {{start: 0.3, next: "trust + {far}"}}\n'
+        "score: ceil(trust * 10)\nbudget: 4\nkeep: top(score)\ndecode: same\n"
+    )
+    bound = written(text, (1, 2, 1, 4), 2)
+    recording = tensors(np.random.default_rng(0), (1, 2, 1, 4), 6, 4)
+    expected = agree(bound, *recording)
+    served = Store(bound, recording[:3], recording[3], kernels=TABLE)
+    for _ in range(2):
+        served.follow(2)
+        assert served.held() == expected.steps[served.done - 1].kept

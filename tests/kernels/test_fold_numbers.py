@@ -83,7 +83,7 @@ def carried(layers, group, width, states, requests, steps, extra, seed=0):
     for value in values:
         value[~kept & (value < 0)] = float("nan")  # of what no head of a layer keeps it is nothing
         value[kept] = value[kept].nan_to_num(1.0)
-    fresh = [0.5 * i for i in range(states)]
+    fresh = [0.7 * i for i in range(states)]  # no numbers of 32 bits
     newest = torch.tensor([600 + 10 * i for i in range(requests)])
     some = kept.view(layers, group, width).any(1)
     used = torch.stack([some.sum(1), some.sum(1)], 1)[:, 1]  # a column of a table
