@@ -5,7 +5,7 @@ first lists, and everything else. The divergence of coarser events is at most th
 distributions. What the second gives to candidates that it does not list is not known, only that
 each has at most the probability of its last listed one; of all values that it may have, the one
 with the least divergence is taken. So what is measured is a bound from below, and distributions
-that are equal measure zero.
+that are equal measure zero. Distributions that are no numbers measure NaN, never zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Candidates(NamedTuple):
 
 
 def divergence(policy: Candidates, full: Candidates) -> np.ndarray:
-    """KL(policy || full) of each distribution in nats, float64 [n]; a bound from below."""
+    """KL(policy || full) of each distribution in nats, float64 [n]; a bound from below.
+
+    NaN where a listed log-probability of either is NaN.
+    """
     found = [
         _divergence(
             Candidates(policy.ids[start : start + _ROWS], policy.logprobs[start : start + _ROWS]),
@@ -61,7 +64,13 @@ def _divergence(policy: Candidates, full: Candidates) -> np.ndarray:
     share = np.divide(alone, total, out=np.zeros_like(total), where=total > 0)
     theirs_alone = np.minimum(share * theirs_left, most)
     found = both + _term(alone, theirs_alone) + _term(rest, theirs_left - theirs_alone)
-    return np.where(found > RESOLUTION, found, 0.0)
+    found = np.where(found > RESOLUTION, found, 0.0)
+    return np.where(_unknown(policy) | _unknown(full), np.nan, found)
+
+
+def _unknown(candidates: Candidates) -> np.ndarray:
+    """bool [n]: distributions that are no numbers."""
+    return np.isnan(candidates.logprobs).any(axis=1)
 
 
 def _left(taken: np.ndarray) -> np.ndarray:
@@ -76,5 +85,5 @@ def _term(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def disagreements(policy: Candidates, full: Candidates) -> np.ndarray:
-    """bool [n]: whether the most probable token is another."""
-    return policy.ids[:, 0] != full.ids[:, 0]
+    """bool [n]: whether the most probable token is another, or nothing is known of either's."""
+    return (policy.ids[:, 0] != full.ids[:, 0]) | _unknown(policy) | _unknown(full)

@@ -5,10 +5,12 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from kvpolicy.experiments import distinct_keys
 from kvpolicy.experiments.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.assignment import assign, fraction
+from kvpolicy.experiments.drift import Candidates, disagreements, divergence
 from kvpolicy.experiments.experiment import Analysis as Rules
 from kvpolicy.experiments.experiment import (
     Arm,
@@ -239,6 +241,20 @@ def test_what_is_no_number_counts_as_the_worst():
     assert found["drift", "lava"].mean == 2.0
     assert found["top1_disagreement", "lava"].mean == 1.0
     json.dumps(analysis.as_document(), allow_nan=False)
+
+
+def test_a_policy_whose_logits_are_no_numbers_is_breached():
+    ids = np.tile(np.arange(8), (3, 1))
+    full = Candidates(ids, np.full((3, 8), -2.5, dtype=np.float32))
+    broken = Candidates(ids, np.full((3, 8), np.nan, dtype=np.float32))
+    analysis = Analysis(EXPERIMENT)
+    for number in range(200):
+        drift = float(np.minimum(divergence(broken, full), 2.0).mean())
+        top1 = float(disagreements(broken, full).mean())
+        analysis.shadowed("lava", drift, top1, 3, number, number)
+    found = verdicts(analysis)
+    for metric in ("drift", "top1_disagreement"):
+        assert found[metric, "lava"].outcome == "breached"
 
 
 def test_a_key_counts_once_at_each_stage():

@@ -55,3 +55,19 @@ def test_candidates_that_full_kv_does_not_list():
 def test_nothing_at_all():
     empty = Candidates(np.empty((0, 4), dtype=np.int32), np.empty((0, 4), dtype=np.float32))
     assert divergence(empty, empty).shape == (0,)
+
+
+def test_what_is_no_number_is_no_number_and_never_equal():
+    """As logits of a policy that breaks the model: neither its drift nor its tokens look good."""
+    p, _ = two(300, 40, 0.0, 4)  # more rows than are compared at once
+    good, broken = top(p, 8), top(p, 8)
+    broken.logprobs[7] = np.nan
+    broken.logprobs[290, 5] = np.nan
+    unlisted = Candidates(broken.ids + 100, broken.logprobs)
+    wanted = [7, 290]
+    for one, other in ((broken, good), (good, broken), (broken, broken), (unlisted, good)):
+        found = divergence(one, other)
+        assert np.flatnonzero(np.isnan(found)).tolist() == wanted
+    assert not np.delete(divergence(broken, good), wanted).any()
+    assert np.flatnonzero(disagreements(broken, good)).tolist() == wanted
+    assert np.flatnonzero(disagreements(good, broken)).tolist() == wanted
