@@ -94,7 +94,7 @@ def check_complete(folder: Path, results: Results) -> None:
         policy, budget = short[0]
         why = ""
         if failed.exists() and failed.stat().st_size:
-            first = json.loads(failed.read_text(encoding="utf-8").splitlines()[0])
+            first = json.loads(failed.read_text(encoding="utf-8").partition("\n")[0])
             why = f"; the first of {failed}: {first.get('error', first)}"
         raise Doubtful(
             f"{len(short)} of {len(asked)} policies lack answers, {policy} at {budget} first{why}"

@@ -29,7 +29,7 @@ def read_prompts(files: Sequence[str | Path]) -> list[tuple[str, Prompt]]:
             if text.strip():
                 prompts.append((str(file), text))
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 place = f"{file}:{number}"
                 prompts.append((place, _prompt(place, line)))

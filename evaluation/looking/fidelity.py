@@ -64,7 +64,7 @@ def _texts(file: str) -> Iterator[tuple[str, str]]:
     if not file.endswith(".jsonl"):
         yield file, whole
         return
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(whole.split("\n"), 1):
         if not line.strip():
             continue
         name = f"{file}:{number}"

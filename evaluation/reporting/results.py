@@ -130,7 +130,8 @@ def _lines(path: Path) -> list[dict]:
     if not path.exists():
         return []
     found = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    with path.open(encoding="utf-8") as file:
+        lines = file.readlines()
     for number, text in enumerate(lines, 1):
         try:
             entry = json.loads(text)

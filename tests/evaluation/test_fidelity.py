@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.looking import fidelity_report, look
+from kvpolicy.evaluation.looking import fidelity, fidelity_report, look
 from kvpolicy.evaluation.looking.distributions import Distributions, distance, interval, perplexity
 from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
 
@@ -231,6 +231,15 @@ def test_what_cannot_be_used_is_refused_before_a_server_starts(
     assert main(["fidelity", "--policy", "snapkv", "--model", "examples/model-tiny", *words]) == 2
     error = capsys.readouterr().err
     assert sentence in error.splitlines()[0]
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_texts_may_hold_ends_of_lines_of_any_kind(end, tmp_path):
+    path, texts = tmp_path / "texts.jsonl", [f"one{end}two", "three"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    named = fidelity._texts(str(path))
+    assert list(named) == [(f"{path}:{number}", text) for number, text in enumerate(texts, 1)]
 
 
 @pytest.mark.parametrize(

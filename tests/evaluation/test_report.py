@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.evaluation import cli
-from kvpolicy.evaluation.reporting import report
+from kvpolicy.evaluation import cli, records
+from kvpolicy.evaluation.asking.answers import Answers
+from kvpolicy.evaluation.reporting import report, results
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run
@@ -73,6 +74,21 @@ def test_an_interrupted_run_is_reported_as_far_as_it_got(tmp_path):
     samples.write_text(text[: len(text) // 3])  # the last line is cut off
     report.write(tmp_path)
     assert "n = 0/24" in (tmp_path / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x1c", "\r", "\v"])
+def test_answers_and_prompts_may_hold_ends_of_lines_of_any_kind(end, tmp_path):
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2, budgets=(0.5,))
+    for name, key in (("samples.jsonl", "answer"), ("kept.jsonl", "tokens")):
+        entries = list(map(json.loads, (tmp_path / name).read_text().split("\n")[:-1]))
+        entries[0][key] = f"a{end}b" if key == "answer" else [end, *entries[0][key][1:]]
+        lines = [json.dumps(entry, ensure_ascii=False) for entry in entries]
+        (tmp_path / name).write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
+    found = list(records.read(tmp_path / "samples.jsonl"))
+    assert (len(found), found[0].answer) == (8, f"a{end}b")
+    assert Answers(tmp_path).keys == {record.key for record in found}  # a run goes on
+    read = results.load(tmp_path)
+    assert read.maps[0]["tokens"][0] == end
 
 
 def refusal(folder, capsys):

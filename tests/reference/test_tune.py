@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.tools.cli import main
+from kvpolicy.dsl.tools.tune_prompts import read_prompts
 
 torch = pytest.importorskip("torch", reason="the model runs in torch")
 pytest.importorskip("transformers", reason="the model is transformers'")
@@ -188,6 +189,14 @@ def test_texts_and_token_ids_are_the_same_prompts(capsys, tmp_path):
         assert tune("fastkv-adakv", [path]) == 0
         outputs.append(capsys.readouterr().out)
     assert len(set(outputs)) == 1
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_prompts_may_hold_ends_of_lines_of_any_kind(end, tmp_path):
+    path, texts = tmp_path / "prompts.jsonl", [f"one{end}two", "three"]
+    lines = [json.dumps(text, ensure_ascii=False) for text in texts]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert read_prompts([path]) == [(f"{path}:1", texts[0]), (f"{path}:2", texts[1])]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
