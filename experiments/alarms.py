@@ -106,6 +106,6 @@ def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator
 def _windows(windows: Windows) -> Iterator[str]:
     if windows.full:
         yield (
-            "no more windows: latency has as many as are kept and later ones do not count; end "
+            "no more windows: there are as many as are kept and later ones do not count; end "
             "the experiment, or make `window` longer"
         )

@@ -34,7 +34,7 @@ class Analysis:
         distinct: distinct keys by stage, with the test of the sample ratio.
         majority: the key that may carry most requests.
         sources: requests by the place where their key was found, in the order of targeting_key.
-        windows: latencies by window, with `design: switchback`.
+        windows: what is compared by window, with `design: switchback`.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -89,7 +89,7 @@ class Analysis:
             ttft: seconds to the first token; None if there was none.
             e2e: seconds to the last token; None if it failed.
             seconds: wall clock when the request was assigned, with `design: switchback`; without
-                it the latencies of the request do not count there.
+                it the request is not compared there.
         """
         record = self.records[arm]
         record.finished += 1
@@ -97,8 +97,12 @@ class Analysis:
         self._reached("finished", arm, key_hash)
         self._tick(seconds)
         self._compared(arm, "error_rate", float(failed))
-        self._measured(arm, "kv_bytes_per_prompt_token", kv_bytes_per_prompt_token)
-        for metric, value in (("ttft_seconds", ttft), ("e2e_seconds", e2e)):
+        self._in_window(arm, "error_rate", float(failed), seconds)
+        for metric, value in (
+            ("kv_bytes_per_prompt_token", kv_bytes_per_prompt_token),
+            ("ttft_seconds", ttft),
+            ("e2e_seconds", e2e),
+        ):
             self._measured(arm, metric, value)
             self._in_window(arm, metric, value, seconds)
 

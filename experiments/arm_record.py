@@ -90,11 +90,11 @@ def empty_record(experiment: Experiment, arm: str) -> ArmRecord:
             continue
         if metric.kind.compared == "margin":
             record.means[metric.metric] = BoundedMean(upper, None if is_control else metric.margin)
+        elif experiment.design is not None:
+            continue  # arms take turns: windows are the unit
         elif metric.kind.latency:
-            # Arms of one replica share its batches: times are shown and not compared, unless arms
-            # take turns; then windows are the unit.
-            if experiment.design is None:
-                record.means[metric.metric] = BoundedMean(upper)
+            # Arms of one replica share its batches: times are shown and not compared.
+            record.means[metric.metric] = BoundedMean(upper)
         elif not is_control:
             record.differences[metric.metric] = PairedDifference(upper, judged_margin(metric))
     return record

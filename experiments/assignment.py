@@ -78,6 +78,6 @@ def window_of(design: Switchback, seconds: float) -> int:
 
 
 def in_burn_in(experiment: Experiment, seconds: float) -> bool:
-    """Whether a moment is in the part of a window that latency leaves out."""
+    """Whether a moment is in the part of a window that is not compared."""
     design = experiment.design
     return design is not None and seconds % design.window < design.burn_in

@@ -118,7 +118,7 @@ class Switchback:
 
     Attributes:
         window: seconds.
-        burn_in: seconds at the beginning of a window that latency leaves out.
+        burn_in: seconds at the beginning of a window that are not compared.
     """
 
     window: float

@@ -50,7 +50,7 @@ ARM = (
 SWITCHBACK = (
     Field("window", "duration", "how long one arm has all covered requests", True,
           least=60, most=YEAR),
-    Field("burn_in", "duration", "beginning of a window that latency leaves out", least=0,
+    Field("burn_in", "duration", "beginning of a window that is not compared", least=0,
           most=YEAR),
 )  # fmt: skip
 SHADOW = (

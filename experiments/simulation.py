@@ -263,7 +263,9 @@ def _difference_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]
 
         data = next(name for name, each in KINDS.items() if each is kind)
         at = f"{data}, {mean:g} against {base:g}"
-        return _Plan(metric.metric, question, at, bound, run, every_request=not metric.kind.latency)
+        return _Plan(
+            metric.metric, question, at, bound, run, every_request=experiment.design is None
+        )
 
     yield plan("false alarm", 1.0, math.exp(-breach))
     yield plan("false clearing", 1.0, experiment.analysis.alpha)

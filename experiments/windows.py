@@ -1,7 +1,7 @@
-"""Latency by window of time, for `design: switchback`.
+"""What is compared with control by window of time, for `design: switchback`.
 
-Requests of one window share the server and each other's batches; the window is the unit of the
-comparison, and its mean is one value.
+Requests of one window share the server, each other's batches and whatever befalls them; the window
+is the unit of the comparison, and its mean is one value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_WINDOWS = 4_096  # the first ones; four weeks of windows of ten minutes
 
 
 class Windows:
-    """Sums of clipped latencies by window; replicas share the windows, so their sums add.
+    """Sums of clipped values by window; replicas share the windows, so their sums add.
 
     A window is open for as long again after its end; what comes later is left out, so that a value
     once used stays as it is.
 
     Attributes:
-        clips: largest value of each metric, in seconds; none with `design: request`.
+        clips: largest value of each metric, in its unit; none with `design: request`.
         latest: number of the newest window seen, -1 before the first.
         differences: of the means of closed windows to control's, by metric and arm.
     """
@@ -35,10 +35,11 @@ class Windows:
         self.clips: dict[str, float] = {}
         self.differences: dict[str, dict[str, PairedDifference]] = {}
         for metric in experiment.metrics if experiment.design is not None else ():
-            if metric.kind.latency and metric.clip is not None:
-                self.clips[metric.metric] = metric.clip
+            upper = metric.upper
+            if metric.kind.compared == "control" and upper is not None:
+                self.clips[metric.metric] = upper
                 self.differences[metric.metric] = {
-                    arm.name: PairedDifference(metric.clip, judged_margin(metric))
+                    arm.name: PairedDifference(upper, judged_margin(metric))
                     for arm in experiment.arms[1:]
                 }
         self._arms: dict[int, str] = {}
@@ -58,7 +59,7 @@ class Windows:
                 self._close(each)
 
     def add(self, window: int, arm: str, metric: str, value: float) -> None:
-        """Takes a latency in [0, clip] of a request that began in a window."""
+        """Takes a value in [0, clip] of a request that began in a window."""
         if window < self.latest - 1 or (self.full and window not in self._arms):
             return
         if window not in self._arms:

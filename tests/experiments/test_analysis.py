@@ -45,6 +45,14 @@ TURNS = replace(
         Metric("e2e_seconds", "info", clip=9.0),
     ),
 )
+COMPARED = replace(
+    TURNS,
+    metrics=(
+        *TURNS.metrics,
+        Metric("error_rate", "guardrail", 0.005),
+        Metric("kv_bytes_per_prompt_token", "success", clip=200.0),
+    ),
+)
 
 
 def hashed(key):
@@ -176,7 +184,9 @@ def test_without_keys_counts_are_added():
     assert pooled(EXPERIMENT, documents).keys() == {"control": 0, "lava": 1}
 
 
-@pytest.mark.parametrize("experiment", [EXPERIMENT, TURNS], ids=["request", "switchback"])
+@pytest.mark.parametrize(
+    "experiment", [EXPERIMENT, TURNS, COMPARED], ids=["request", "switchback", "all compared"]
+)
 def test_a_restart_goes_on_where_it_stopped(experiment):
     def run(analysis, start, stop):
         for number in range(start, stop):
@@ -396,6 +406,44 @@ def test_equal_arms_are_cleared():
     for window in range(500):
         turn(analysis, window, lambda arm: 1.0)
     assert verdicts(analysis)["ttft_seconds", "lava"].outcome == "cleared"
+
+
+def failing(windows, fails):
+    """Ten requests in each window, the first in its burn-in; `fails` of arm, window and number."""
+    analysis = Analysis(COMPARED)
+    for window in range(windows):
+        arm = assign(COMPARED, "k", coverage=1.0, seconds=60.0 * window).arm
+        for number in range(10):
+            seconds = 60.0 * window + 6.0 * number + 1
+            analysis.assigned(arm, 1, seconds=seconds)
+            analysis.finished(
+                arm, failed=fails(arm, window, number), kv_bytes_per_prompt_token=100.0, ttft=1.0,
+                e2e=1.0, key_hash=1, seconds=seconds,
+            )  # fmt: skip
+    return analysis
+
+
+def test_an_arm_that_fails_every_request_is_breached_by_few_windows():
+    analysis = failing(100, lambda arm, window, number: arm == "lava")
+    breach = analysis.breach()
+    assert (breach.metric, breach.mean) == ("error_rate", 1.0)
+    assert breach.samples < COMPARED.analysis.min_samples < analysis.records["lava"].finished
+    early = failing(38, lambda arm, window, number: arm == "lava")  # it has too few requests
+    assert min(record.finished for record in early.records.values()) < 200
+    assert verdicts(early)["error_rate", "lava"].log_e_breach > breach_threshold(COMPARED)
+    assert early.breach() is None
+
+
+def test_a_window_is_one_value_of_every_difference():
+    """What befalls a window, as an outage, is seen once, however many requests it takes."""
+    found = verdicts(failing(100, lambda arm, window, number: window == 50))
+    pairs = found["ttft_seconds", "lava"].samples
+    assert pairs < 50
+    assert found["error_rate", "lava"].samples == pairs
+    assert found["kv_bytes_per_prompt_token", "lava"].samples == pairs
+    assert abs(found["error_rate", "lava"].mean) * pairs == pytest.approx(1.0)
+    begun = verdicts(failing(100, lambda arm, window, number: arm == "lava" and not number))
+    assert begun["error_rate", "lava"].mean == 0.0  # the burn-in is left out
 
 
 def test_late_requests_do_not_change_closed_windows():
