@@ -12,6 +12,7 @@ from kvpolicy.experiments.sample_ratio import ALARM, SampleRatio
 from kvpolicy.experiments.windows import Windows
 
 NOISE = 1 / 4  # share of the margin that control's own drift may take
+LATE = 1 / 100  # share of the values that may come when their window is closed
 
 _WHY = {
     "assigned": "keys do not reach the arms as the weights say: look for a gateway that rewrites "
@@ -104,6 +105,12 @@ def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator
 
 
 def _windows(windows: Windows) -> Iterator[str]:
+    values = windows.taken + windows.late
+    if windows.late > LATE * values:
+        yield (
+            f"late values: {windows.late:,} of {values:,} came when their window was closed and do "
+            "not count; make `window` longer than requests take, and look at the server's clock"
+        )
     if windows.full:
         yield (
             "no more windows: there are as many as are kept and later ones do not count; end "

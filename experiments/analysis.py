@@ -68,7 +68,8 @@ class Analysis:
         self.records[arm].requests += 1
         self.majority.add(key_hash)
         self._reached("assigned", arm, key_hash)
-        self._tick(seconds)
+        if seconds is not None and self.experiment.design is not None:
+            self.windows.reached(window_of(self.experiment.design, seconds))
 
     def finished(
         self,
@@ -95,7 +96,6 @@ class Analysis:
         record.finished += 1
         record.failed += failed
         self._reached("finished", arm, key_hash)
-        self._tick(seconds)
         self._compared(arm, "error_rate", float(failed))
         self._in_window(arm, "error_rate", float(failed), seconds)
         for metric, value in (
@@ -219,10 +219,6 @@ class Analysis:
             if difference is not None:
                 clipped = min(max(value, 0.0), difference.upper)
                 difference.add("control" if is_control else "arm", clipped)
-
-    def _tick(self, seconds: float | None) -> None:
-        if seconds is not None and self.experiment.design is not None:
-            self.windows.reached(window_of(self.experiment.design, seconds))
 
     def _in_window(self, arm: str, metric: str, value: float | None, seconds: float | None) -> None:
         design, clip = self.experiment.design, self._clips.get(metric)

@@ -21,17 +21,20 @@ class Windows:
     """Sums of clipped values by window; replicas share the windows, so their sums add.
 
     A window is open for as long again after its end; what comes later is left out, so that a value
-    once used stays as it is.
+    once used stays as it is. Time may go back, as when a clock that was ahead is set right: closed
+    windows stay closed.
 
     Attributes:
         clips: largest value of each metric, in its unit; none with `design: request`.
-        latest: number of the newest window seen, -1 before the first.
+        latest: number of the window that it is now, -1 before the first.
+        taken, late: values that were added; that were left out as their window was closed.
         differences: of the means of closed windows to control's, by metric and arm.
     """
 
     def __init__(self, experiment: Experiment) -> None:
         self.control = experiment.control.name
         self.latest = -1
+        self.taken = self.late = 0
         self.clips: dict[str, float] = {}
         self.differences: dict[str, dict[str, PairedDifference]] = {}
         for metric in experiment.metrics if experiment.design is not None else ():
@@ -52,17 +55,22 @@ class Windows:
         return len(self._arms) >= MAX_WINDOWS
 
     def reached(self, window: int) -> None:
-        """Time has come to a window: those two before it are closed."""
-        if window > self.latest:
+        """It is a window's time now: those two before it are closed."""
+        if window != self.latest:
             self.latest = window
             for each in sorted(each for each in self._open if each < window - 1):
                 self._close(each)
 
     def add(self, window: int, arm: str, metric: str, value: float) -> None:
         """Takes a value in [0, clip] of a request that began in a window."""
-        if window < self.latest - 1 or (self.full and window not in self._arms):
+        known = window in self._arms
+        if window < self.latest - 1 or (known and window not in self._open):
+            self.late += 1
             return
-        if window not in self._arms:
+        if self.full and not known:
+            return
+        self.taken += 1
+        if not known:
             self._arms[window] = arm
             self._sums[window] = [0.0] * 2 * len(self.clips)
             self._open.add(window)
@@ -87,7 +95,7 @@ class Windows:
     def as_document(self) -> dict[str, Any]:
         """The sums as a JSON value."""
         windows = {str(w): [self._arms[w], *self._sums[w]] for w in self._sums}
-        return {"latest": self.latest, "windows": windows}
+        return {"latest": self.latest, "late": self.late, "windows": windows}
 
     @classmethod
     def pooled(cls, experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Windows:
@@ -103,6 +111,8 @@ class Windows:
                 added = [a + finite(b) for a, b in zip(before, sums, strict=True)]
                 pooled._sums[int(window)] = added
                 pooled._arms[int(window)] = str(arm)
+                pooled.taken += int(sum(sums[::2]))
+            pooled.late += int(document["late"])
         pooled._open = set(pooled._sums)
         pooled.reached(max((int(document["latest"]) for document in documents), default=-1))
         return pooled

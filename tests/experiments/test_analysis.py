@@ -455,6 +455,55 @@ def test_late_requests_do_not_change_closed_windows():
     assert analysis.as_document()["windows"]["windows"] == before
 
 
+def test_many_late_values_are_noticed():
+    analysis = Analysis(TURNS)
+    for window in range(20):
+        turn(analysis, window, lambda arm: 1.0)
+    assert analysis.warnings() == []
+    for _ in range(3):
+        analysis.finished(
+            "lava", failed=False, kv_bytes_per_prompt_token=None, ttft=5.0, e2e=6.0, key_hash=1,
+            seconds=200.0,
+        )  # fmt: skip
+    [warning] = analysis.warnings()
+    assert warning.startswith("late values: 6 of 46 came when their window was closed")
+    assert Analysis.from_document(TURNS, analysis.as_document()).warnings() == [warning]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_clock_that_was_ahead_does_not_end_the_comparison(restarted):
+    """One request is of another year; what comes after it is of today again."""
+
+    def hours(ahead):
+        analysis = Analysis(TURNS)
+        for window in range(300):
+            if window in ahead:
+                turn(analysis, 10**6, lambda arm: 1.0)
+                if restarted:
+                    saved = json.loads(json.dumps(analysis.as_document()))
+                    analysis = Analysis.from_document(TURNS, saved)
+            for at in (20.0, 40.0):
+                turn(analysis, window, lambda arm: 1.0 + 2 * (arm == "lava"), at=at)
+        return analysis
+
+    wrong = hours([100, 101, 150])
+    assert wrong.breach() is not None
+    assert not any(warning.startswith("late values") for warning in wrong.warnings())
+    missing = verdicts(hours([]))["ttft_seconds", "lava"].samples
+    missing -= verdicts(wrong)["ttft_seconds", "lava"].samples
+    assert 0 <= missing <= 6  # at most two windows each time
+
+
+def test_a_window_that_was_closed_too_soon_stays_as_it_is():
+    analysis = Analysis(TURNS)
+    turn(analysis, 5, lambda arm: 1.0)
+    turn(analysis, 50, lambda arm: 1.0)
+    before = analysis.as_document()["windows"]["windows"]["5"]
+    turn(analysis, 5, lambda arm: 4.0)
+    after = analysis.as_document()["windows"]
+    assert (after["windows"]["5"], after["late"], after["latest"]) == (before, 2, 5)
+
+
 def test_replicas_share_windows():
     replicas = [Analysis(TURNS), Analysis(TURNS)]
     for window in range(100):
