@@ -266,14 +266,14 @@ def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_FILE)
-    for option, default, help in (
-        ("--runs", 2_000, "simulated runs of each row with a bound"),
-        ("--values", 4_000, "requests of each arm that are scored again, or windows"),
-        ("--requests", 20_000, "requests of each arm where every one counts"),
-        ("--seed", 0, "of the random numbers"),
+    for option, kind, default, help in (
+        ("--runs", _positive, 2_000, "simulated runs of each row with a bound"),
+        ("--values", _positive, 4_000, "requests of each arm that are scored again, or windows"),
+        ("--requests", _positive, 20_000, "requests of each arm where every one counts"),
+        ("--seed", _natural, 0, "of the random numbers"),
     ):
         parser.add_argument(
-            option, type=_natural, default=default, metavar="N", help=f"{help}; default {default:,}"
+            option, type=kind, default=default, metavar="N", help=f"{help}; default {default:,}"
         )
 
 
@@ -361,6 +361,13 @@ def _natural(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 10**9:
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    value = _natural(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 1")
+    return value
 
 
 def _seconds(text: str) -> float:

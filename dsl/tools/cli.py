@@ -7,6 +7,8 @@ policies is imported only by the commands that do, so that `check` needs neither
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,7 @@ EXECUTIONS = ("interpreter", "torch")
 _POLICY = "path of a policy, or the name of a shipped one"
 _CONFIG = "config.json of a model, or its folder"
 _EXECUTES = "what executes the policy"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # nothing more can be written there
 
 
 def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | None = None) -> int:
@@ -39,9 +42,7 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
         arguments: words of the command line; None: those of the process.
         more: commands of other folders, by name.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    _prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     commands = {**COMMANDS, **(more or {})}
     args = _parser(arguments[0] if arguments else "", commands).parse_args(arguments)
@@ -53,10 +54,34 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        _discard_output()
+        reason = os.strerror(error.errno).lower()
+        print(f"kvpolicy: error[file]: the output is not complete: {reason}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _prepare_streams() -> None:
+    """Every character can be written; what a shell has closed (`>&-`) takes output and drops it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """What is still to be written goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.syntax.library import shipped
-from kvpolicy.dsl.tools.cli import main
+from kvpolicy.dsl.tools.cli import Command, main
 
 GOOD = "policy: x\nlanguage: 1\nkeep: recent(4)\n"
 BAD = "policy: x\nlanguage: 1\nkeep: recnt(4)\n"
@@ -251,6 +251,42 @@ def test_wrong_usage(arguments, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert "usage: kvpolicy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("list", 0), ("schema", 0), ("check snapkv", 0), ("check nothing", 2), ("show nothing", 2)],
+)
+def test_output_that_is_closed(words, code):
+    command = f"{sys.executable} -m kvpolicy.dsl.tools.cli {words}"
+    for closed in (">&-", ">&- 2>&-"):
+        shell = ["sh", "-c", f"{command} {closed}"]
+        done = subprocess.run(shell, capture_output=True, text=True, check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["list", "schema", "check nothing"])
+def test_output_that_cannot_be_written(words, unbuffered):
+    command = [sys.executable, "-m", "kvpolicy.dsl.tools.cli", *words.split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert done.returncode == 2
+    message = "kvpolicy: error[file]: the output is not complete: no space left on device\n"
+    assert done.stderr == message
+
+
+def test_other_failures_are_not_the_output(monkeypatch):
+    def fails(args):
+        raise OSError("of something else")
+
+    command = Command("fails", fails)
+    with pytest.raises(OSError, match="of something else"):
+        main(["fails"], {"fails": command})
 
 
 def test_check_reads_test_files_too(tmp_path, capsys):

@@ -86,6 +86,14 @@ def test_simulate(capsys, file):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("option", ["--runs", "--values", "--requests"])
+def test_nothing_cannot_be_simulated(option, capsys, file):
+    with pytest.raises(SystemExit) as exit:
+        run(capsys, "simulate", file, option, 0)
+    assert exit.value.code == 2
+    assert f"argument {option}: `0` is not a whole number from 1" in capsys.readouterr().err
+
+
 # Orders
 
 
