@@ -8,6 +8,7 @@ experiment runs; a clock that is set does nothing.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -101,7 +102,7 @@ class Lifecycle:
             "revision": self.experiment.revision,
             "elapsed": round(self.elapsed, 3),
             "paused": self._paused,
-            "latched": self._latched,
+            "latched": copy.deepcopy(self._latched),
             "log": self.log,
         }
 
@@ -139,6 +140,11 @@ class Lifecycle:
     def coverage(self) -> float:
         """Share of the keys that take part now, 0 to 1."""
         return self._step()[0]
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken."""
+        return self._step()[1]
 
     @property
     def default(self) -> str:

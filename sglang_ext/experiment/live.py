@@ -7,6 +7,7 @@ import hashlib
 import logging
 import math
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
 _EVERY = 1.0  # seconds between two looks at what finished requests say
-_KEEP_EVERY = 30.0  # seconds after which evidence is written to a file again
+_KEEP_EVERY = 30.0  # seconds after which what goes on is written to a file again
 
 
 class Live:
@@ -70,6 +71,9 @@ class Live:
         self.series.reloaded(True)
         self.series.saved(True)
         self._unsaved: set[Path] = set()  # files that could not be written
+        self._changes = 0  # of where it stands, by others than time
+        self._stood = (0.0, 0)  # seconds it had run, and steps taken, when that was written
+        self._writing = threading.Lock()
         self._kept = (-math.inf, 0)  # when evidence was written, and of how many requests
         self._problem = ""  # of the file, as it was last seen
         self._seen = self._digest(file.read_bytes())
@@ -338,8 +342,36 @@ class Live:
         if self._state is None:
             return
         self._kept = (-math.inf, self._kept[1])
+        self._changes += 1
+        self._stood = (self.lifecycle.elapsed, self.lifecycle.step)
         try:
-            state_file.save(self._state, self.lifecycle.saved())
+            self._write(self._state, self.lifecycle.saved(), self._changes)
+        except StateFileError as error:
+            self._not_saved(self._state, error)
+        else:
+            self._saved(self._state)
+
+    def _write(self, file: Path, saved: Mapping[str, Any], changes: int) -> None:
+        """Write where the experiment stood after so many changes, unless there is a later one."""
+        with self._writing:
+            if changes == self._changes:
+                state_file.save(file, saved)
+
+    async def keep_state(self) -> None:
+        """Write how long the experiment has run, now and then and where a step was taken.
+
+        What could not be written is tried again.
+        """
+        elapsed, step = self.lifecycle.elapsed, self.lifecycle.step
+        since, before = self._stood
+        if self._state is None or (
+            elapsed < since + _KEEP_EVERY and step == before and self._state not in self._unsaved
+        ):
+            return
+        self._stood = (elapsed, step)
+        saved = self.lifecycle.saved()
+        try:
+            await asyncio.to_thread(self._write, self._state, saved, self._changes)
         except StateFileError as error:
             self._not_saved(self._state, error)
         else:

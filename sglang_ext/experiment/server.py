@@ -101,6 +101,7 @@ class Server:
         while True:
             await asyncio.sleep(POLL)
             try:
+                await live.keep_state()
                 await live.keep_evidence()
                 live.series.standing(live.lifecycle)
                 live.reload(await asyncio.to_thread(live.file.read_bytes))

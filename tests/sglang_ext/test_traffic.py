@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments import state_file
-from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, as_document
+from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, Step, as_document
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import Server
@@ -280,6 +280,85 @@ def test_a_full_disk_is_said_and_nothing_stops(tmp_path, monkeypatch, caplog):
     assert not live.state_saved
     asyncio.run(live.keep_evidence())
     assert live.state_saved
+
+
+STEPS = replace(
+    EXPERIMENT, steps=(Step(coverage=0.01), Step(pause=60.0), Step(coverage=0.5), Step(pause=60.0))
+)
+
+
+@pytest.fixture
+def stepping(tmp_path, monkeypatch):
+    """Begins an experiment with steps, anew or again, at a time that the test sets."""
+    now = [0.0]
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+
+    def begin():
+        live = Live(STEPS, file, {"snapkv": {}}, tmp_path / "state.json")
+        monkeypatch.setattr(live.lifecycle, "_clock", lambda: now[0])
+        live.lifecycle._since = now[0]
+        return live
+
+    return begin, now
+
+
+def test_a_restart_takes_no_step_back(stepping):
+    begin, now = stepping
+    live = begin()
+    for now[0], kept in ((20.0, 0.0), (40.0, 40.0), (59.0, 40.0), (61.0, 61.0), (80.0, 61.0)):
+        asyncio.run(live.keep_state())
+        again = begin().lifecycle
+        assert again.elapsed == pytest.approx(kept, abs=0.1)
+        assert again.coverage == (0.5 if kept > 60 else 0.01)
+
+
+def test_where_it_stands_is_written_again_and_again(stepping, monkeypatch, tmp_path):
+    begin, now = stepping
+    live = begin()
+    monkeypatch.setattr("kvpolicy.sglang_ext.experiment.server.POLL", 0.01)
+
+    async def watch():
+        server = Server(Traffic({}, live=live), token_bytes=8, context=99)
+        watching = asyncio.create_task(server._watch(live))
+        now[0] = 61.0
+        while state_file.load(tmp_path / "state.json")["elapsed"] < 61:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(watch(), 20))
+
+
+def test_what_is_written_late_undoes_no_change(stepping, monkeypatch):
+    begin, now = stepping
+    live, late = begin(), []
+
+    async def later(work, *given):
+        late.append((work, given))
+
+    monkeypatch.setattr(asyncio, "to_thread", later)
+    now[0] = 40.0
+    asyncio.run(live.keep_state())
+    live.roll_back("lava", "drift")
+    [(work, given)] = late
+    work(*given)
+    assert list(begin().lifecycle.rolled_back) == ["lava"]
+
+
+def test_a_state_that_could_not_be_written_is_tried_again(stepping, monkeypatch):
+    begin, _ = stepping
+    live = begin()
+
+    def full(*_):
+        raise state_file.StateFileError("it cannot be written: no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_file, "save", full)
+        live.abort("drift")
+    assert not live.state_saved
+    asyncio.run(live.keep_state())
+    assert live.state_saved
+    assert begin().lifecycle.state == "aborted"
 
 
 def assigned_number(live):
