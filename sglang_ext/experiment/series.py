@@ -80,7 +80,7 @@ class Series:
         self._metrics: dict[str, Any] | None = None
         self._base: dict[str, str] = {}
         self._shadows = {arm.name: dict.fromkeys(SHADOWS, 0) for arm in experiment.arms}
-        self._standing: list[tuple[str, dict[str, str], float]] = []
+        self._gauges: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # as last set
 
     def export(self, labels: Mapping[str, str]) -> None:
         """Begin to export, by SGLang's own labels; what was noted before comes with it."""
@@ -105,9 +105,8 @@ class Series:
                 buckets=_DRIFT,
             ),
         }
-        for name, own, value in self._standing:
-            self._set(name, value, **own)
-        self._standing.clear()
+        for (name, own), value in self._gauges.items():
+            self._labelled(name, **dict(own)).set(value)
         self.began(self._experiment)
 
     def began(self, experiment: Experiment) -> None:
@@ -203,7 +202,6 @@ class Series:
             self._labelled(name, **own).inc(amount)
 
     def _set(self, name: str, value: float, **own: str) -> None:
-        if self._metrics is None:
-            self._standing.append((name, own, value))
-        else:
+        self._gauges[name, tuple(own.items())] = value
+        if self._metrics is not None:
             self._labelled(name, **own).set(value)
