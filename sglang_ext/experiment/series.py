@@ -18,6 +18,7 @@ COMPARED = "compared"
 SHADOWS = (
     COMPARED,
     "busy",  # no idle moment came in time
+    "no_room",  # no slots were free in time
     "queue_full",
     "over_budget",  # tokens per second
     "too_long",  # prompt and output fill the model's context

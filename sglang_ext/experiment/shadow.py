@@ -148,23 +148,28 @@ class Shadows:
 
     async def _work(self) -> None:
         while self._waiting:
-            sample = self._waiting.popleft()
             try:
-                outcome = await self._compare(sample)
-            except Exception as error:
-                outcome = "failed"
-                logger.warning(
-                    "A sampled request was not scored against full KV: %s: %s",
-                    type(error).__name__,
-                    error,
-                )
-            if outcome is None and sample.has_waited(PATIENCE):
-                outcome = "no_room"
-            if outcome is None:
-                self._waiting.append(sample)  # others may need fewer
-                await asyncio.sleep(AGAIN)
-            else:
-                self._live.series.shadow(sample.assigned["arm"], outcome)
+                await self._next(self._waiting.popleft())
+            except Exception:
+                logger.exception("What became of a sampled request was not counted.")
+
+    async def _next(self, sample: Sample) -> None:
+        try:
+            outcome = await self._compare(sample)
+        except Exception as error:
+            outcome = "failed"
+            logger.warning(
+                "A sampled request was not scored against full KV: %s: %s",
+                type(error).__name__,
+                error,
+            )
+        if outcome is None and sample.has_waited(PATIENCE):
+            outcome = "no_room"
+        if outcome is None:
+            self._waiting.append(sample)  # others may need fewer
+            await asyncio.sleep(AGAIN)
+        else:
+            self._live.series.shadow(sample.assigned["arm"], outcome)
 
     async def _compare(self, sample: Sample) -> str | None:
         """What became of a sample; None where it has to wait for slots."""

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from kvpolicy.experiments.drift import Candidates
+from kvpolicy.experiments.experiment import Arm, Experiment
 from kvpolicy.sglang_ext.experiment import shadow
+from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import NO_ROOM
@@ -23,9 +25,18 @@ def candidates():
 def compare(monkeypatch):
     """Runs samples by name against a server that has no room for each so many times."""
 
-    def run(refusals, error=NO_ROOM):
+    def run(refusals, error=NO_ROOM, uncounted=()):
         outcomes, tried, drifts = [], [], []
-        series = SimpleNamespace(shadow=lambda arm, outcome: outcomes.append((arm, outcome)))
+        arms = tuple(Arm(name, "lava") for name in refusals)
+        series, count = Series(Experiment(name="trial", coverage=1.0, arms=arms)), Series.shadow
+
+        def counted(arm, outcome):
+            outcomes.append((arm, outcome))
+            if arm in uncounted:
+                raise RuntimeError("on purpose")
+            count(series, arm, outcome)
+
+        series.shadow = counted
         live = SimpleNamespace(
             series=series,
             clip=2.0,
@@ -65,6 +76,11 @@ def compare(monkeypatch):
                 await asyncio.sleep(0)
 
         asyncio.run(asyncio.wait_for(all_of_them(), 20))
+        known = {
+            arm: {name: n for name, n in found.items() if n}
+            for arm, found in series.outcomes().items()
+        }
+        assert known == {arm: {} if arm in uncounted else {outcome: 1} for arm, outcome in outcomes}
         return outcomes, tried, drifts
 
     return run
@@ -82,6 +98,13 @@ def test_what_finds_no_room_for_long_is_left_out(compare, monkeypatch):
     outcomes, tried, _ = compare({"a": 100, "b": 0})
     assert tried == ["a", "b"]
     assert outcomes == [("a", "no_room"), ("b", "compared")]
+
+
+def test_what_cannot_be_counted_stops_no_others(compare, caplog):
+    outcomes, tried, _ = compare({"a": 0, "b": 0}, uncounted="a")
+    assert tried == ["a", "b"]
+    assert outcomes == [("a", "compared"), ("b", "compared")]
+    assert "was not counted" in caplog.text
 
 
 def test_a_sample_is_scored_where_its_prompt_is_cached():
