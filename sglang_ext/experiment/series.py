@@ -55,7 +55,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "state": ("1 for the state in which the experiment is, 0 for the others.", ("state",)),
     "arm_share_ratio": ("Share of the keys that take part that an arm is to have.", ("kv_arm",)),
-    "arm_enabled": ("1, or 0 if an arm has been rolled back.", ("kv_arm",)),
+    "arm_enabled": ("1, or 0 if an arm has been rolled back or is gone.", ("kv_arm",)),
     "coverage_ratio": ("Share of the keys that take part now.", ()),
     "keys": ("Distinct targeting keys of an arm.", ("kv_arm",)),
     "log_e_value": (
@@ -71,6 +71,8 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "reload_success": ("1 if the file is in use as it was last seen, else 0.", ()),
     "state_saved": ("1 if --kv-experiment-state holds the present state, else 0.", ()),
 }
+# Of what is no longer there, where that is not 0: several processes' series cannot be removed.
+_GONE = {"srm_p_value": 1.0, "reload_success": 1.0, "state_saved": 1.0}
 
 
 class Series:
@@ -82,6 +84,7 @@ class Series:
         self._base: dict[str, str] = {}
         self._shadows = {arm.name: dict.fromkeys(SHADOWS, 0) for arm in experiment.arms}
         self._gauges: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # as last set
+        self._no_keys()
 
     def export(self, labels: Mapping[str, str]) -> None:
         """Begin to export, by SGLang's own labels; what was noted before comes with it."""
@@ -107,12 +110,30 @@ class Series:
             ),
         }
         for (name, own), value in self._gauges.items():
-            self._labelled(name, **dict(own)).set(value)
-        self.began(self._experiment)
+            self._show(name, own, value)
+        self._count_nothing()
 
     def began(self, experiment: Experiment) -> None:
-        """A revision begins: its arms' series exist from the start."""
+        """A revision begins: its arms' series exist from the start, those of others say nothing."""
+        renamed = experiment.name != self._experiment.name
+        before = dict(self._gauges)
+        for name, own in before:
+            if own or renamed:
+                self._show(name, own, _GONE.get(name, 0.0))
         self._experiment = experiment
+        self._gauges.clear()
+        for (name, own), value in before.items():
+            if not own:
+                self._set(name, value)
+        self._no_keys()
+        self._count_nothing()
+
+    def _no_keys(self) -> None:
+        for arm in self._experiment.arms:
+            self._set("keys", 0, kv_arm=arm.name)
+
+    def _count_nothing(self) -> None:
+        experiment = self._experiment
         for key in ("none", *map(str, experiment.targeting_key)):
             self._count("key_sources_total", 0, source=key)
         for arm in experiment.arms:
@@ -126,7 +147,6 @@ class Series:
                 self._count(name, 0, kv_arm=arm.name)
             for name in ("prompt_bytes_total", "saved_bytes_total"):
                 self._count(name, 0, kv_arm=arm.name)
-            self._set("keys", 0, kv_arm=arm.name)
 
     def assigned(self, arm: str | None, reason: Reason) -> None:
         """A request has been assigned an arm, or none."""
@@ -204,5 +224,8 @@ class Series:
 
     def _set(self, name: str, value: float, **own: str) -> None:
         self._gauges[name, tuple(own.items())] = value
+        self._show(name, tuple(own.items()), value)
+
+    def _show(self, name: str, own: tuple[tuple[str, str], ...], value: float) -> None:
         if self._metrics is not None:
-            self._labelled(name, **own).set(value)
+            self._labelled(name, **dict(own)).set(value)

@@ -1,7 +1,9 @@
 """The series of an experiment: what they keep, and what they show."""
 
+from dataclasses import replace
+
 import pytest
-from kvpolicy.experiments.experiment import Arm, Experiment, Metric
+from kvpolicy.experiments.experiment import Analysis, Arm, Experiment, Metric
 from kvpolicy.sglang_ext.experiment.live import Live
 from prometheus_client import REGISTRY
 
@@ -10,6 +12,7 @@ EXPERIMENT = Experiment(
     coverage=1.0,
     arms=(Arm("control", "none"), Arm("lava", "lava"), Arm("snapkv", "snapkv")),
     metrics=(Metric("error_rate", "guardrail", 0.1),),
+    analysis=Analysis(min_samples=20),
 )
 PREFIX = "sglang:kv_experiment_"
 
@@ -51,3 +54,43 @@ def test_what_was_set_before_is_exported(exported):
     assert shown("arm_share_ratio", kv_arm="lava") == pytest.approx(1 / 3)
     exported.abort("drift")
     assert (shown("state", state="running"), shown("state", state="aborted")) == (0, 1)
+
+
+def fail(live, *arms):
+    for key in range(60):
+        for arm in ("control", "lava", "snapkv"):
+            nothing = {"kv_bytes_per_prompt_token": None, "ttft": None, "e2e": None}
+            live.analysis.finished(arm, failed=arm in arms, key_hash=key, **nothing)
+    live.look()
+
+
+def evidence(arm):
+    return shown("log_e_value", kv_arm=arm, metric="error_rate", against="breach")
+
+
+def test_arms_that_are_gone_say_nothing(exported):
+    live = exported
+    fail(live, "lava")
+    assert evidence("lava") > 5
+    assert shown("arm_enabled", kv_arm="lava") == 0  # it was rolled back
+    live.replace(replace(EXPERIMENT, arms=(EXPERIMENT.arms[0], EXPERIMENT.arms[2])))
+    assert (evidence("lava"), evidence("snapkv")) == (0, 0)
+    assert shown("srm_p_value", stage="finished") == 1
+    assert [shown(name, kv_arm="lava") for name in ("arm_enabled", "arm_share_ratio", "keys")] == [
+        0
+    ] * 3
+    assert [shown(name, kv_arm="snapkv") for name in ("arm_enabled", "arm_share_ratio")] == [1, 0.5]
+    assert shown("state", state="running") == shown("reload_success") == 1
+
+
+def test_an_experiment_that_is_gone_says_nothing(exported):
+    exported.series.reloaded(False)
+    exported.replace(replace(EXPERIMENT, name="other"))
+    now = {"kv_experiment": "other"}
+    assert (shown("state", state="running"), shown("state", state="running", **now)) == (0, 1)
+    assert (shown("coverage_ratio"), shown("coverage_ratio", **now)) == (0, 1)
+    assert (shown("reload_success"), shown("reload_success", **now)) == (1, 0)
+    assert (shown("arm_enabled", kv_arm="lava"), shown("arm_enabled", kv_arm="lava", **now)) == (
+        0,
+        1,
+    )
