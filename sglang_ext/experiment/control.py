@@ -16,16 +16,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.lifecycle import ENDED
-from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.live import InUse, Live
 from kvpolicy.sglang_ext.experiment.server import Server
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import text_of
-from kvpolicy.sglang_ext.serving.catalog import Catalog
+from kvpolicy.sglang_ext.serving.catalog import Catalog, Claim
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +105,13 @@ class Control:
             if dry:
                 policy = await self._catalog.check(name, text, settings)
             else:
-                policy = await self._catalog.put(compat.manager(), name, text, settings)
+                policy = await self._catalog.put(
+                    compat.manager(), name, text, settings, _claim(live, name)
+                )
+        except InUse as error:
+            return _problem(409, f"{error}; add the new version under another name")
         except (Refused, UnicodeDecodeError) as error:
             return _problem(400, str(error))
-        if not dry and live is not None:
-            live.serve(name)
         return 200, {"name": name, "dry_run": dry, "warnings": policy.warnings or None}
 
     async def withdraw_policy(self, request: Any) -> tuple[int, Any]:
@@ -118,11 +122,9 @@ class Control:
         if name not in self._catalog.policies:
             return _problem(404, f"no policy is called `{name[:60]}`")
         try:
-            await self._catalog.withdraw(compat.manager(), name)
+            await self._catalog.withdraw(compat.manager(), name, _claim(live, name, withdrawn=True))
         except Refused as error:
             return _problem(409, str(error))
-        if live is not None:
-            live.serve_no_longer(name)
         return 200, {"name": name, "withdrawn": True}
 
     async def experiment(self, request: Any) -> tuple[int, Any]:
@@ -203,6 +205,11 @@ class Control:
         except ValueError as error:
             return _problem(409, str(error))
         return 200, {"state": live.lifecycle.state.value, "changed": new}
+
+
+def _claim(live: Live | None, name: str, *, withdrawn: bool = False) -> Claim:
+    """What keeps an experiment from beginning to use a policy that is being changed."""
+    return nullcontext if live is None else partial(live.changing, name, withdrawn=withdrawn)
 
 
 def _flag(request: Any, name: str, otherwise: str = "false") -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
 _EVERY = 1.0  # seconds between two looks at what finished requests say
 _KEEP_EVERY = 30.0  # seconds after which what goes on is written to a file again
+
+
+class InUse(Refused):
+    """An experiment uses the policy that is to be changed."""
 
 
 class Live:
@@ -79,6 +84,7 @@ class Live:
         self._seen = self._digest(file.read_bytes())
         self._looked = 0.0
         self._warned: set[str] = set()
+        self._changing: set[str] = set()  # policies
         self.save()
 
     def _restored(self, experiment: Experiment) -> Lifecycle:
@@ -420,13 +426,24 @@ class Live:
 
     # The policies of the server.
 
-    def serve(self, name: str) -> None:
-        """The server has a further policy, which arms may name."""
-        self._served[name] = {}
+    @contextlib.contextmanager
+    def changing(self, name: str, *, withdrawn: bool = False) -> Iterator[None]:
+        """While the server takes up a policy, or withdraws one, no version begins to use it.
 
-    def serve_no_longer(self, name: str) -> None:
-        """The server has withdrawn a policy."""
-        self._served.pop(name, None)
+        Raises:
+            InUse: the experiment uses it.
+        """
+        if self.uses(name):
+            raise InUse(f"experiment `{self.experiment.name}` has begun to use `{name}` meanwhile")
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.remove(name)
+        if withdrawn:
+            self._served.pop(name, None)
+        else:
+            self._served[name] = {}
 
     def uses(self, name: str) -> bool:
         """Whether requests may be given this policy."""
@@ -455,6 +472,18 @@ class Live:
             )
             for arm in experiment.arms
             if arm.settings and self._served.get(arm.served_as) != dict(arm.settings)
+        ]
+        named = [("default", (experiment.default,))]
+        named += [(f"arms.{a.name}.policy", (a.policy, a.served_as)) for a in experiment.arms]
+        problems += [
+            Diagnostic(
+                "name",
+                f"policy `{name}` is being changed",
+                found.places.get(path),
+                "send the experiment again when the change is done",
+            )
+            for path, names in named
+            for name in self._changing.intersection(names)
         ]
         if problems:
             raise PolicyError(problems, found.source)
@@ -485,6 +514,8 @@ class Live:
             self.replace(self.read(content.decode("utf-8"), str(self.file)))
         except (PolicyError, UnicodeDecodeError) as error:
             self._failed(str(error))
+            if self._changing:
+                self._seen = ""  # it may do when they are served
         else:
             self.reloaded, self._problem = True, ""
             self.series.reloaded(True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from uuid import uuid4
 
@@ -27,6 +28,8 @@ from kvpolicy.sglang_ext.serving.changes import (
 
 LOOK_EVERY = 0.1  # seconds
 PATIENCE = 600.0  # seconds for compiling
+
+Claim = Callable[[], AbstractContextManager[None]]
 
 
 class Catalog:
@@ -70,7 +73,14 @@ class Catalog:
         await asyncio.to_thread(options.check_policies, [policy], self.model, self.length)
         return policy
 
-    async def put(self, manager: Any, name: str, text: str, settings: Mapping[str, str]) -> Policy:
+    async def put(
+        self,
+        manager: Any,
+        name: str,
+        text: str,
+        settings: Mapping[str, str],
+        claim: Claim = nullcontext,
+    ) -> Policy:
         """Add a policy, or replace the one of this name.
 
         Every scheduler prepares it; when all are ready, all take it up. A request that is sent to
@@ -78,30 +88,44 @@ class Catalog:
 
         Args:
             manager: SGLang's tokenizer manager.
+            claim: held while the schedulers take it up; it may refuse.
 
         Raises:
             Refused: a scheduler cannot serve it; everything stays as it was.
         """
         policy = await self.check(name, text, settings)
-        async with self._changing, _change(manager) as ask:
-            await ask(PREPARE, name=name, text=text, settings=dict(settings))
-            until = time.monotonic() + PATIENCE
-            while not await ask(LOOK) <= {READY}:
-                if time.monotonic() > until:
-                    raise Refused(f"its kernels were not compiled within {PATIENCE:.0f} s")
-                await asyncio.sleep(LOOK_EVERY)
-            if not await ask(COMMIT) <= {DONE}:
-                raise Refused("a scheduler did not take it up")
-            self.policies[name] = policy
+        async with self._changing:
+            with ExitStack() as claimed:
+                async with _change(manager) as ask:
+                    await self._prepare(ask, name, text, settings)
+                    claimed.enter_context(claim())
+                    if not await ask(COMMIT) <= {DONE}:
+                        raise Refused("a scheduler did not take it up")
+                    self.policies[name] = policy
         return policy
 
-    async def withdraw(self, manager: Any, name: str) -> None:
+    @staticmethod
+    async def _prepare(
+        ask: Callable[..., Awaitable[set[str]]], name: str, text: str, settings: Mapping[str, str]
+    ) -> None:
+        await ask(PREPARE, name=name, text=text, settings=dict(settings))
+        until = time.monotonic() + PATIENCE
+        while not await ask(LOOK) <= {READY}:
+            if time.monotonic() > until:
+                raise Refused(f"its kernels were not compiled within {PATIENCE:.0f} s")
+            await asyncio.sleep(LOOK_EVERY)
+
+    async def withdraw(self, manager: Any, name: str, claim: Claim = nullcontext) -> None:
         """Serve a policy no longer; requests that run keep it.
+
+        Args:
+            manager: SGLang's tokenizer manager.
+            claim: held meanwhile; it may refuse.
 
         Raises:
             Refused: there is none of this name, or it is the default, or a scheduler failed.
         """
-        async with self._changing, _change(manager) as ask:
+        async with self._changing:
             if name not in self.policies:
                 raise Refused(f"no policy is called `{name}`; there is {', '.join(self.policies)}")
             if name == self.default:
@@ -109,8 +133,10 @@ class Catalog:
                     f"`{name}` is the default of requests that name no policy; `POST "
                     "/kv_policy/disable` gives all of them full KV"
                 )
-            await ask(WITHDRAW, name=name)
-            del self.policies[name]
+            with claim():
+                async with _change(manager) as ask:
+                    await ask(WITHDRAW, name=name)
+                    del self.policies[name]
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,11 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.experiments import reading
+from kvpolicy.sglang_ext.experiment.control import Control
+from kvpolicy.sglang_ext.experiment.live import Live
+from kvpolicy.sglang_ext.experiment.server import Server
+from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
@@ -19,7 +25,7 @@ from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.serving import catalog as catalogs
 from kvpolicy.sglang_ext.serving import changes
 from kvpolicy.sglang_ext.serving.catalog import Catalog
-from kvpolicy.sglang_ext.serving.changes import COMMIT, UNDO, WITHDRAW, Changes
+from kvpolicy.sglang_ext.serving.changes import COMMIT, LOOK, UNDO, WITHDRAW, Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
@@ -141,6 +147,103 @@ def test_a_change_that_cannot_be_undone_is_said(fleet):
     schedulers[0].cannot_do[COMMIT] = schedulers[1].cannot_do[UNDO] = True
     with pytest.raises(Refused, match="; the change was not undone: scheduler DP1: Attr"):
         put(catalog, "third")
+
+
+DOCUMENT = {
+    "experiment": "trial",
+    "coverage": "100 %",
+    "arms": {"control": {"policy": "none"}, "other": {"policy": "first"}},
+    "metrics": [{"metric": "error_rate", "role": "guardrail", "margin": 0.1}],
+}
+
+
+def experiment(arm):
+    return json.dumps({**DOCUMENT, "arms": {**DOCUMENT["arms"], "other": {"policy": arm}}})
+
+
+def asking(content="", **path):
+    async def body():
+        return content.encode()
+
+    return SimpleNamespace(path_params=path, query_params={}, body=body)
+
+
+@pytest.fixture
+def control(fleet, tmp_path, monkeypatch):
+    """The endpoints of a server that compares `first` with full KV."""
+    catalog, _ = fleet
+    file = tmp_path / "experiment.yaml"
+    file.write_text(experiment("first"))
+    found = reading.read(file.read_text(), "file").require()
+    live = Live(found, file, {"first": {}, "second": {}})
+    monkeypatch.setattr(compat, "manager", lambda: None)
+    server = Server(Traffic(catalog.policies, "any", live), token_bytes=1, context=1)
+    return Control(server, catalog), live
+
+
+def meanwhile(monkeypatch, action, happens):
+    """Has something happen once, just before schedulers are asked for an action."""
+    ask, left = compat.change_policies, [happens]
+
+    async def change_policies(manager, body):
+        if body["action"] == action and left:
+            await left.pop()()
+        return await ask(manager, body)
+
+    monkeypatch.setattr(compat, "change_policies", change_policies)
+
+
+LARGE = json.dumps({"policy": TEXT, "set": {"capacity": 30}})
+
+
+def test_what_an_experiment_begins_to_use_is_not_replaced(control, fleet, monkeypatch):
+    (control, live), (catalog, schedulers) = control, fleet
+
+    async def begin():
+        assert (await control.replace(asking(experiment("second"))))[0] == 200
+
+    meanwhile(monkeypatch, LOOK, begin)
+    status, answer = asyncio.run(control.put_policy(asking(LARGE, name="second")))
+    assert (status, live.uses("second")) == (409, True)
+    assert "`trial` has begun to use `second` meanwhile" in answer["error"]["message"]
+    assert dict(catalog.policies["second"].settings) == {}
+    assert all(each.served()[1] == ("second", {}) for each in schedulers)
+    assert all(each.changes._served is None for each in schedulers)
+
+
+@pytest.mark.parametrize("action", [COMMIT, WITHDRAW])
+def test_no_experiment_begins_to_use_what_is_being_changed(control, fleet, monkeypatch, action):
+    (control, live), (catalog, _) = control, fleet
+    before = live.experiment
+
+    async def begin():
+        live.reload(experiment("second").encode())
+        assert "policy `second` is being changed" in live.document()["reload"]["problem"]
+        status, answer = await control.replace(asking(experiment("second")))
+        assert (status, "is being changed" in str(answer)) == (400, True)
+
+    meanwhile(monkeypatch, action, begin)
+    change = control.put_policy if action == COMMIT else control.withdraw_policy
+    assert asyncio.run(change(asking(LARGE, name="second")))[0] == 200
+    assert live.experiment is before
+    assert ("second" in catalog.policies) == (action == COMMIT)
+    live.reload(experiment("second").encode())  # the file is looked at again
+    assert live.uses("second") == live.reloaded == (action == COMMIT)
+
+
+def test_what_is_withdrawn_only_after_a_wait_may_be_used_by_then(control, fleet):
+    (control, live), (catalog, _) = control, fleet
+
+    async def both():
+        async with catalog._changing:
+            withdrawing = asyncio.create_task(control.withdraw_policy(asking(name="second")))
+            await asyncio.sleep(0)
+            assert (await control.replace(asking(experiment("second"))))[0] == 200
+        return await withdrawing
+
+    assert asyncio.run(both())[0] == 409
+    assert "second" in catalog.policies
+    assert live.uses("second")
 
 
 def test_a_policy_is_compiled_on_the_schedulers_device(monkeypatch):
