@@ -163,6 +163,11 @@ class Live:
         self.series.assigned(None, Reason.TARGETING_MATCH)
         return {"reason": Reason.TARGETING_MATCH.value}
 
+    def generates_nothing(self) -> tuple[str, dict[str, Any]]:
+        """The policy of a request that asks for no token, and what is noted: it takes no part."""
+        self.series.assigned(None, Reason.DEFAULT)
+        return self.lifecycle.default, {"reason": Reason.DEFAULT.value}
+
     def labels(self, arm: str | None) -> dict[str, str]:
         """Labels of SGLang's own histograms for a request of an arm, or of none."""
         return {

@@ -137,6 +137,8 @@ class Server:
         facts: Mapping[str, Any],
         recorded: Any,
     ) -> None:
+        if _asked_for_nothing(meta_info["finish_reason"]):
+            return
         outcome = _outcome(meta_info["finish_reason"])
         try:
             ttft, e2e = compat.latencies(state)
@@ -166,6 +168,11 @@ def facts_of(assigned: Mapping[str, Any]) -> dict[str, Any]:
     """What a client is told about its assignment."""
     names = ("experiment", "revision", "arm", "reason")
     return {name: assigned[name] for name in names if name in assigned}
+
+
+def _asked_for_nothing(why: Any) -> bool:
+    """Whether no token was to be generated: SGLang sends such a copy before `n` samples."""
+    return isinstance(why, dict) and why.get("type") == "length" and why.get("length") == 0
 
 
 def _outcome(why: Any) -> str:

@@ -91,11 +91,16 @@ class Traffic:
             if elsewhere is not None:
                 _write(obj, others, elsewhere, noted)
         if others and elsewhere is None and self.live is not None:
-            place, key = await self._key(obj, request, self.live.experiment.targeting_key)
-            policy, assigned = self.live.assign(place, key, time.time())
-            _write(obj, others, policy, assigned)
-            # Parts share their labels.
-            arm = None if named_itself else assigned.get("arm")
+            drawn = [part for part in others if part.get("max_new_tokens") != 0]
+            if len(drawn) < len(others):
+                silent = [part for part in others if part.get("max_new_tokens") == 0]
+                _write(obj, silent, *self.live.generates_nothing())
+            if drawn:
+                place, key = await self._key(obj, request, self.live.experiment.targeting_key)
+                policy, assigned = self.live.assign(place, key, time.time())
+                _write(obj, drawn, policy, assigned)
+                # Parts share their labels.
+                arm = assigned.get("arm") if len(drawn) == len(parts) else None
         if self.live is not None:
             compat.set_labels(obj, self.live.labels(arm), self._labels)
 

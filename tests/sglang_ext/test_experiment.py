@@ -364,6 +364,27 @@ def test_the_doors_need_the_admin_key(server):
     }  # fmt: skip
 
 
+def test_every_sample_counts_once(server):
+    """SGLang sends a copy that generates nothing before the samples, and scores with such ones."""
+    before = settled(server)
+    arm = generate(server, "key 1", prompt(60, 80), n=3)[0]["meta_info"]["kv_policy"]["arm"]
+    params = {"max_new_tokens": 0}
+    for path, body in (
+        ("/v1/score", {"query": "w3 w4", "items": ["w5", "w6"], "label_token_ids": [5, 6]}),
+        ("/generate", {"input_ids": prompt(61, 80), "sampling_params": params}),
+    ):
+        assert post(server, path, {"model": "default", **body}, x_key="key 1").status_code == 200
+    generate(server, "key 1", prompt(62, 80))  # what came before it has been counted, too
+    after = settled(server)
+    new = {
+        a: f - b for a, b, f in zip(after["shadow"], finished(before), finished(after), strict=True)
+    }
+    assert new == {**dict.fromkeys(new, 0), arm: 4}
+    outcomes = after["shadow"][arm]
+    assert outcomes["compared"] == before["shadow"][arm]["compared"] + 4
+    assert outcomes["not_comparable"] == before["shadow"][arm]["not_comparable"]
+
+
 def test_requests_that_are_not_sampled_count_too(server):
     """SGLang completes no answers of a batch of which nothing is collected."""
     fewer = {**DOCUMENT, "shadow": {**DOCUMENT["shadow"], "sample": "0.0001 %"}}

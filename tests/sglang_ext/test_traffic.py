@@ -134,6 +134,50 @@ def test_parts_that_name_no_policy_are_the_experiments(live):
     assert second["custom_params"]["kv_policy"] == "lava"
 
 
+def test_what_asks_for_no_token_takes_no_part(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    key = next(f"{i}" for i in range(200) if "arm" in live.assign(0, f"{i}", 0.0)[1])
+    before = assigned_number(live)
+    default = {"kv_policy": "snapkv", "kv_policy_assigned": {"reason": "DEFAULT"}}
+    alone = choose(traffic, {"max_new_tokens": 0}, headers={"x-key": key})
+    assert custom(alone) == default
+    assert alone.custom_labels == {"kv_experiment": "", "kv_arm": ""}
+    params = [{"max_new_tokens": 0}, {"max_new_tokens": 4}, {}]
+    obj = choose(traffic, params, headers={"x-key": key})
+    first, *others = [each["custom_params"] for each in obj.sampling_params]
+    assert first == default
+    assert all("arm" in each["kv_policy_assigned"] for each in others)
+    assert obj.custom_labels == {"kv_experiment": "", "kv_arm": ""}
+    assert assigned_number(live) == before + 1
+    named = choose(traffic, {"max_new_tokens": 0, "custom_params": {"kv_policy": "lava"}})
+    assert custom(named)["kv_policy"] == "lava"
+
+
+@pytest.mark.parametrize(
+    ("why", "counted"),
+    [
+        ({"type": "length", "length": 0}, 0),  # SGLang's copy before `n` samples
+        ({"type": "length", "length": 4}, 1),
+        ({"type": "stop", "matched": 2}, 1),
+        ({"type": "abort", "status_code": 503}, 1),
+    ],
+    ids=lambda each: each["type"] if isinstance(each, dict) else "",
+)
+def test_what_generated_nothing_is_not_counted(live, why, counted):
+    assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), token_bytes=8, context=99)
+    obj = SimpleNamespace(sampling_params={"custom_params": {asked.ASSIGNED: assigned}})
+    stats = SimpleNamespace(first_token_time=0, finished_time=0)
+
+    async def end():
+        state = SimpleNamespace(obj=obj, time_stats=stats)
+        server.ended(state, {"finish_reason": why, "prompt_tokens": 5}, {}, None)
+        await asyncio.sleep(0)
+
+    asyncio.run(end())
+    assert live.analysis.records[assigned["arm"]].finished == counted
+
+
 def test_disabled_policies_give_everybody_full_kv(live):
     for traffic in (Traffic({"lava": 0}, "none"), Traffic({"lava": 0}, live=live)):
         traffic.enabled = False
