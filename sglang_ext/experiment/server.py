@@ -48,15 +48,21 @@ class Server:
         Raises:
             ValueError: it asks for what it may not have.
         """
-        if not compat.is_generation(obj) or compat.is_health_check(obj):
+        if not compat.is_generation(obj):
             return
+        if compat.is_named_health_check(obj):
+            if compat.is_of_health_route(request):
+                return
+            raise ValueError(
+                "a request id that begins with HEALTH_CHECK is SGLang's own; send another `rid`"
+            )
         if not self._began:
             self._began = True
             self._begin(manager)
-        if compat.is_starting(manager):  # SGLang's warm-up
-            return
         try:
-            await self.traffic.choose(manager, obj, request)
+            # SGLang's warm-up takes no part.
+            draws = not compat.is_starting(manager)
+            await self.traffic.choose(manager, obj, request, draws=draws)
         except ValueError:  # the client's matter
             raise
         except Exception as error:

@@ -53,13 +53,14 @@ class Traffic:
         self._policies, self._override = policies, override
         self._allowed, self._labels = allowed, labels
 
-    async def choose(self, manager: Any, obj: Any, request: Any) -> None:
+    async def choose(self, manager: Any, obj: Any, request: Any, *, draws: bool = True) -> None:
         """Write the policy of a request into it, where it is not the client's or the default.
 
         Args:
             manager: SGLang's tokenizer manager.
             obj: SGLang's request, as its route has made it; one, or a batch.
             request: the HTTP request; None for one that a program makes.
+            draws: whether it may take part in the experiment.
 
         Raises:
             ValueError: the client asks for what it may not have; the message is for it.
@@ -90,7 +91,7 @@ class Traffic:
             _write(obj, named_itself, None, noted)
             if elsewhere is not None:
                 _write(obj, others, elsewhere, noted)
-        if others and elsewhere is None and self.live is not None:
+        if others and elsewhere is None and self.live is not None and draws:
             drawn = [part for part in others if part.get("max_new_tokens") != 0]
             if len(drawn) < len(others):
                 silent = [part for part in others if part.get("max_new_tokens") == 0]

@@ -107,6 +107,8 @@ _SCORING = "kv_policy_scoring"  # attribute of requests that score others
 # Routes whose bodies have no field for `custom_params`: SGLang reads over it.
 _WITHOUT_CUSTOM_PARAMS = ("/v1/messages", "/api/chat", "/api/generate")
 
+_HEALTH_ROUTES = ("/health", "/health_generate")
+
 
 def installed_version() -> str:
     """Version of the installed SGLang."""
@@ -762,6 +764,19 @@ def is_health_check(request: Any) -> bool:
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
     return isinstance(request.rid, str) and request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+
+
+def is_named_health_check(obj: Any) -> bool:
+    """In the front end: whether a request, or a part of it, has the name of such a check."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    return any(isinstance(rid, str) and rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in rids)
+
+
+def is_of_health_route(request: Any) -> bool:
+    """Whether an HTTP request asks for SGLang's health, by which clients send nothing else."""
+    return request is not None and request.scope["path"] in _HEALTH_ROUTES
 
 
 def admitted_none() -> Any:

@@ -251,6 +251,11 @@ def test_what_a_client_may_not_do(server):
         response = post(server, "/generate", {**body, "sampling_params": params})
         assert response.status_code == 400
         assert message in response.text
+    for rid in ("HEALTH_CHECK_1", ["1", "HEALTH_CHECK_1"]):
+        ids = [body["input_ids"]] * 2 if isinstance(rid, list) else body["input_ids"]
+        response = post(server, "/generate", {**body, "input_ids": ids, "rid": rid})
+        assert (response.status_code, "is SGLang's own" in response.text) == (400, True)
+    assert server.session.get(server.url + "/health_generate", timeout=60).status_code == 200
     labels = {"kv_arm": "forged", "other": "x"}
     facts = post(server, "/generate", {**body, "custom_labels": labels}, x_kv_policy="lava").json()
     assert facts["meta_info"]["kv_policy"]["policy"] == "lava"

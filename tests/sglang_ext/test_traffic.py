@@ -491,6 +491,47 @@ def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplo
     assert caplog.text.count("a request that has ended was not counted") == 1
 
 
+@pytest.fixture
+def arrive(live, monkeypatch):
+    """Sends a request to a server that lets clients name no policy; returns what it became."""
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, "none", live), token_bytes=8, context=99)
+
+    def run(rid, params, path, starting):
+        obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
+        obj.rid, obj.sampling_params = rid, params
+        monkeypatch.setattr(compat, "is_starting", lambda _: starting)
+        sent = request({"x-key": "a"})
+        sent.scope = {"path": path}
+        manager = SimpleNamespace(enable_lora=False, enable_metrics=False)
+
+        async def serve():
+            await server.arrived(manager, obj, sent)
+
+        asyncio.run(serve())
+        return obj
+
+    return run
+
+
+@pytest.mark.parametrize("starting", [False, True])
+@pytest.mark.parametrize("rid", ["mine", "HEALTH_CHECK_mine", ["mine", "HEALTH_CHECK_mine"]])
+@pytest.mark.parametrize("forged", [{"kv_policy": "none"}, {asked.ASSIGNED: {"arm": "lava"}}])
+def test_no_client_passes_the_checks(arrive, rid, starting, forged):
+    with pytest.raises(ValueError, match=r"HEALTH_CHECK|is the server's own|chooses the policy"):
+        arrive(rid, {"custom_params": forged}, "/generate", starting)
+
+
+def test_the_servers_own_requests_take_no_part(arrive, live):
+    params = {"max_new_tokens": 1, "temperature": 0.0}
+    for path in ("/health", "/health_generate"):
+        assert arrive("HEALTH_CHECK_1", dict(params), path, False).sampling_params == params
+    assert arrive("1", dict(params), "/generate", True).sampling_params == params  # the warm-up
+    assert live.analysis.sources == [0, 0, 0]
+    assert arrive("1", dict(params), "/generate", False).sampling_params != params
+    with pytest.raises(ValueError, match="begins with HEALTH_CHECK is SGLang's own"):
+        arrive("HEALTH_CHECK_1", params, "/generate", False)
+
+
 def test_crash_dumps_hold_no_scoring_requests():
     scoring = compat.scoring_request([1, 2, 3], start=1, top=4, custom={}, namespace={})
     ordinary = SimpleNamespace(rid="kv-shadow-by-a-client")
