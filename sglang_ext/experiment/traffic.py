@@ -70,6 +70,8 @@ class Traffic:
         if any(ASSIGNED in custom for custom in customs):
             raise ValueError(f"custom_params.{ASSIGNED} is the server's own")
         alias = self._alias(manager, obj)
+        if self.live is not None:
+            compat.set_labels(obj, self.live.labels(None), self._labels)
         if not self.enabled:
             _write(obj, parts, NO_POLICY, {"reason": Reason.DISABLED.value})
             return
@@ -85,7 +87,6 @@ class Traffic:
         if others and elsewhere is not None:
             self._check(elsewhere)
         self._check_values(customs, elsewhere)
-        arm = None
         if named_itself or elsewhere is not None:
             noted = {} if self.live is None else self.live.named_itself()
             _write(obj, named_itself, None, noted)
@@ -100,10 +101,9 @@ class Traffic:
                 place, key = await self._key(obj, request, self.live.experiment.targeting_key)
                 policy, assigned = self.live.assign(place, key, time.time())
                 _write(obj, drawn, policy, assigned)
-                # Parts share their labels.
-                arm = assigned.get("arm") if len(drawn) == len(parts) else None
-        if self.live is not None:
-            compat.set_labels(obj, self.live.labels(arm), self._labels)
+                if len(drawn) == len(parts):  # they share their labels
+                    labels = self.live.labels(assigned.get("arm"))
+                    compat.set_labels(obj, labels, self._labels)
 
     def _alias(self, manager: Any, obj: Any) -> str | None:
         """The policy behind the model's name; SGLang takes it for a LoRA adapter's."""

@@ -46,7 +46,7 @@ def request(headers=None, body=None):
 def choose(traffic, params=None, *, headers=None, body=None, adapters=(), **fields):
     """What a request's sampling parameters say after its policy was chosen."""
     fields = {"rid": None, "session_id": None, "session_params": None, "lora_path": None} | fields
-    obj = SimpleNamespace(sampling_params=params, custom_labels=None, **fields)
+    obj = SimpleNamespace(**{"sampling_params": params, "custom_labels": None} | fields)
     registry = SimpleNamespace(get_all_adapters=lambda: adapters)
     manager = SimpleNamespace(enable_lora=bool(adapters), lora_registry=registry)
     asyncio.run(traffic.choose(manager, obj, request(headers, body)))
@@ -187,6 +187,15 @@ def test_disabled_policies_give_everybody_full_kv(live):
             assert found["kv_policy_assigned"] == {"reason": "DISABLED"}
         traffic.enabled = True
     assert custom(choose(Traffic({"lava": 0}))) is None
+
+
+def test_labels_are_never_a_clients(live):
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live, labels=("kv_arm", "mine"))
+    forged = {"custom_labels": {"kv_arm": "lava", "kv_experiment": "trial", "mine": 1, "other": 2}}
+    for traffic.enabled in (False, True):
+        for params in ({"custom_params": {"kv_policy": "lava"}}, {"max_new_tokens": 0}, {}):
+            obj = choose(traffic, dict(params), **forged)
+            assert obj.custom_labels == {"kv_arm": "", "kv_experiment": "", "mine": "1"}
 
 
 def test_an_experiment_draws_arms_by_key(live):
