@@ -106,7 +106,7 @@ async def _generate(
             async for answer in answers:
                 yield answer
         return
-    if request is not None and compat.drops_custom_params(request.scope["path"]):
+    if request is not None and compat.drops_custom_params(request):
         body = await request.json()  # it has been read already
         custom = body.get("custom_params") if isinstance(body, dict) else None
         if custom is not None:

@@ -128,9 +128,16 @@ def has_tokenizer() -> bool:
     return TOKENIZER_MODULE in sys.modules
 
 
-def drops_custom_params(path: str) -> bool:
-    """Whether a route of SGLang reads over `custom_params` in a body."""
-    return path in _WITHOUT_CUSTOM_PARAMS
+def _route(request: Any) -> str:
+    """The path of an HTTP request below the one where the application lies."""
+    path: str = request.scope["path"]
+    root = request.scope.get("root_path", "").rstrip("/")  # `--fastapi-root-path`
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def drops_custom_params(request: Any) -> bool:
+    """Whether the route of an HTTP request reads over `custom_params` in its body."""
+    return _route(request) in _WITHOUT_CUSTOM_PARAMS
 
 
 def add_middleware(middleware: type) -> None:
@@ -776,7 +783,7 @@ def is_named_health_check(obj: Any) -> bool:
 
 def is_of_health_route(request: Any) -> bool:
     """Whether an HTTP request asks for SGLang's health, by which clients send nothing else."""
-    return request is not None and request.scope["path"] in _HEALTH_ROUTES
+    return request is not None and _route(request) in _HEALTH_ROUTES
 
 
 def admitted_none() -> Any:

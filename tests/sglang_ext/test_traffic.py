@@ -530,6 +530,20 @@ def test_no_client_passes_the_checks(arrive, rid, starting, forged):
         arrive(rid, {"custom_params": forged}, "/generate", starting)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/api/generate"])
+def test_routes_are_known_below_a_root_path(path):
+    def dropped(**scope):
+        return compat.drops_custom_params(SimpleNamespace(scope=scope))
+
+    assert dropped(path=path)
+    assert dropped(path=path, root_path="")
+    assert dropped(path=f"/llm{path}", root_path="/llm")
+    assert dropped(path=f"/llm{path}", root_path="/llm/")
+    assert dropped(path=path, root_path="/llm")  # a proxy has taken it away
+    assert not dropped(path=f"/llm{path}", root_path="/l")
+    assert not dropped(path="/generate", root_path="")
+
+
 def test_the_servers_own_requests_take_no_part(arrive, live):
     params = {"max_new_tokens": 1, "temperature": 0.0}
     for path in ("/health", "/health_generate"):
