@@ -225,8 +225,12 @@ class Live:
             drift: mean over its tokens of KL(policy || full), clipped, in nats.
             top1: share of its tokens at which the most probable candidate is another.
             tokens: that were compared.
+
+        What is no number counts as the largest value.
         """
         arm = assigned["arm"]
+        drift = drift if math.isfinite(drift) else self.clip
+        top1 = top1 if math.isfinite(top1) else 1.0
         self._number += 1
         logger.log(
             logging.INFO if drift > self._margin() else logging.DEBUG,

@@ -1,5 +1,6 @@
 """The series of an experiment: what they keep, and what they show."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,16 @@ def test_arms_that_are_gone_say_nothing(exported):
     ] * 3
     assert [shown(name, kv_arm="snapkv") for name in ("arm_enabled", "arm_share_ratio")] == [1, 0.5]
     assert shown("state", state="running") == shown("reload_success") == 1
+
+
+def test_what_is_no_number_counts_as_the_largest_value(exported):
+    key = {"revision": EXPERIMENT.revision, "arm": "lava", "key": 1}
+    for drift, top1 in ((math.nan, math.nan), (math.inf, 0.5), (0.25, 0.0)):
+        exported.shadowed("rid", key, drift, top1, 10)
+    assert shown("shadow_drift_sum", kv_arm="lava") == 2 * exported.clip + 0.25
+    assert shown("shadow_drift_count", kv_arm="lava") == 3
+    assert shown("shadow_top1_disagreements_total", kv_arm="lava") == 15
+    assert exported.analysis.records["lava"].shadowed == 3
 
 
 def test_an_experiment_that_is_gone_says_nothing(exported):
