@@ -37,12 +37,13 @@ def install(server: Server) -> None:
     compat.register(compat.META_INFO, around_meta_info(server), "around")
     if server.live is not None:
         compat.register(compat.BATCH_OUTPUT, _before_batch_output, "before")
+        compat.register(compat.ABORTED, before_aborted(server), "before")
     compat.register(compat.GENERATE, _around_generate(server), "around")
     compat.register(compat.CRASH_DUMP, before_crash_dump, "before")
     compat.register(compat.FRONT_STATE, _around_state(server), "around")
     compat.apply_hooks()
     hooks = [compat.META_INFO, compat.GENERATE, compat.CRASH_DUMP, compat.FRONT_STATE]
-    hooks += [compat.BATCH_OUTPUT] if server.live is not None else []
+    hooks += [compat.BATCH_OUTPUT, compat.ABORTED] if server.live is not None else []
     missing = [target for target in hooks if not compat.is_applied(target)]
     if missing:
         raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
@@ -52,6 +53,19 @@ def install(server: Server) -> None:
 def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
     """Before TokenizerManager._handle_batch_output."""
     compat.complete_output(output)
+
+
+def before_aborted(server: Server) -> Function:
+    """The hook on requests that end in the scheduler's queue: their answers have no `meta_info`."""
+
+    def before(manager: Any, aborted: Any, *args: Any) -> None:
+        """Before TokenizerManager._handle_abort_req."""
+        state = manager.rid_to_state.get(aborted.rid)
+        if state is not None:
+            meta_info = {"finish_reason": aborted.finished_reason or {"type": "abort"}}
+            server.ended(state, meta_info, getattr(state, _FACTS, {}), None)
+
+    return before
 
 
 def around_meta_info(server: Server) -> Function:

@@ -154,7 +154,7 @@ class Server:
                 facts=facts,
                 token_bytes=self._token_bytes,
                 ttft=ttft,
-                e2e=e2e,
+                e2e=None if outcome == "failed" else e2e,
             )
             if assigned.get("top") and self.shadows is not None and outcome == "ok":
                 self.shadows.offer(assigned, recorded, facts, state.obj, meta_info)

@@ -20,6 +20,7 @@ SIGNATURES = {
     compat.PUBLISH: ["server_args", "role"],
     compat.META_INFO: ["self", "meta_info", "state", "customized_info", "index", "finish_reason"],
     compat.BATCH_OUTPUT: ["self", "recv_obj"],
+    compat.ABORTED: ["self", "recv_obj"],
     compat.GENERATE: ["self", "obj", "request"],
     compat.CRASH_DUMP: ["self"],
     compat.FRONT_STATE: ["self"],

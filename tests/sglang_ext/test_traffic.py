@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from kvpolicy.sglang_ext.experiment.server import Server
 from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import asked, compat
-from kvpolicy.sglang_ext.frontend import before_crash_dump
+from kvpolicy.sglang_ext.frontend import before_aborted, before_crash_dump
 
 EXPERIMENT = Experiment(
     name="trial",
@@ -176,6 +177,35 @@ def test_what_generated_nothing_is_not_counted(live, why, counted):
 
     asyncio.run(end())
     assert live.analysis.records[assigned["arm"]].finished == counted
+
+
+@pytest.mark.parametrize(
+    ("why", "outcomes"),
+    [
+        ({"type": "abort", "status_code": 503}, {"failed": 1}),  # a full queue, or too long in it
+        (None, {"aborted": 1}),  # its client has gone
+    ],
+    ids=["failed", "aborted"],
+)
+def test_what_ends_in_the_queue_is_counted(live, monkeypatch, why, outcomes):
+    assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), token_bytes=8, context=99)
+    obj = SimpleNamespace(sampling_params={"custom_params": {asked.ASSIGNED: assigned}})
+    seen = Counter()
+    monkeypatch.setattr(live.series, "finished", lambda arm, outcome: seen.update([outcome]))
+    stats = SimpleNamespace(first_token_time=0, finished_time=1, get_e2e_latency=lambda: 0.01)
+    manager = SimpleNamespace(rid_to_state={"a": SimpleNamespace(obj=obj, time_stats=stats)})
+
+    async def end():
+        for rid in ("a", "gone"):
+            before_aborted(server)(manager, SimpleNamespace(rid=rid, finished_reason=why))
+        await asyncio.sleep(0)
+
+    asyncio.run(end())
+    assert seen == outcomes
+    record = live.analysis.records[assigned["arm"]]
+    assert (record.finished, record.failed) == (seen["failed"], seen["failed"])
+    assert "e2e_seconds" not in record.means
 
 
 def test_disabled_policies_give_everybody_full_kv(live):
