@@ -482,7 +482,7 @@ class Live:
             for arm in experiment.arms
             if arm.settings and self._served.get(arm.served_as) != dict(arm.settings)
         ]
-        named = [("default", (experiment.default,))]
+        named: list[tuple[str, tuple[str, ...]]] = [("default", (experiment.default,))]
         named += [(f"arms.{a.name}.policy", (a.policy, a.served_as)) for a in experiment.arms]
         problems += [
             Diagnostic(

@@ -50,6 +50,8 @@ OPTIONS = (
         "it looks up a request's tokens by slots that were freed",
     ),
     ("kv_canary", "none", "it follows a request's row to slots that were freed"),
+    ("smg_grpc_mode", False, "requests say in HTTP by which policy they are served"),
+    ("grpc_port", None, "requests say in HTTP by which policy they are served"),
 )
 
 

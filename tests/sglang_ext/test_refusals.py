@@ -86,6 +86,7 @@ REFUSED = {
     for name, harmless, _ in refusals.OPTIONS
 } | {
     "dllm_algorithm": "LowConfidence",
+    "grpc_port": 40000,
     "kv_cache_dtype": "mxfp8",
     "attention_backend": "flex_attention",
     "decode_attention_backend": "trtllm_mha",
