@@ -20,7 +20,7 @@ from operator import add
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.intervals import Intervals
-from kvpolicy.dsl.bind.kept import chooses_after, filling, keep_of
+from kvpolicy.dsl.bind.kept import chooses_after, filling, keep_of, present_outside
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -80,8 +80,9 @@ class Bounds:
         if any(low < high for low, high in self._lengths):
             return False
         if node.op == "fill":
-            _, taken, budget = filling(node)
-            return self._numbers.is_static(budget) and self.is_exact(taken)
+            score, taken, budget = filling(node)
+            known = self._numbers.is_static(budget) and self.is_exact(taken)
+            return known and present_outside(score, taken)
         if node.op == "choose":
             return self._numbers.is_static(node.args[1]) and all(
                 self.is_exact(x) for x in node.args[::2]
@@ -89,7 +90,10 @@ class Bounds:
         if node.op == "or":
             return chooses_after(*node.args) and all(self.is_exact(x) for x in node.args)
         if node.op == "top":
-            return self._numbers.is_static(node.args[1])
+            x, number = node.args
+            left_over = x.op == "mask" and x.value == "rest"
+            taken = x.args[1].args[0] if left_over else node
+            return self._numbers.is_static(number) and present_outside(x, taken)
         return node.op in ("all", "truth")
 
     def size(self, node: Node) -> Size:

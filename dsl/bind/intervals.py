@@ -146,24 +146,44 @@ class Intervals:
         """Whether a reduction over `axes` may find no value at all, where `given` holds."""
         if not node.type.absent:
             return False
-        if node.operation.is_window:  # the last query sees every token
-            return not {"query", "token"} & set(axes)
-        if node.op == "mask":
-            condition = node.args[1]
-            holds = condition in given or self._leaves_some(condition, axes, layer)
-            return not holds or self._may_be_empty(node.args[0], axes, layer, given)
-        absent = [x for x in node.args if x.type.absent]
-        passes = node.operation.interval is not None and len(absent) == 1
-        return not passes or self._may_be_empty(absent[0], axes, layer, given)
+        masks: list[Node] = []
+        while node.type.absent and not node.operation.is_window:
+            if node.op == "mask":
+                masks += [node.args[1]] if node.args[1] not in given else []
+                node = node.args[0]
+                continue
+            absent = [x for x in node.args if x.type.absent]
+            passes = node.operation.interval is not None and len(absent) == 1
+            if not passes or node.operation.kind is Kind.LOOK:
+                return True
+            node = absent[0]
+        left_out = sum(self._left_out(condition, axes, layer) for condition in masks)
+        if node.type.absent:
+            # The last query sees every token, others may see only what is left out.
+            fewer = left_out > 0 and "query" not in axes
+            if fewer or not self._is_seen(node, axes, layer):
+                return True
+        return bool(masks) and left_out >= self._lengths[layer][0]
 
-    def _leaves_some(self, condition: Node, axes: tuple[str, ...], layer: int) -> bool:
-        """Whether a condition is `not recent(n)` with n < N, over axes that are all reduced."""
+    def _is_seen(self, window: Node, axes: tuple[str, ...], layer: int) -> bool:
+        """Whether a window has a query, and a reduction goes along what it sees."""
+        if not {"query", "token"} & set(axes):
+            return False
+        return all(
+            self.is_static(x, layer) and whole(self.value(x, layer), self._prompt) > 0
+            for x in window.args
+        )
+
+    def _left_out(self, condition: Node, axes: tuple[str, ...], layer: int) -> Number:
+        """Tokens that a condition such as `not recent(n)` leaves out, over axes all reduced."""
         if condition.op != "not" or set(condition.type.axes) - set(axes):
-            return False
+            return math.inf
         top = condition.args[0]
-        if top.op != "top" or len(top.args) != 2 or not self.is_static(top.args[1], layer):
-            return False
-        return whole(self.value(top.args[1], layer), self._prompt) < self._lengths[layer][0]
+        if top.op != "top" or "token" not in top.axes or len(top.args) != 2:
+            return math.inf
+        if not self.is_static(top.args[1], layer):
+            return math.inf
+        return whole(self.value(top.args[1], layer), self._prompt)
 
     def normalises(self, node: Node) -> bool:
         """Whether a division is `x / sum[...](x)` of values that are not negative."""

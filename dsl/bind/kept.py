@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvpolicy.dsl.ir.nodes import Node, Rules
 from kvpolicy.dsl.ir.traverse import Sections
+from kvpolicy.dsl.ops.operations import Kind
 
 
 def keep_of(rules: Rules) -> Node:
@@ -48,6 +49,8 @@ def present_outside(x: Node, taken: Node) -> bool:
         return True
     if x.op == "mask":
         return any(is_rest(x, part) for part in _parts(taken)) and present_outside(x.args[0], taken)
+    if x.operation.kind is Kind.LOOK:  # at layers that there are not
+        return False
     return bool(x.args) and all(present_outside(each, taken) for each in x.args)
 
 

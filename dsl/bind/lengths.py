@@ -116,7 +116,7 @@ class _Lengths:
             return _hull([self._size(x, layer) for x in node.args[::2]])
         if node.op == "all" or (node.op == "truth" and node.value):
             return low, high
-        return 0, high
+        return 0, 0 if node.op == "truth" else high
 
 
 def _hull(ranges: list[Range]) -> Range:

@@ -42,6 +42,9 @@ def _param(scope: Scope, definition: Definition) -> Param:
         minimum = Fraction(0) if minimum is None else minimum
         maximum = Fraction(1) if maximum is None else maximum
     choices = tuple(i.value for i in block.get("choices") or () if i.value is not None)
+    if "choices" in block and not choices:
+        empty = f"`choices` of `{definition.name}` is empty: the parameter could have no value"
+        scope.error("range", empty, block.items["choices"].span, "list values, or leave it out")
     odd = bool(block.get("odd") or uses.odd)
     param = Param(
         definition.name, node, node.type.kind, unit, minimum, above, maximum, odd,

@@ -6,10 +6,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from agreement import written
+from agreement import SHAPE, agree, written
 from grammar import policy
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.bounds import Bounds, max_entries
+from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -130,3 +132,63 @@ def test_what_looks_at_other_layers_is_bounded_by_them(other, number):
     text = f"{SCORE}let: {{second: '{second}'}}\nbudget: '1 + {other}'\nkeep: top(score)\n"
     bound = written(text, (4, 4, 2, 8))
     assert kept(bound, 12, 0) == number <= max_entries(bound, 12)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        # Each mask leaves some of 9 tokens, both together leave none.
+        "min[kv, token]((clamp(norm2[dim](key), 1, 3) where not sinks(6)) where not recent(6))",
+        # A window without a query.
+        "4 * min[kv, group, query, token](attn(recent(prompt - 9)))",
+        "3 - 2 * max[kv, group, query, token](attn(recent(prompt - 9)))",
+        # Every token is the best of two heads' for some head.
+        "-max[kv, token](clamp(norm2[dim](key), 0, 3) where not top[kv](norm2[dim](key), 2))",
+        # The layer below the first one.
+        "-max[kv, token](at(layer - 1, clamp(norm2[dim](key), 0, 3) where not recent(2)))",
+        "1 - min[past](max[kv, token](past(clamp(norm2[dim](key), 0, 3) where not recent(2), 2)))",
+    ],
+)
+def test_budgets_of_what_may_have_no_value(budget):
+    """The smallest and the largest of nothing are infinite, and so are budgets by them."""
+    bound = written(f"score: norm2[dim](value)\nbudget: {budget}\nkeep: top(score)\n")
+    assert kept(bound, 9, 0) <= max_entries(bound, 9)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "at(layer - 1, norm2[dim](value))",
+        "at(layer + 1, position)",
+        "at(0, norm2[dim](key)) where layer > 0 else at(layers, norm2[dim](value))",
+    ],
+)
+def test_scores_of_layers_that_there_are_not(score):
+    """Nothing foresees that a budget is filled with what has no score."""
+    bound = written(f"score: {score}\nbudget: 4\nkeep: recent(1) then top(score)\n")
+    agree(bound, *tensors(np.random.default_rng(0), SHAPE, 9, 2))
+    assert not Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill))
+
+
+def test_tokens_of_layers_that_there_are_not():
+    """Where none is chosen all go deeper; what is never left out is not counted."""
+    propagate = "propagate:\n  first: layer == 1\n  budget: 3\n  tokens: "
+    values = "max[kv](norm2[dim](value))"
+    below = written(f"{propagate}recent(n) then top(at(layer - 2, {values}))\nparams: {{n: 0}}\n")
+    assert lengths(below, 9) == [(9, 9), (9, 9), (1, 9)]
+    assert kept(below, 9, 1) == max_entries(below, 9) == 54
+    best = written(f"{propagate}top({values})\n")
+    assert lengths(best, 9) == [(9, 9), (9, 9), (3, 3)]
+    assert kept(best, 9, 1) == max_entries(best, 9) == 42
+
+
+def test_a_count_is_exact_where_every_score_is_there():
+    for score, exact in (
+        ("norm2[dim](value)", True),
+        ("mean[query, group](attn(recent(4)))", True),
+        ("norm2[dim](value) where position < 2", False),
+    ):
+        for keep in ("recent(1) then top(score)", "top(score, 3)", "recent(1) then top(score, 3)"):
+            budget = "" if ", 3" in keep else "budget: 4\n"
+            bound = written(f"score: {score}\n{budget}keep: {keep}\n")
+            assert Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill)) == exact, keep
