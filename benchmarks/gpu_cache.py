@@ -19,15 +19,25 @@ def _folders() -> list[tuple[str, Path]]:
 
 
 def keep(archive: Path) -> None:
-    """What was compiled, for the next run."""
-    with tarfile.open(archive, "w:gz") as tar:
+    """What was compiled, for the next run; a run that is cut off here leaves the former archive.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    made = archive.with_suffix(".new")
+    with tarfile.open(made, "w:gz") as tar:
         for name, folder in _folders():
             if folder.is_dir():
                 tar.add(folder, name)
+    made.replace(archive)
 
 
 def restore(archive: Path) -> None:
-    """What an earlier run has compiled, where nothing is compiled yet."""
+    """What an earlier run has compiled, where nothing is compiled yet.
+
+    Raises:
+        OSError, EOFError, tarfile.TarError, zlib.error: it cannot be read.
+    """
     if not archive.exists():
         return
     with tarfile.open(archive) as tar:

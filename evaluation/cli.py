@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if needed not in _OPTIONAL:
             raise
         print(f"kvpolicy: error[file]: this command needs {needed}", file=sys.stderr)
-        print(" = help: pip install 'kvpolicy[eval]'", file=sys.stderr)
+        print(" = help: pip install '.[eval]' in the checkout", file=sys.stderr)
         return 2
 
 

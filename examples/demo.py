@@ -29,6 +29,8 @@ def ask(server, text: str, policy: str) -> dict:
 def rows(full: dict, kept: dict, expected: str, policy: str) -> list[tuple[str, str, str]]:
     """The two columns of the table."""
     facts = kept["meta_info"]["kv_policy"]
+    if "entries_before" not in facts:
+        raise SystemExit(f"{policy} left this prompt as it is: {facts['uncompressed']}")
     ttft = [f"{1000 * a['meta_info']['first_token_latency']:.0f} ms" for a in (full, kept)]
     before, after = facts["entries_before"], facts["entries_kept"]
     kib = [f"{facts[f'kv_bytes_{moment}'] / 1024:.0f} KiB" for moment in ("before", "after")]

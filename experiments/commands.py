@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         if error.name not in _OPTIONAL:
             raise
         message = f"this action needs {error.name}"
-        help_ = "pip install 'kvpolicy[experiments]'"
+        help_ = "pip install '.[experiments]' in the checkout"
         raise refused("kvpolicy experiment", "file", message, help_) from None
     return code
 

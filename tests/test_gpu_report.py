@@ -201,7 +201,7 @@ def test_verdicts(goals):
     assert {each["met"] for each in page} == {None}
 
 
-def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch):
+def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch, capsys):
     """What is there already stays as it is."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_cache
@@ -220,6 +220,11 @@ def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch):
     assert (second / "elsewhere/kernel/code").read_text() == "first .triton/cache"
     assert (second / ".cache/sglang/kernel/code").read_text() == "second .cache/sglang"
     assert not (second / ".triton").exists()
+    import gpu_report
+
+    archive.write_bytes(archive.read_bytes()[: archive.stat().st_size // 2])  # its run was cut off
+    gpu_report._tried(gpu_cache.restore, archive)
+    assert "it is not used" in capsys.readouterr().err
 
 
 def others(folder, *words, sections, status):

@@ -247,7 +247,7 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
     if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
         raise error
     message = f"kvpolicy {command}: error[file]: this command needs {error.name}"
-    print(f"{message}\n = help: pip install 'kvpolicy[run]'", file=sys.stderr)
+    print(f"{message}\n = help: pip install '.[run]' in the checkout", file=sys.stderr)
     return 2
 
 

@@ -262,6 +262,8 @@ def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
     share = kept / full if full else 1
     yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"
+    if bound.upper_layers:
+        yield f"  {'':27}  layers that share a direction hold less, as their data say"
 
 
 def _cost(bound: Bound, config: ModelConfig, length: int, gpu: Gpu) -> Iterator[str]:

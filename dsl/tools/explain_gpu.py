@@ -59,7 +59,7 @@ def document(found: Forecast, bound: Bound, config: ModelConfig, gpu: Gpu, asked
     ways = {"full": found.full, "policy": found.policy}
     return json.dumps(
         {
-            "policy": bound.program.name,
+            "name": bound.program.name,
             "digest": bound.digest,
             "model": config.name,
             "gpu": gpu.name,

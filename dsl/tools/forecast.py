@@ -289,6 +289,8 @@ def _assumptions(full: _Way, own: _Policy) -> list[str]:
             f"entries leave at every {bound.fold_interval} steps, all requests at one step, which "
             "waits for the host; " + ("the size is held" if own.steady else "answers stay whole")
         )
+    if bound.upper_layers:
+        found.append("layers that share a direction are counted as if each held its own")
     if not own.steady and own.asked.fold is None:
         found.append("nothing leaves while decoding: what is generated stays")
     return found

@@ -108,16 +108,16 @@ def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None
 
 def _differences(
     pairs: list[Any], kept: list[Any], keys: np.ndarray, values: np.ndarray
-) -> list[dict[str, float]]:
-    """Per layer the largest differences; `pairs` and `kept` are per layer and KV head."""
+) -> list[dict[str, Any]]:
+    """Per layer the largest differences, as JSON; `pairs` and `kept` are per layer and KV head."""
     result = []
     for layer, (heads, places) in enumerate(zip(pairs, kept, strict=True)):
         largest = {"key": 0.0, "value": 0.0}
         for head, ((k, v), at) in enumerate(zip(heads, places, strict=True)):
             for name, x, recorded in (("key", k, keys), ("value", v, values)):
                 difference = np.abs(x - recorded[layer, head][at])
-                largest[name] = max(largest[name], float(difference.max(initial=0.0)))
-        result.append(largest)
+                largest[name] = float(np.maximum(largest[name], difference.max(initial=0.0)))
+        result.append({name: _number(x) for name, x in largest.items()})
     return result
 
 

@@ -8,6 +8,7 @@ closest to the full one, the earliest of equals.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -170,7 +171,7 @@ def chosen(found: list[Candidate], limits: Limits) -> Candidate:
     Raises:
         PolicyError: none may be chosen.
     """
-    allowed = [each for each in found if limits.allow(each)]
+    allowed = [each for each in found if limits.allow(each) and math.isfinite(each.distance)]
     if not allowed:
         message = "no value is small enough, or none computes few enough rows"
         raise refused("tune", "range", message, "raise `--most` or `--rows`")

@@ -93,7 +93,8 @@ def _declared(program: Program, param: Param, shape: ModelShape) -> list[Fractio
         last = Fraction(shape.layers - 2)  # what leaves after the last layer changes nothing
         high = last if high is None else min(high, last)
     whole = param.whole or param.odd or param.unit == "layers"
-    if low is None or high is None or (whole and high - low >= _WHOLE):
+    many = whole and param.unit != "layers"
+    if low is None or high is None or (many and high - low >= _WHOLE):
         message = f"`{param.name}` may have too many values to try them all"
         raise refused(program.name, "range", message, "say which with `--values`")
     if whole:

@@ -184,10 +184,20 @@ class SGLang:
         tokens: the model's tokenizer, for answers of which the beginning was given.
         named: whether the server knows policies, so that requests name one.
         key: of the API.
+        admin_key: by which the cache may be emptied; None: by `key`.
     """
 
-    def __init__(self, url: str, tokens: Tokens, *, named: bool, key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        tokens: Tokens,
+        *,
+        named: bool,
+        key: str | None = None,
+        admin_key: str | None = None,
+    ) -> None:
         self._http, self._tokens, self.copies = _Http(url, key), tokens, named
+        self._admin = _Http(url, admin_key or key)
 
     def ask(self, request: Request, policy: str, *, kept: bool = False) -> Answer:
         """See `Client`."""
@@ -222,11 +232,14 @@ class SGLang:
         """See `Client`."""
         for _ in range(50):
             try:
-                response = self._http.session().post(self._http.url + "/flush_cache", timeout=30)
+                response = self._admin.session().post(self._admin.url + "/flush_cache", timeout=30)
             except requests.RequestException as error:
                 raise Failed(f"no answer: {type(error).__name__}") from None
             if response.ok:
                 return
+            if response.status_code in (401, 403):
+                message = "its cache may not be emptied: name its --admin-api-key, --admin-key-env"
+                raise Failed(message, again=False)
             time.sleep(0.1)
         message = "its cache was not emptied within 5 s: is somebody else asking it?"
         raise Failed(message, again=False)

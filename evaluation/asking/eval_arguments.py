@@ -81,6 +81,11 @@ def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the key for --url"
     )
+    parser.add_argument(
+        "--admin-key-env",
+        metavar="NAME",
+        help="environment variable with its --admin-api-key, by which the cache is emptied",
+    )
 
 
 def share(text: str) -> float:

@@ -150,7 +150,7 @@ def _from_model(
     if config is None:
         message = "say which model to serve, or which server to ask with --url"
         raise refused("--model", "arguments", message)
-    for option in ("api", "model_name", "api_key_env"):
+    for option in ("api", "model_name", "api_key_env", "admin_key_env"):
         if getattr(args, option) is not None:
             flag = "--" + option.replace("_", "-")
             raise refused(flag, "arguments", "this belongs to --url, which is not given")
@@ -169,10 +169,11 @@ def _from_url(args: argparse.Namespace) -> tuple[list[Variant], list[str], Endpo
     found = endpoint.find(args.url, args.api, api_key(args.api_key_env))
     if found.api == "openai":
         found.model(args.model_name)
+    api_key(args.admin_key_env, "--admin-key-env")
     return on_server(args.policy, found.policies or (), args.lengths), [], found
 
 
-def api_key(variable: str | None) -> str | None:
+def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
     """The key in an environment variable.
 
     Raises:
@@ -181,7 +182,7 @@ def api_key(variable: str | None) -> str | None:
     if variable is None:
         return None
     if not os.environ.get(variable):
-        raise refused("--api-key-env", "arguments", f"the variable `{variable}` is not set")
+        raise refused(option, "arguments", f"the variable `{variable}` is not set")
     return os.environ[variable]
 
 
@@ -232,7 +233,7 @@ def _check_samples(
 
 def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     """Tokens of prompt and answer that the model takes; None if not known."""
-    words = args.server_args
+    words = " ".join(args.server_args).replace("--context-length=", "--context-length ").split()
     if "--context-length" in words[:-1]:
         text = words[words.index("--context-length") + 1]
         return int(text) if text.isdigit() else None
@@ -319,9 +320,10 @@ def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Mem
     found = setup.found
     if found is None:
         with _started(args, setup) as url:
-            yield _sglang(setup, endpoint.find(url, "sglang", None), None)
+            yield _sglang(setup, endpoint.find(url, "sglang", None))
     elif found.api == "sglang":
-        yield _sglang(setup, found, api_key(args.api_key_env))
+        keys = (api_key(args.api_key_env), api_key(args.admin_key_env, "--admin-key-env"))
+        yield _sglang(setup, found, *keys)
     else:
         name, key = found.model(args.model_name), api_key(args.api_key_env)
         yield OpenAI(found.url, name, setup.tokens, key), _memory(setup)
@@ -349,7 +351,9 @@ def _slots(args: argparse.Namespace) -> int:
     return max(_SLOTS, 3 * args.concurrency * (max(args.lengths) + 512))
 
 
-def _sglang(setup: Setup, found: Endpoint, key: str | None) -> tuple[Client, Memory]:
+def _sglang(
+    setup: Setup, found: Endpoint, key: str | None = None, admin_key: str | None = None
+) -> tuple[Client, Memory]:
     """A client of SGLang; the plan learns what the server says of itself."""
     info, server = found.info, setup.plan.server
     kind = str(info.get("kv_cache_dtype") or "auto")
@@ -359,7 +363,8 @@ def _sglang(setup: Setup, found: Endpoint, key: str | None) -> tuple[Client, Mem
         size = 1 if kind.startswith("fp8") else _BYTES.get(kind, config.kv_bytes)
         shape = config.shape
         server["bytes_per_token"] = shape.layers * shape.kv_heads * 2 * shape.head_dim * size
-    client = SGLang(found.url, setup.tokens, named=found.policies is not None, key=key)
+    named = found.policies is not None
+    client = SGLang(found.url, setup.tokens, named=named, key=key, admin_key=admin_key)
     return client, _memory(setup)
 
 

@@ -96,6 +96,7 @@ def variants(
     """
     found: list[Variant] = []
     notes: list[str] = []
+    shares = list({f"{share:g}": share for share in shares}.values())
     for policy in _policies(words, settings, shape):
         more, said = _of_policy(policy, shares, lengths, shape)
         found += more

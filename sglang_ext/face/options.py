@@ -119,7 +119,9 @@ class Policy:
 
 def text_of(value: float | bool) -> str:
     """A parameter's value as settings write it."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:.17g}"
+    if isinstance(value, bool | int):  # an integer may be too large for a float
+        return str(value).lower()
+    return f"{value:.17g}"
 
 
 def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) -> None:

@@ -149,6 +149,7 @@ def test_what_is_expected_on_a_gpu(model, capsys):
     assert 1 < found["scoring_operations"] / (4 * 8 * 1000 * 1001 / 2 * 2 * 32) < 1.2
     assert (found["batch"], found["max_new_tokens"], found["length"]) == (3, 40, 1000)
     assert len(found["assumptions"]) == 7
+    assert found["name"] == "h2o"
     assert all(each["ttft_seconds"] > 0 for each in (found["full"], found["policy"]))
 
 

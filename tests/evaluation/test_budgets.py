@@ -176,3 +176,8 @@ def test_all_is_every_shipped_policy():
     found, _ = variants(["all"], [], [], [512], SHAPE)
     assert [v.policy for v in found] == list(shipped())
     assert full_kv([512]).label == "none"
+
+
+def test_a_budget_is_asked_for_once():
+    found, _ = variants(["lava"], [], [0.5, 0.50, 0.5000001, 0.25], [512], SHAPE)
+    assert [each.alias for each in found] == ["lava@0.5", "lava@0.25"]

@@ -252,3 +252,20 @@ def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens, alive
     variant = Variant("none", "none", None, {}, (8,))
     with pytest.raises(error, match="its cache cannot be emptied"):
         asking.ask(variant, [conversation(History.TREE)])
+
+
+def test_a_cache_is_emptied_by_the_admin_key(tokens):
+    """Where a server has one, SGLang takes that key there and no other."""
+
+    def guarded(handler, body):
+        wanted = "admin" if handler.path == "/flush_cache" else "common"
+        known = handler.headers["Authorization"] == f"Bearer {wanted}"
+        asked.append(known)
+        send(handler, {}, 200 if known else 401)
+
+    asked = []
+    with listening(guarded) as url:
+        SGLang(url, tokens, named=True, key="common", admin_key="admin").flush()
+        with pytest.raises(Failed, match=r"may not be emptied: .*--admin-key-env"):
+            SGLang(url, tokens, named=True, key="common").flush()
+    assert asked == [True, False]  # not again

@@ -55,7 +55,7 @@ def test_command_says_what_must_be_installed(run, capsys, monkeypatch):
     assert cli.main(["report", str(run[0])]) == 2
     error = capsys.readouterr().err
     assert "needs matplotlib" in error
-    assert "pip install 'kvpolicy[eval]'" in error
+    assert "pip install '.[eval]'" in error
 
 
 def test_without_maps_there_is_no_picture_of_them(tmp_path):

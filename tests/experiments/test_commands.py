@@ -380,7 +380,7 @@ def test_check_and_fmt_need_no_numpy(file):
     code, err = run_without("status", "--url", "127.0.0.1:9")
     assert code == 2
     assert "this action needs numpy" in err
-    assert "pip install 'kvpolicy[experiments]'" in err
+    assert "pip install '.[experiments]'" in err
 
 
 def commands(language):

@@ -411,3 +411,10 @@ def test_what_is_set_aside_leaves_half_of_the_pool(monkeypatch):
     with pytest.raises(Refused, match="501: more than half of the pool, which has 1000 slots"):
         options.experiment_slots(1000, 4096)
     assert options.experiment_slots() == 501  # on the command line no pool is known
+
+
+def test_values_of_parameters_as_settings_write_them():
+    assert [options.text_of(x) for x in (True, 7, 0.25, 0.1)] == [
+        "true", "7", "0.25", "0.10000000000000001"
+    ]  # fmt: skip
+    assert options.text_of(10**400) == f"{10**400}"  # more than a float holds: refused as any other
