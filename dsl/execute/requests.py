@@ -248,7 +248,7 @@ class _Following:
             lists = self._lists(shown, alike=self.rule is not None)
             decisions = [self._decided(own) for own in lists]
             staying = self._staying(block, replace(block), decisions)
-            self.heads.agree()
+        self.heads.agree()
         remembered = block if staying is None else staying.folded
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}

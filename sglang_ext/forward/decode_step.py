@@ -145,8 +145,9 @@ class DecodeStep:
         failures, rows, lengths = self._services.failures, self._rows, self._lengths
         if len(self._noted):
             rows.note(self._noted, lengths, len(self._all_lengths))
-        leaving, full = self._leaving(), rows.full(lengths, self._most).tolist()
-        if leaving or full or failures.due():
+        may, full = rows.leaving(lengths).tolist(), rows.full(lengths, self._most).tolist()
+        leaving, due = self._leaving(may), failures.due()
+        if may or full or due:  # the same on all ranks, whatever fails on one
             failures.agree(self._concerned)
         ends = sorted({*leaving, *full})
         if ends:
@@ -205,10 +206,10 @@ class DecodeStep:
                 found.append(Leaving(self._rows.requests[row], state, length))
         return found
 
-    def _leaving(self) -> set[int]:
-        """Rows of which entries leave."""
+    def _leaving(self, may: Sequence[int]) -> set[int]:
+        """Rows of which entries leave, of those of which they may."""
         room, rows, leaving = Room(self._services), self._rows, set()
-        for row in rows.leaving(self._lengths).tolist():
+        for row in may:
             request, state, length = rows.requests[row], rows.states[row], int(self._lengths[row])
             if state is None or state.decoding is None:
                 continue

@@ -350,17 +350,17 @@ class PrefillStep:
         table = self._services.tree.req_to_token_pool.req_to_token
         # The radix cache may have had the same prompt, and given up these slots for its own.
         scored.prompt_slots = table[request.kv.req_pool_idx, : state.prompt].to(torch.int64)
-        counts = None
+        counts = chosen = None
         with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
             scored.run.settle(finite=finite)
             counts = part.counts(said)
-            chosen = None
-            with failures.contained(request, CHOOSING, whole=False, joint=True):
+        if not state.broken:
+            with failures.contained(request, CHOOSING, whole=False, joint=True), timed(state):
                 chosen = part.choose()
-            if chosen is not None and not state.broken:
-                kept, known = chosen
-                self._compress(scored, kept, counts)
-                state.remember(scored.run, known)
+        if not state.broken and chosen is not None and counts is not None:
+            with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
+                self._compress(scored, chosen[0], counts)
+                state.remember(scored.run, chosen[1])
         if state.broken:
             self._keep_pace(request, state, counts, finite=finite)
         if state.broken or counts is None:

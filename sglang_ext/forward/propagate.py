@@ -303,12 +303,19 @@ class PropagateStep:
                 end += part.length
         if not starts:
             return {}
-        error, again = None, {}
+        error, begun, again = None, None, {}
         try:
-            again = self._start_again(layer, starts, extents, frame)
+            begun = self._begun(starts, extents)
         except Exception as raised:
             error = raised
+        # The model's layers exchange tensors, too: no rank begins them alone.
         error = met(self._services.ranks, error)
+        if begun is not None and error is None:
+            try:
+                again = self._start_again(layer, begun, frame)
+            except Exception as raised:
+                error = raised
+            error = met(self._services.ranks, error)
         if error is not None:
             for part, _ in parts:
                 self._services.failures.note(part.request, PROPAGATION, error, whole=False)
@@ -318,21 +325,30 @@ class PropagateStep:
             part.lost = id(part.request) not in again
         return again
 
-    def _start_again(
+    def _begun(
         self,
-        layer: int,
         starts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         extents: Sequence[view.Extent],
-        frame: Mapping[int, slice],
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Ids, positions and the batch of the tokens that requests start again with.
+
+        Args:
+            starts: as of `_start`.
+            extents: where each request's rows are.
+        """
+        ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
+        return ids, positions, self._make_view(extents, ids, positions, slots)
+
+    def _start_again(
+        self, layer: int, begun: tuple[torch.Tensor, torch.Tensor, Any], frame: Mapping[int, slice]
     ) -> dict[int, Rows]:
         """Compute layers 0 to `layer` on the tokens that requests start again with.
 
         Args:
-            starts: as of `_start`.
-            extents, frame: where each request's rows are.
+            begun: as of `_begun`.
+            frame: where each request's rows are.
         """
-        ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
-        batch = self._make_view(extents, ids, positions, slots)
+        ids, positions, batch = begun
         hidden = compat.embed(self._services.runner.model, ids)
         compat.start_stream(batch)
         earlier = self._frame.replace(frame)

@@ -12,6 +12,7 @@ from grammar import accepted
 from host_waits import HostWaits
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
@@ -245,3 +246,14 @@ def test_only_the_steps_that_say_so_let_entries_leave():
         one.step_by_step(number)
         assert bool(other.follow(number)) == leaving
         assert_alike(one, other)
+
+
+def test_ranks_agree_after_all_steps(monkeypatch):
+    """Also after steps at which nothing leaves: one rank may have failed at them alone."""
+    shape, agreed = SHAPES[0], []
+    monkeypatch.setattr(Heads, "agree", lambda self: agreed.append(True))
+    for name in ("h2o", "tova"):
+        _, store = stores(bound_to(name, shape), shape, 14, 0)
+        for number, leaves in ((2, False), (3, True), (1, False)):
+            store.follow(number, leaves=leaves)
+    assert len(agreed) == 6

@@ -211,8 +211,8 @@ def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ran
 # Of a prompt: scoring, choosing, taking slots, copying, remembering. While decoding: reading, the
 # policy's steps, writing what stays in place and elsewhere.
 POINTS = {
-    "scoring": 60, "choosing": 9, "layout": 11, "copy": 7, "memory": 11, "attention": 90,
-    "following": 17, "fold in place": 9, "fold elsewhere": 3, "fold anew": 2,
+    "scoring": 60, "choosing": 9, "end of choosing": 7, "layout": 11, "copy": 7, "memory": 11,
+    "attention": 90, "following": 17, "fold in place": 9, "fold elsewhere": 3, "fold anew": 2,
 }  # fmt: skip
 
 

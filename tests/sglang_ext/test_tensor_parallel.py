@@ -231,7 +231,7 @@ CASES = {
     "decode": (ENTRIES, DECODE, {"page_size": 4, "output": 16}),
     "propagation": (
         TOKENS,
-        ["scoring", "chosen rows", "restart"],
+        ["scoring", "chosen rows", "restart", "view"],
         {"chunked_prefill_size": 64, "output": 6},
     ),
 }
