@@ -63,11 +63,13 @@ class Value:
         return self.data
 
     def along(self, axis: str, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Value:
-        """The value with its tensors, as far as they have an axis, changed along it.
+        """The value with its tensors, as far as they have an axis, changed along it; else itself.
 
         Args:
             change: from a tensor and the axis's dimension in it; of the mask last.
         """
+        if axis not in (*self.axes, *self.mask_axes):
+            return self
         data, mask = self.data, self.mask
         if axis in self.axes:
             data = change(self.tensor, self.axes.index(axis))
