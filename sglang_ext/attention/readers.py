@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
     from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
     from kvpolicy.sglang_ext.forward.services import Services
+    from kvpolicy.sglang_ext.memory.private import Private
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +121,24 @@ class TritonReader:
         return made if value_scale == 1.0 else made * value_scale
 
 
+class _Lists(NamedTuple):
+    """Private lists of one request.
+
+    Attributes:
+        held: [L, G] entries of each that is here.
+        average: entries of one, of all the model's, so that all ranks have one number.
+    """
+
+    held: np.ndarray
+    average: float
+
+
 class FlashInferReader:
-    """Over private pages by FlashInfer, and tails by SGLang's own wrapper."""
+    """Over private pages by FlashInfer, and tails by SGLang's own wrapper.
+
+    Of several ranks all replay graphs of the same kind: SGLang's sums over ranks read, in a graph,
+    what the same graph of another rank writes.
+    """
 
     def __init__(
         self,
@@ -148,9 +165,9 @@ class FlashInferReader:
         self._asked: tuple[weakref.ref[DecodeStep], int | None] | None = None
         self._answer = False
         self._planned: tuple[int | None, tuple[int, ...]] | None = None
-        # Lists of the latest batch: layouts of its rows, entries [L, G] of each and [L, B, G].
+        # Lists of the latest batch: layouts of its rows, lists of each, and entries [L, B, G].
         self._versions: tuple[int, ...] = ()
-        self._entries: dict[int, np.ndarray] = {}
+        self._lists: dict[int, _Lists] = {}
         self._counts = np.empty(0)
 
     def reserve(self, requests: int) -> None:
@@ -160,11 +177,7 @@ class FlashInferReader:
 
     def capture(self, requests: int) -> None:
         """A graph of so many requests is about to be captured."""
-        arena = self._services.arena
-        none = torch.zeros(0, dtype=torch.int64, device=arena.storage.device)
-        counts = np.zeros((arena.layers, 0, arena.kv_heads), dtype=np.int64)
-        self._planned = None
-        self._attention.plan(self._services.tables.tables, none, counts, captured=requests)
+        self._plan_nothing(requests)
         self._sizes = sorted({*self._sizes, requests})
 
     def replays(self, step: DecodeStep, rows: torch.Tensor) -> bool:
@@ -208,6 +221,14 @@ class FlashInferReader:
         state = self._attention.attend(q, layer=0, scale=1.0)
         self._attention.merged(state, state)
 
+    def _plan_nothing(self, captured: int) -> None:
+        """Plan a graph of so many requests, of which none reads private pages."""
+        storage = self._services.arena.storage
+        none = torch.zeros(0, dtype=torch.int64, device=storage.device)
+        counts = np.zeros((storage.shape[0], 0, storage.shape[3]), dtype=np.int64)
+        self._planned = None
+        self._attention.plan(self._services.tables.tables, none, counts, captured=captured)
+
     def _prepare(self, step: DecodeStep, rows: torch.Tensor, captured: int | None) -> bool:
         if self._failed:
             return False
@@ -221,7 +242,12 @@ class FlashInferReader:
                 given = (tables, rows[: len(self._versions)], self._counts)
                 self._attention.plan(*given, captured=captured)
                 self._planned = asked
-        except Exception:  # others' library; no request needs to fail for it
+        except Exception as error:  # others' library; no request needs to fail for it
+            if captured is not None and self._services.ranks.size > 1:
+                # Other ranks may have planned: the same graph is replayed here.
+                step.fail_reading(error)
+                self._plan_nothing(captured)
+                return True
             self._failed = True
             logger.exception(
                 "FlashInfer could not plan for KV-cache policies; Triton's kernel reads instead."
@@ -236,21 +262,24 @@ class FlashInferReader:
         tables, storage = self._services.tables, self._services.arena.storage
         versions = tuple(0 if x is None else tables.version(x.row) for x in held)
         if versions != self._versions:
-            known, layers, heads = self._entries, storage.shape[0], storage.shape[3]
-            none = np.zeros((layers, heads), dtype=np.int64)
-            self._entries = {
-                version: none if x is None else known.get(version, np.array(x.layout.held))
-                for version, x in zip(versions, held, strict=True)
-            }
-            self._counts = np.stack([self._entries[version] for version in versions], 1)
+            known, pairs = self._lists, zip(versions, held, strict=True)
+            self._lists = {v: known[v] if v in known else self._lists_of(x) for v, x in pairs}
+            self._counts = np.stack([self._lists[version].held for version in versions], 1)
             self._versions = versions
         if self._always:
             return True
         lists = len(held) * storage.shape[3]
-        private = int(self._counts.sum()) // (lists * storage.shape[0])
-        entries = private + step.tail // len(held)
+        private = sum(self._lists[version].average for version in versions)
+        entries = int(private + step.tail) // len(held)
         where = (self._dtype, storage.shape[4], self._group, lists, max(entries, 1))
         return tuned.choice("decode_reader", storage.device, *where).get("reader") == FLASHINFER
+
+    def _lists_of(self, private: Private | None) -> _Lists:
+        if private is None:
+            layers, heads = (self._services.arena.storage.shape[i] for i in (0, 3))
+            return _Lists(np.zeros((layers, heads), dtype=np.int64), 0.0)
+        layout = private.layout
+        return _Lists(np.array(layout.held), float(np.mean(layout.laid_out)))
 
     def decode(
         self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool

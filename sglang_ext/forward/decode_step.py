@@ -134,11 +134,15 @@ class DecodeStep:
         try:
             yield
         except Exception as error:
-            for row in {*self._private, *self._noted.tolist()}:
-                self._services.failures.note(self._rows.requests[row], READING, error)
-            self._private, self._noted = {}, self._noted[:0]
-            for cached in ("_lists", "_index", "plain"):
-                self.__dict__.pop(cached, None)
+            self.fail_reading(error)
+
+    def fail_reading(self, error: Exception) -> None:
+        """Reading has failed for all rows that policies concern; none is read any more."""
+        for row in {*self._private, *self._noted.tolist()}:
+            self._services.failures.note(self._rows.requests[row], READING, error)
+        self._private, self._noted = {}, self._noted[:0]
+        for cached in ("_lists", "_index", "plain"):
+            self.__dict__.pop(cached, None)
 
     def finish(self) -> None:
         """After the forward: note its step; take policies through theirs, and fold what stays."""
@@ -147,27 +151,16 @@ class DecodeStep:
             rows.note(self._noted, lengths, len(self._all_lengths))
         may, full = rows.leaving(lengths).tolist(), rows.full(lengths, self._most).tolist()
         leaving, due = self._leaving(may), failures.due()
+        ends = sorted({*leaving, *full})
+        going = self._going_on(ends, leaving)
         if may or full or due:  # the same on all ranks, whatever fails on one
             failures.agree(self._concerned)
-        ends = sorted({*leaving, *full})
-        if ends:
-            rows.hand_over()
         if self._services.stages.size > 1:
             self.leaving = self._known_to_leave(leaving)
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
-        for row in ends:
-            request, state, leaves = rows.requests[row], rows.states[row], row in leaving
-            if state is None or state.decoding is None or state.broken:
-                continue
-            memory, length = state.memory, int(lengths[row])
-            with failures.contained(request, DECODING):
-                check_last_fold(self._services, request, state)
-                if memory.not_finite:  # nothing leaves any more
-                    state.pending.clear()
-                    continue
-                member = Member(request, state, length, state.pending_positions(length))
-                group = memory.together(len(member.positions), leaves=leaves)
-                groups.setdefault((group, leaves), []).append(member)
+        for group, member in going:
+            if not member.state.broken:
+                groups.setdefault(group, []).append(member)
         # All policies have been asked before the host waits for the first one's numbers.
         folds = [
             fold
@@ -189,6 +182,37 @@ class DecodeStep:
         """Requests to which policies apply."""
         rows = zip(self._rows.requests, self._rows.states, strict=True)
         return [request for request, state in rows if state is not None]
+
+    def _going_on(
+        self, rows: Sequence[int], leaving: set[int]
+    ) -> list[tuple[tuple[Hashable, bool], Member]]:
+        """Requests whose policies are taken through their pending steps, and each one's group.
+
+        Args:
+            rows: of these requests.
+            leaving: of these, rows of which entries leave.
+        """
+        if rows:
+            self._rows.hand_over()
+        found: list[tuple[tuple[Hashable, bool], Member]] = []
+        for row in rows:
+            request, state, leaves = (
+                self._rows.requests[row],
+                self._rows.states[row],
+                row in leaving,
+            )
+            if state is None or state.decoding is None or state.broken:
+                continue
+            memory, length = state.memory, int(self._lengths[row])
+            with self._services.failures.contained(request, DECODING):
+                check_last_fold(self._services, request, state)
+                if memory.not_finite:  # nothing leaves any more
+                    state.pending.clear()
+                    continue
+                member = Member(request, state, length, state.pending_positions(length))
+                group = memory.together(len(member.positions), leaves=leaves)
+                found.append(((group, leaves), member))
+        return found
 
     def _known_to_leave(self, rows: set[int]) -> list[Leaving]:
         """The requests of which something may leave, on any stage, in order.

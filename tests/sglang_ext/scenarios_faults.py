@@ -49,6 +49,8 @@ POINTS = {
     "pairs": ("sglang_ext.forward.share", "compress"),
     "report": ("sglang_ext.report.reports", "Reports.finished_prompt"),
     "when entries leave": ("sglang_ext.request.request", "State.leaves_at"),
+    "last fold": ("sglang_ext.forward.decode_step", "check_last_fold"),
+    "pending steps": ("sglang_ext.request.request", "State.pending_positions"),
     "noted queries": ("sglang_ext.forward.decode_step", "queries_of"),
     "following": ("sglang_ext.forward.group_fold", "follow_together"),
     "fold": ("sglang_ext.forward.group_fold", "GroupFold._drops"),

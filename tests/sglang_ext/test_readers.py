@@ -34,13 +34,16 @@ class Step:
 
     def __init__(self, *rows, entries=5, shared=None, tail=0, reads=None):
         counts = [[entries] * KV_HEADS] * LAYERS
-        layout = SimpleNamespace(held=counts)
+        layout = SimpleNamespace(held=counts, laid_out=counts)
         self.held = [
             None if row is None else SimpleNamespace(row=row, shared=shared, layout=layout)
             for row in rows
         ]
         self.reads = any(rows) if reads is None else reads
-        self.tail = tail
+        self.tail, self.failed = tail, None
+
+    def fail_reading(self, error):
+        self.failed = error
 
 
 class Attention:
@@ -163,6 +166,42 @@ def test_where_it_cannot_plan_triton_reads(reader, caplog):
     assert record.getMessage().endswith("Triton's kernel reads instead.")
 
 
+def test_ranks_replay_graphs_of_one_kind_though_one_cannot_plan(reader, services):
+    """Sums over ranks read, in a graph, what the same graph of another rank writes."""
+    services.ranks = SimpleNamespace(size=2)
+    reader.capture(2)
+    plan, plans = reader._attention.plan, reader._attention.plans
+
+    def fails(tables, rows, counts, *, captured):
+        if rows.numel():
+            raise MemoryError("no room")
+        plan(tables, rows, counts, captured=captured)
+
+    reader._attention.plan, step = fails, Step(1)
+    assert reader.replays(step, ROWS)
+    assert isinstance(step.failed, MemoryError)
+    assert plans[-1] == ([], [], 2)  # other rows of the batch are read as they should
+    reader._attention.plan, step = plan, Step(2)
+    assert reader.replays(step, ROWS)
+    assert step.failed is None
+    reader._attention.plan, step = fails, Step(3)
+    assert not reader.ready(step, ROWS)  # without a graph ranks need not do alike
+    assert step.failed is None
+
+
+def test_ranks_with_lists_of_other_lengths_choose_alike(services, measured):
+    measured((where(4, 1000), {"reader": "flashinfer"}), (where(4, 10), {}))
+    services.tables.versions |= {1: 20, 2: 21}
+    chosen = []
+    for here in (2000, 0):
+        given = (services, Attention(), None, HEADS // KV_HEADS, torch.float16)
+        step = Step(1, 2, entries=here)
+        for each in step.held:
+            each.layout.laid_out = [[2000, 2000, 0, 0]] * LAYERS  # of two ranks
+        chosen.append(readers.FlashInferReader(*given, always=False).ready(step, ROWS))
+    assert chosen == [True, True]
+
+
 def of_backend(services, name="flashinfer"):
     given = (services, name, BACKEND, None, HEADS, torch.float16)
     return readers.by_flashinfer(*given)
@@ -245,7 +284,8 @@ def test_sglangs_plans_begin_at_tails():
 
 def test_counts_are_those_of_the_layouts(reader):
     step = Step(1, None, 2)
-    step.held[2].layout = SimpleNamespace(held=[[1, 0], [0, 0], [2, 3]])
+    lists = [[1, 0], [0, 0], [2, 3]]
+    step.held[2].layout = SimpleNamespace(held=lists, laid_out=lists)
     counts = []
     reader._attention.plan = lambda tables, rows, found, captured: counts.append(found)
     assert reader.ready(step, ROWS)

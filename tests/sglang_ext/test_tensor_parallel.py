@@ -225,7 +225,10 @@ ENTRIES = {
 }
 TOKENS = {"fastkv": ["tsp_layer=1"], "gemfilter": ["filter=1", "capacity=40"]}
 PREFILL = ["start of scoring", "scoring", "choosing", "compaction", "copy", "layout", "memory"]
-DECODE = ["noted queries", "following", "fold", "fold in place", "fold elsewhere", "attention"]
+DECODE = [
+    "last fold", "pending steps", "noted queries", "following", "fold", "fold in place",
+    "fold elsewhere", "attention",
+]  # fmt: skip
 CASES = {
     "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "output": 6}),
     "decode": (ENTRIES, DECODE, {"page_size": 4, "output": 16}),
