@@ -91,8 +91,7 @@ class Bounds:
             return chooses_after(*node.args) and all(self.is_exact(x) for x in node.args)
         if node.op == "top":
             x, number = node.args
-            left_over = x.op == "mask" and x.value == "rest"
-            taken = x.args[1].args[0] if left_over else node
+            taken = x.args[1].args[0] if x.left_over else node
             return self._numbers.is_static(number) and present_outside(x, taken)
         return node.op in ("all", "truth")
 

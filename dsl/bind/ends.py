@@ -116,7 +116,7 @@ def _ends_alone(taken: Node) -> Ends | None:
     if taken.op != "top" or taken.axes != _TOKEN:
         return None
     by, count = taken.args
-    if by.op == "mask" and by.value == "rest" and _ends_of_rest(by.args[1]):
+    if by.left_over and _ends_of_rest(by.args[1]):
         by = by.args[0]  # entries that are not at the one end, from the other
     return _end(by, count)
 

@@ -185,7 +185,7 @@ class Evaluation:
             return self.broadcast(self.value(taken), node.type)
         if node.op == "broadcast":
             return self.broadcast(self.value(node.args[0]), node.type)
-        if node.op == "mask" and node.value == "rest" and self.frame.there is not None:
+        if node.left_over and self.frame.there is not None:
             return self._rest(node)
         if node.across_layers or reduces_past(node):
             return self.others(node, self)

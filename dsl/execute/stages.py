@@ -71,7 +71,7 @@ class Stage:
         if top.op != "top" or top.axes != _TOKEN:
             return None
         by, number = top.args
-        if by.op != "mask" or by.value != "rest" or by.args[1].op != "not":
+        if not by.left_over or by.args[1].op != "not":
             return None
         (others,) = by.args[1].args
         return cls(taken, by.args[0], number, in_all=False) if others == taken else None

@@ -60,7 +60,7 @@ def _joins_layer(node: Node) -> bool:
     return any(
         "token" in x.type.axes
         and "kv" not in x.type.axes
-        and not (x.op == "mask" and x.value == "rest")
+        and not x.left_over
         and any("kv" in each.axes for each in x.walk())
         for x in node.args
     )

@@ -133,6 +133,11 @@ class Node:
         return self.op == "top" and self.origin in ("recent", "sinks")
 
     @property
+    def left_over(self) -> bool:
+        """Whether it is a number at what another set has left over: the right side of `then`."""
+        return self.op == "mask" and self.value == "rest"
+
+    @property
     def across_layers(self) -> bool:
         """Whether it looks at other layers."""
         return "layer" in self.axes or self.operation.across_layers
