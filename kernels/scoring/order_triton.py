@@ -33,8 +33,11 @@ def rank(keys: torch.Tensor) -> torch.Tensor:
     made = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
     if made.numel():
         first = keys.sort(dim=-1, descending=True, stable=True).indices
-        grid = (keys.shape[0], triton.cdiv(keys.shape[1], _BLOCK))
-        _rank[grid](first, made, keys.shape[1], BLOCK=_BLOCK, num_warps=4)
+        # All along the first axis of the grid: a row of all layers has more blocks than the others.
+        parts = triton.cdiv(keys.shape[1], _BLOCK)
+        _rank[(keys.shape[0] * parts,)](
+            first, made, keys.shape[1], parts, BLOCK=_BLOCK, num_warps=4
+        )
     return made
 
 
@@ -55,10 +58,10 @@ def _keys(
 
 
 @kernel()
-def _rank(first, out, size, BLOCK: tl.constexpr):
+def _rank(first, out, size, parts, BLOCK: tl.constexpr):
     """Place i of a row's order says which score has rank i + 1."""
-    row = tl.program_id(0).to(tl.int64) * size
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // parts).to(tl.int64) * size
+    i = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     who = tl.load(first + row + i, mask=inside, other=0)
     tl.store(out + row + who, (i + 1).to(tl.float64), mask=inside)

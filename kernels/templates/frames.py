@@ -123,7 +123,11 @@ def rows(
     Args:
         START: the state before the first block; TILE: after one more; STORE: puts it away.
     """
-    part, head, start = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_W
+    # As of `row_partials`, whose grid it shares.
+    program = tl.program_id(0)
+    splits = tl.num_programs(0) // (kv * tl.cdiv(queries, BLOCK_W))
+    part, head = program % splits, program // splits % kv
+    start = program // (splits * kv) * BLOCK_W
     asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     asked = asked_of(

@@ -28,9 +28,12 @@ def row_partials(
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of the rows of one KV head over some blocks of keys."""
-    part, head = tl.program_id(0), tl.program_id(1)
+    # All along the first axis of the grid: a long prompt has more tiles than the others have room.
+    program, tiles = tl.program_id(0), tl.cdiv(queries, BLOCK_W)
+    splits = tl.num_programs(0) // (kv * tiles)
+    part, head = program % splits, program // splits % kv
     # Later queries see more keys: they begin first.
-    start = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_W
+    start = (tiles - 1 - program // (splits * kv)) * BLOCK_W
     asking, row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     line_at = asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS)

@@ -242,7 +242,7 @@ class _Run:
         if self.queries:
             width, warps, stages = self.frame.row_pass
             own = {"BLOCK_W": width, "num_warps": warps, "num_stages": stages}
-            row_partials[(self.splits, self.kv, triton.cdiv(self.queries, width))](
+            row_partials[(self.splits * self.kv * triton.cdiv(self.queries, width),)](
                 *self._asked(), *self._vectors(self.keys), *self.marks[:2], partial, self.tokens,
                 self.queries, self.blocks, self.kv, **{**self.sizes, **own},
             )  # fmt: skip
@@ -283,7 +283,7 @@ class _Run:
 
     def _rows(self, functions: tuple, lse: torch.Tensor | None, given: tuple[tuple, ...]) -> None:
         start, tile, store = functions
-        frames.rows[(self.splits, self.kv, self.tiles)](
+        frames.rows[(self.splits * self.kv * self.tiles,)](
             *self._asked(), *self._vectors(self.keys), lse, *self.marks[:3], *given,
             self.tokens, self.queries, self.blocks, self.kv,
             START=start, TILE=tile, STORE=store, **self.sizes,

@@ -3,6 +3,7 @@
 `compiled(call)` runs a wrapper on tensors that have a shape, a dtype and the device "cuda" but no
 data, and compiles every kernel that it launches instead of launching it. A wrapper that waits for
 the device raises, since there is no number to wait for: the check that it does not is part of it.
+So is that a GPU would take the grid.
 `asked(call, number)` compiles nothing and says for which kernels Triton would look, whatever the
 sizes; who waits for the device is given that number.
 Triton must not be in its interpreter, so this runs in a process of its own: see test_sm90.py.
@@ -32,6 +33,7 @@ _H200 = SimpleNamespace(
     shared_memory_per_multiprocessor=228 << 10, max_threads_per_multi_processor=2048,
 )  # fmt: skip
 _CAPABILITY = 90
+_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
 class _Driver:
@@ -250,11 +252,13 @@ def on_device(
         capability: of the GPU, 90 for an H200, whose other properties it has in any case.
     """
 
-    def launched(self: JITFunction, *args: Any, warmup: bool, **options: Any) -> Any:
+    def launched(self: JITFunction, *args: Any, warmup: bool, grid: Any, **options: Any) -> Any:
+        if max(grid[1:], default=1) > _PROGRAMS:
+            raise RuntimeError(f"{self.fn.__qualname__} cannot be launched on a grid of {grid}")
         with torch._C.DisableTorchFunction():
             given = [_without_data(x) for x in args]
             options = {name: _without_data(x) for name, x in options.items()}
-        return run(self, *given, warmup=True, **options)
+        return run(self, *given, warmup=True, grid=grid, **options)
 
     launch, properties = JITFunction.run, torch.cuda.get_device_properties
     current = torch.cuda.current_device

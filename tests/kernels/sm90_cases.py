@@ -65,7 +65,9 @@ def reductions(*shape: int, over: tuple[int, ...]) -> None:
 
 def ranks() -> None:
     scores = empty(1, N, dtype=torch.float64)
-    TRITON["rank"](TRITON["keys"](scores, empty(1, N, dtype=torch.bool)))
+    for size in (N, 80 * G * 131072):  # of one row, and of all layers of a large model
+        TRITON["rank"](ids(1, size, dtype=torch.int32))
+    TRITON["keys"](scores, empty(1, N, dtype=torch.bool))
     TRITON["keys"](scores, None)
     for name, dtype in (("var_of_layers", torch.float64), ("any_of_layers", torch.bool)):
         values = [empty(N, dtype=dtype) for _ in range(16)]
@@ -208,16 +210,21 @@ def sharing(stored: torch.dtype = torch.bfloat16) -> None:
 
 
 def decided(
-    policy: str, tokens: int = N, stored: torch.dtype = torch.bfloat16, **settings: str
+    policy: str,
+    tokens: int = N,
+    stored: torch.dtype = torch.bfloat16,
+    group: int = H // G,
+    **settings: str,
 ) -> None:
     """A prefill of two layers, up to what is kept; nothing may wait for the device before that."""
-    bound = bind(load(policy).require(), ModelShape(2, H, G, D), settings)
+    heads = G * group
+    bound = bind(load(policy).require(), ModelShape(2, heads, G, D), settings)
     run = TorchProgram(bound, kernels=TRITON).start(tokens)
     for layer in range(2):
         scale = empty(G, dtype=torch.float32) if stored in FLOAT8 else None
         pools = (empty(SLOTS, G, D, dtype=stored) for _ in range(2))
         k, v = (Slots(pool[None], ids(tokens), scale) for pool in pools)
-        run.observe(layer, empty(H, run.queries, D), k, v)
+        run.observe(layer, empty(heads, run.queries, D), k, v)
     run.finish(wait=False)
 
 
@@ -279,6 +286,7 @@ CASES: dict[str, Callable[[], object]] = {
     "d2o-code": lambda: decided("d2o-code"),
     "simlayerkv-prefill": lambda: decided("simlayerkv-prefill"),
     "h2o": lambda: decided("h2o"),
+    "h2o, a million tokens, groups of 8": lambda: decided("h2o", tokens=1 << 20, group=8),
     "d2o": lambda: decided("d2o"),
 }
 
