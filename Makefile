@@ -53,7 +53,7 @@ train: setup
 gpu-report: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
 	$(firstword $(PYTHON)) benchmarks/gpu_report.py $(ARGS)
 
-# Every figure of docs/performance/kernels.md.
+# Every figure of a kernel, beside its reference (docs/performance/README.md).
 bench-kernels: $(if $(filter command,$(firstword $(origin PYTHON))),,setup)
 	$(firstword $(PYTHON)) benchmarks/kernels.py $(ARGS)
 

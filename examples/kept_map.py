@@ -14,8 +14,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.tools.commands import bound_policy, execute
+from kvpolicy.dsl.tools.commands import execute, overrides
 from record import record
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
@@ -29,7 +31,7 @@ def kept_by(name: str, tensors: dict[str, np.ndarray], settings: list[str]) -> n
     """[L * G, N] bool: what a shipped policy keeps of a recorded prompt."""
     layers, heads, _, size = tensors["q"].shape
     shape = ModelShape(layers, heads, tensors["k"].shape[1], size)
-    bound = bound_policy(name, settings, shape)
+    bound = bind(load(name).executable(), shape, overrides(settings))
     return np.concatenate(execute(bound, "torch", *(tensors[x] for x in "qkv")).kept)
 
 

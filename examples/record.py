@@ -1,4 +1,4 @@
-"""Record the queries, keys and values of one prompt, for `kvpolicy run` and `kvpolicy diff`.
+"""Record the queries, keys and values of one prompt, for `kvpolicy run`.
 
     python examples/record.py --prompt prompt.txt --out prompt.npz
     kvpolicy run policies/lava.yaml --tensors prompt.npz --set capacity=64 --out kept.json

@@ -77,6 +77,13 @@ def test_commands_of_the_guide_run(tmp_path):
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
 
 
+def test_the_picture_of_the_readme_can_be_made(tmp_path):
+    made = tmp_path / "kept.png"
+    words = [sys.executable, "examples/kept_map.py", "--out", str(made)]
+    forked.run(words, cwd=ROOT, timeout=120).check_returncode()
+    assert made.read_bytes()[:4] == b"\x89PNG"
+
+
 def test_the_error_in_the_guide_is_what_check_prints():
     name = "examples/policies/loud.yaml"
     text = (ROOT / name).read_text().replace("max[group, query]", "max[query]")

@@ -93,7 +93,9 @@ class Policy:
 
     @property
     def option(self) -> str:
-        """The option that asked for it, for messages."""
+        """What asked for it, for messages: an option, unless it came while the server ran."""
+        if self.path == REQUEST:
+            return f"policy `{self.name}`"
         named = "" if self.name == self.program.name else f"{self.name}="
         return f"--kv-policy {named}{self.path}"
 
@@ -218,8 +220,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--kv-policy-max-cost",
         metavar="PERCENT",
         help="Most that scoring and choosing may take, in percent of the time of a prefill of the "
-        "model's context length, as `kvpolicy explain` reckons it; a policy that takes more is "
-        f"refused. 0 for any. Default {DEFAULT_COST}.",
+        "model's context length, if attention hands over no log-sum-exp (`kvpolicy explain` says "
+        "it for one that does); a policy that takes more is refused. 0 for any. "
+        f"Default {DEFAULT_COST}.",
     )
     group.add_argument(
         "--kv-policy-max-failures",
@@ -236,8 +239,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kv-policy-override",
         metavar="{" + ",".join(OVERRIDES) + "}",
-        help="Which policy a request may name itself: any that is served or `none` (full KV), only "
-        "one that is listed by --kv-policy, or none at all; others are refused. Default any.",
+        help="Which policy a request may name. any: one that is served, or `none` (full KV); "
+        "listed: one that is served; none: it may name nothing. Others are refused. Default any.",
     )
     group.add_argument(
         "--kv-experiment",
@@ -248,7 +251,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kv-experiment-state",
         metavar="FILE",
-        help="Where it is kept that the experiment has ended, so that a restart does not undo it.",
+        help="Where it is kept how far the experiment has come, and whether it has ended, so that "
+        "a restart goes on with it; what was seen of it lies beside it, in FILE.evidence.",
     )
     group.add_argument(
         "--kv-experiment-slots",

@@ -201,7 +201,8 @@ class Failures:
         self._metrics.enabled(served.name, on=False)
         logger.error(
             "KV-cache policy %s failed in %d requests and is disabled: its requests are served in "
-            "full until the server is started again (--kv-policy-max-failures).",
+            "full until the server is started again or another version of it comes by PUT "
+            "(--kv-policy-max-failures).",
             served.name,
             standing.failures,
         )

@@ -56,9 +56,9 @@ class Metrics:
         """
         Args:
             labels: labels and values of SGLang's own scheduler metrics, or None.
-            policies: names, whose series exist from the start.
+            policies: names of those that are served from the start.
         """
-        self._on = labels is not None
+        self._on, self._begun = labels is not None, set[str]()
         if labels is None:
             return
         # SGLang has set the multiprocess folder by now; imported earlier, the library misses it.
@@ -81,13 +81,20 @@ class Metrics:
         }
         self._of("requests_total", NO_POLICY)
         for policy in policies:
-            for name in (*COUNTERS, *HISTOGRAMS):
-                self._of(name, policy)
-            for name, (_, values) in BY_REASON.items():
-                for reason in values:
-                    self._of(name, policy, reason=reason.value)
-            self.private_slots(policy, 0)
-            self.enabled(policy, on=True)
+            self.begin(policy)
+
+    def begin(self, policy: str) -> None:
+        """A policy is served: all its series exist from now on, if they do not yet."""
+        if not self._on or policy in self._begun:
+            return
+        self._begun.add(policy)
+        for name in (*COUNTERS, *HISTOGRAMS):
+            self._of(name, policy)
+        for name, (_, values) in BY_REASON.items():
+            for reason in values:
+                self._of(name, policy, reason=reason.value)
+        self.private_slots(policy, 0)
+        self.enabled(policy, on=True)
 
     def _of(self, name: str, policy: str, **labels: str) -> Any:
         return self._metrics[name].labels(**self._labels, policy=policy, **labels)

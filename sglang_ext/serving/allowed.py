@@ -77,7 +77,7 @@ class Allowed:
                 check_cost(bound, catalog.model, catalog.length, most / 100, option)
         except (PolicyError, Refused) as error:
             first = error.diagnostics[0].message if isinstance(error, PolicyError) else str(error)
-            return first.splitlines()[0]
+            return first.removeprefix(f"{policy.option}: ").splitlines()[0]
         return None
 
 

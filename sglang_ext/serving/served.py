@@ -67,6 +67,7 @@ class ServedPolicies:
 
     def _change(self, served: dict[str, Served], name: str) -> None:
         self._variants.forget(name)
-        if name in served:
-            self._metrics.enabled(name, on=served[name].standing.enabled)
+        self._metrics.begin(name)
+        # One that is not served any more is not one that has failed.
+        self._metrics.enabled(name, on=name not in served or served[name].standing.enabled)
         self._before, self._served = self._served, served

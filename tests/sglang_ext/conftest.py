@@ -14,6 +14,17 @@ sys.path[:0] = [str(ROOT / "examples"), str(Path(__file__).parent)]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
+@pytest.fixture
+def unregistered():
+    """Series that a test exports are gone after it."""
+    from prometheus_client import REGISTRY
+
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for each in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(each)
+
+
 @pytest.fixture(scope="session")
 def model(checkpoint):
     """Folder of a Llama checkpoint with random weights whose words are w0 ... w511."""

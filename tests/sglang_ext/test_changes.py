@@ -22,11 +22,13 @@ from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
+from kvpolicy.sglang_ext.request.request import Standing
 from kvpolicy.sglang_ext.serving import catalog as catalogs
 from kvpolicy.sglang_ext.serving import changes
 from kvpolicy.sglang_ext.serving.catalog import Catalog
 from kvpolicy.sglang_ext.serving.changes import COMMIT, LOOK, UNDO, WITHDRAW, Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
+from prometheus_client import REGISTRY
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
 MODEL = ModelConfig("a model", SHAPE, 128, 512, 512, 2 * 128 * 512, 512, "float32", 4)
@@ -101,6 +103,29 @@ def test_a_change_reaches_every_scheduler(fleet):
     asyncio.run(catalog.withdraw(None, "second"))
     assert [each.served() for each in schedulers] == [[after[0], after[2]]] * 2
     assert list(catalog.policies) == ["first", "third"]
+
+
+def test_a_policy_that_comes_has_all_series_and_one_that_goes_has_not_failed(unregistered):
+    metrics = Metrics({"model_name": "m"}, ["first"])
+    made = [SimpleNamespace(name=name, standing=Standing()) for name in ("first", "second")]
+    variants = SimpleNamespace(forget=lambda name: None)
+    policies = ServedPolicies(made[:1], variants, metrics)
+
+    def series(policy):
+        samples = [x for each in REGISTRY.collect() for x in each.samples]
+        own = [x for x in samples if x.labels.get("policy") == policy]
+        return {(x.name, x.labels.get("reason")): x.value for x in own}
+
+    policies.replace(made[1])
+    assert series("second").keys() == series("first").keys()
+    made[1].standing.enabled = False
+    metrics.private_slots("second", 5)
+    metrics.enabled("second", on=False)
+    policies.replace(made[0])
+    assert series("second")["sglang:kv_policy_enabled", None] == 0
+    policies.withdraw("second")
+    assert series("second")["sglang:kv_policy_enabled", None] == 1  # no alert for what is gone
+    assert series("second")["sglang:kv_policy_private_slots", None] == 5  # requests that have it
 
 
 def test_what_one_scheduler_cannot_compile_no_scheduler_serves(fleet):

@@ -277,7 +277,7 @@ def test_requests_set_parameters(server):
         assert facts["entries_kept"] / facts["entries_before"] == pytest.approx(share, abs=0.03)
     for custom, message in (
         ({"kv_policy_set": {"rate": 0.5}}, "the server chooses the policy of this request"),
-        ({"kv_policy": "lava", "kv_policy_set": {"rate": 3}}, "kv_policy_set of `lava`: "),
+        ({"kv_policy": "lava", "kv_policy_set": {"rate": 3}}, "kv_policy_set of `lava`: lava: "),
         ({"kv_policy": "lava", "kv_policy_set": {"window": 4.5}}, "kv_policy_set of `lava`: "),
         ({"kv_policy": "lava", "kv_policy_set": {"kernel": 3}}, "only `rate` and `window`"),
         ({"kv_policy": "sinks-recent", "kv_policy_set": {"rate": 1}}, "requests may set none"),

@@ -26,13 +26,10 @@ def live(tmp_path):
 
 
 @pytest.fixture
-def exported(live):
-    """Has the series exported; they are gone after the test."""
-    before = set(REGISTRY._collector_to_names)
+def exported(live, unregistered):
+    """Has the series exported."""
     live.series.export({"model_name": "m"})
-    yield live
-    for each in set(REGISTRY._collector_to_names) - before:
-        REGISTRY.unregister(each)
+    return live
 
 
 def shown(name, **labels):
