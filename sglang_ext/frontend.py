@@ -122,9 +122,13 @@ async def _generate(
         return
     if request is not None and compat.drops_custom_params(request):
         body = await request.json()  # it has been read already
-        custom = body.get("custom_params") if isinstance(body, dict) else None
+        body = body if isinstance(body, dict) else {}
+        custom = body.get("custom_params")
         if custom is not None:
             obj.sampling_params = {**(obj.sampling_params or {}), "custom_params": custom}
+        adapter = compat.adapter_read_over(request, body)
+        if adapter is not None and server.traffic.is_policy(adapter) and obj.lora_path is None:
+            obj.lora_path = adapter  # as SGLang's other routes have it
     await server.arrived(manager, obj, request)
     async with aclosing(_noted(original(manager, obj, request), obj, request)) as answers:
         async for answer in answers:

@@ -63,6 +63,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.CREATE_BUFFERS, "around", lambda _, pool: _create_buffers(runtime.services, pool)),
         (compat.ALLOC_MEMORY_POOL, "after", _after_pool(runtime.services)),
         (compat.INIT_MODEL_WORKER, "after", _after_start(runtime)),
+        (compat.BEAMS, "around", _around_beams(runtime)),
         (compat.ADD_REQUEST, "before", _before_queue(runtime)),
         (compat.NEW_PREFILL, "before", lambda _, running: runtime.admit_again(running)),
         (compat.MAX_PREFIX_LEN, "after", lambda r, req, *_: runtime.limit_prefix(req, r)),
@@ -135,10 +136,8 @@ def _create_buffers(services: Services, pool: Any) -> None:
     padded = -(-rows // pool.page_size) * pool.page_size
     group = compat.stage_group()
     services.divide(group, compat.layers_of(pool))
-    with compat.kv_memory_region(pool):
-        arena = create_arena(
-            pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device
-        )
+    sizes = (pool.layer_num, padded, pool.head_num, pool.head_dim, pool.dtype, pool.device)
+    arena = create_arena(*sizes, compat.kv_memory_region(pool))
     services.arena = replace(arena, spans=services.stages.spans, stage=group.stage)
     layers = services.arena.storage.view(pool.store_dtype)
     pool.k_buffer = [layer[0, :rows] for layer in layers]
@@ -229,6 +228,25 @@ def _after_start(runtime: Runtime) -> Function:
             raise stop(error) from None
 
     return after
+
+
+def _around_beams(runtime: Runtime) -> Function:
+    def around(original: Function, coordinator: Any, req: Any, *args: Any) -> Any:
+        """Around BeamCoordinator.validate_and_init: gives a request other sampling options.
+
+        What a request asks of policies is kept. It is refused here: once it is queued, a group of
+        beams cannot be ended like others.
+        """
+        custom = req.sampling_params.custom_params
+        error: str | None = original(coordinator, req, *args)
+        req.sampling_params.custom_params = custom
+        if error is None:
+            error = runtime.refuses(req)
+            if error is not None:
+                compat.end_beams(coordinator, req)
+        return error
+
+    return around
 
 
 def _before_queue(runtime: Runtime) -> Function:

@@ -36,7 +36,7 @@ from kvpolicy.sglang_ext.request import admission, internal, request
 from kvpolicy.sglang_ext.request.force import Forcing
 from kvpolicy.sglang_ext.request.propagation import Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import Seen, State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.request.request import Seen, Served, State, iterate_finishing, state_of
 from kvpolicy.sglang_ext.serving.changes import Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
@@ -74,22 +74,39 @@ class Runtime:
         served, shows_kept = None, False
         if req.to_finish is None and not compat.is_health_check(req):
             try:
-                wanted = asked.of(req, inspection=self.inspection)
-                shows_kept = kept.wanted(wanted)
-                self.forcing.note(req, wanted)
+                served, shows_kept = self._asked_for(req)
                 self._take_assigned(req)
-                served = self.policies.choose(wanted)
-                if shows_kept and served is not None and served.program.exchanged:
-                    raise ValueError(kept.NOT_IN_STAGES.format(served.name))
             except ValueError as error:
                 req.set_finish_with_abort(str(error))
         with self.services.failures.contained(req, ADMISSION):
             request.assign(req, served, self.one_piece)
         self.services.reports.queued(req, shows_kept=shows_kept)
 
+    def _asked_for(self, req: Any) -> tuple[Served | None, bool]:
+        """What serves a request, and whether its answer says what was kept.
+
+        Raises:
+            ValueError: it asks for what cannot be done; for the client.
+        """
+        wanted = asked.of(req, inspection=self.inspection)
+        shows_kept = kept.wanted(wanted)
+        self.forcing.note(req, wanted)
+        served = self.policies.choose(wanted)
+        if shows_kept and served is not None and served.program.exchanged:
+            raise ValueError(kept.NOT_IN_STAGES.format(served.name))
+        return served, shows_kept
+
+    def refuses(self, req: Any) -> str | None:
+        """Why a request cannot have what it asks of policies; None: it can."""
+        try:
+            self._asked_for(req)
+        except ValueError as error:
+            return str(error)
+        return None
+
     def _take_assigned(self, req: Any) -> None:
         top = asked.assigned(req).get("top")
-        if top:
+        if top and req.beam_group is None:  # beams have distributions of their own
             self.raw.note(req, top)
         if asked.scores(req):
             internal.queue(req)
@@ -312,6 +329,8 @@ class Runtime:
             return
         if req.kv.kv_committed_len > state.prompt:
             req.skip_radix_cache_insert = True
+        if req.skip_radix_cache_insert and not state.progress.barred:
+            compat.keep_for_session(self.services.tree, req)
 
     def owned(self, req: Any, length: int) -> int:
         """Up to where SGLang frees a finished request's row as its own; above is what it ran ahead.

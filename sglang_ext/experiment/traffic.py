@@ -105,10 +105,14 @@ class Traffic:
                     labels = self.live.labels(assigned.get("arm"))
                     compat.set_labels(obj, labels, self._labels)
 
+    def is_policy(self, name: str) -> bool:
+        """Whether a request may be given a policy, or none, by this name."""
+        return name == NO_POLICY or name in self._policies
+
     def _alias(self, manager: Any, obj: Any) -> str | None:
         """The policy behind the model's name; SGLang takes it for a LoRA adapter's."""
         name = getattr(obj, "lora_path", None)
-        if not isinstance(name, str) or name not in (*self._policies, NO_POLICY):
+        if not isinstance(name, str) or not self.is_policy(name):
             return None
         if compat.is_adapter(manager, name):
             return None

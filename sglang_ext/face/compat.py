@@ -77,6 +77,7 @@ POOL_STATS = (
     "sglang.srt.managers.scheduler_components.pool_stats_observer."
     "SchedulerPoolStatsObserver.get_pool_stats"
 )
+BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
 UNCACHED_SIZES = (
     "sglang.srt.managers.scheduler_components.invariant_checker."
     "SchedulerInvariantChecker._get_total_uncached_sizes"
@@ -106,7 +107,7 @@ CHANGE = "kv_policy"  # method of control messages that are the plugin's
 _SCORING = "kv_policy_scoring"  # attribute of requests that score others
 
 # Routes whose bodies have no field for `custom_params`: SGLang reads over it.
-_WITHOUT_CUSTOM_PARAMS = ("/v1/messages", "/api/chat", "/api/generate")
+_WITHOUT_CUSTOM_PARAMS = ("/v1/messages", "/v1/responses", "/api/chat", "/api/generate")
 
 _HEALTH_ROUTES = ("/health", "/health_generate")
 
@@ -139,6 +140,14 @@ def _route(request: Any) -> str:
 def drops_custom_params(request: Any) -> bool:
     """Whether the route of an HTTP request reads over `custom_params` in its body."""
     return _route(request) in _WITHOUT_CUSTOM_PARAMS
+
+
+def adapter_read_over(request: Any, body: Mapping[str, Any]) -> str | None:
+    """What stands behind the model's name, on the one route of OpenAI's that reads over it."""
+    model = body.get("model")
+    if _route(request) != "/v1/responses" or not isinstance(model, str):
+        return None
+    return model.partition(":")[2].strip() or None
 
 
 def add_middleware(middleware: type) -> None:
@@ -713,12 +722,36 @@ def leave_out_of_metrics(request: Any) -> None:
     request.skip_radix_cache_insert = True
 
 
+def end_beams(coordinator: Any, request: Any) -> None:
+    """In the scheduler: forget the group of beams of a request that is refused."""
+    coordinator.retire_group(request)
+
+
 def found_unnoticed(tree: Any, key: Any) -> Any:
     """What the radix cache has of `key`; its order of eviction and its nodes stay as they are."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
     length, node, _ = tree.tree_core.match_full_device_prefix(key)
     return MatchResult(length, node, node, node)
+
+
+def keep_for_session(tree: Any, request: Any) -> None:
+    """Have a session (`--enable-session-radix-cache`) refer to the prompt of a request that ends.
+
+    SGLang does so where it leaves to the radix cache what a request has computed. A compressed
+    request has left its prompt there before, and leaves nothing at its end.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    if not getattr(tree, "enable_session_radix_cache", False):
+        return
+    if not request.finished() or isinstance(request.finished_reason, FINISH_ABORT):
+        return
+    key = RadixKey(request.origin_input_ids, request.extra_key, cache_salt=request.cache_salt)
+    length, node, _ = tree.tree_core.match_full_device_prefix(key.page_aligned(tree.page_size))
+    if length:
+        tree.session_refs.register_session_ref(request, leaf=node)
 
 
 def not_free(stats: Any, slots: int) -> Any:

@@ -12,7 +12,9 @@ heads and cost what they hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from kvpolicy.dsl.execute.kernels import Entries, Slots
@@ -147,11 +149,18 @@ def create_arena(
     head_dim: int,
     dtype: torch.dtype,
     device: str,
+    region: AbstractContextManager[Any] | None = None,
 ) -> Arena:
-    """Allocate the pool of the only stage: zeros, as SGLang's own buffers are; scales are 1."""
+    """Allocate the pool of the only stage: zeros, as SGLang's own buffers are; scales are 1.
+
+    Args:
+        region: in which the entries are allocated. SGLang may give its memory back and take other
+            (`--enable-memory-saver`), and scales have to stay.
+    """
     scales = None
     if dtype in FLOAT8:
         # Each row begins where kernels may read 16 bytes.
         scales = torch.ones((layers, 2, -(-kv_heads // 4) * 4), device=device)[:, :, :kv_heads]
-    storage = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device)
+    with region or nullcontext():
+        storage = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device)
     return Arena(storage, scales, spans=(range(layers),), stage=0)

@@ -98,15 +98,15 @@ class Driver:
 
         Args:
             options: `policy`, `custom` (further custom parameters), `stream`, `top` (so many of the
-                best logprobs of each token), `adapter` (the id of a LoRA adapter), and sampling
-                parameters.
+                best logprobs of each token), `adapter` (the id of a LoRA adapter), `session` (its
+                id), and sampling parameters.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         policy, stream = options.pop("policy", None), options.pop("stream", False)
         custom, top = options.pop("custom", {}), options.pop("top", 0)
-        adapter = options.pop("adapter", None)
+        adapter, session = options.pop("adapter", None), options.pop("session", None)
         custom = custom if policy is None else {"kv_policy": policy, **custom}
         ignore = "stop_token_ids" not in options
         options = {"temperature": 0.0, "ignore_eos": ignore, **options}
@@ -129,6 +129,7 @@ class Driver:
                 token_ids_logprob=None,
                 stream=stream,
                 lora_id=adapter,
+                session_id=session,
             )
         )
 

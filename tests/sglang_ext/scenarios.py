@@ -324,6 +324,25 @@ def starved(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return {"seen": seen, "tokens": tokens, **driver.left_over()}
 
 
+def sessions(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Two turns of a conversation, with others between them that fill the pool."""
+    driver, rnd = start(model, flags), random.Random(9)
+    found: dict[str, Any] = {}
+    for policy in ("none", "snapkv"):
+        first, session = prompt(rnd, 200), f"of {policy}"
+        driver.send(f"{policy} 1", first, policy=policy, session=session, max_new_tokens=12)
+        driver.finish()
+        for i in range(8):
+            driver.send(f"{policy} other {i}", prompt(rnd, 200), policy="none", max_new_tokens=4)
+            driver.finish()
+        again = [*first, *prompt(rnd, 20)]
+        driver.send(f"{policy} 2", again, policy=policy, session=session, max_new_tokens=4)
+        driver.finish()
+        found[policy] = driver.answers[f"{policy} 2"].cached_tokens
+        driver.flush()
+    return found | driver.left_over()
+
+
 def _found(driver: Driver, tokens: list[int]) -> int:
     """Tokens of a prompt that are in the radix cache."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -341,6 +360,7 @@ SCENARIOS = {
     "within": within,
     "evicted": evicted,
     "starved": starved,
+    "sessions": sessions,
 }
 
 

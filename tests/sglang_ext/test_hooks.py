@@ -16,6 +16,7 @@ from kvpolicy.sglang_ext.face.errors import Refused
 SIGNATURES = {
     compat.RUNNING_NEEDS: ["self", "req"],
     compat.ADD_CLI_ARGS: ["parser"],
+    compat.BEAMS: ["self", "req", "recv_req"],
     compat.FROM_CLI_ARGS: ["cls", "args"],
     compat.PUBLISH: ["server_args", "role"],
     compat.META_INFO: ["self", "meta_info", "state", "customized_info", "index", "finish_reason"],

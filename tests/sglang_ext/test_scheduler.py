@@ -129,6 +129,12 @@ def test_a_prompt_in_chunks_waits_for_room(run):
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
+def test_a_session_keeps_its_prompts_in_the_radix_cache(run):
+    seen = run("sessions", enable_session_radix_cache=True, max_total_tokens=800)
+    assert (seen["none"], seen["snapkv"]) == (200, 200)
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
+
+
 def test_many_more_requests_decode_at_once(run):
     seen = run("capacity")  # at 12.5 % kept
     assert seen["none"] == 3

@@ -281,6 +281,33 @@ def test_answers_that_are_not_streamed_carry_the_facts_in_a_header(server):
     assert streamed.text.count("data: ") > 2
 
 
+def test_beams_ask_as_other_requests_do(server):
+    """SGLang gives a request for beams other sampling options, without what it asks of policies."""
+
+    def ask(**custom):
+        sampling = {"max_new_tokens": 6, "beam_width": 2, "custom_params": custom}
+        body = {"input_ids": prompt(2, 200), "sampling_params": sampling}
+        return server.post("/generate", body)
+
+    def facts(**custom):
+        return ask(**custom).json()["meta_info"].get("kv_policy")
+
+    assert facts(kv_policy="h2o") == {
+        "policy": "h2o", "prompt_tokens": 200, "uncompressed": "beam_search",
+    }  # fmt: skip
+    assert facts(kv_policy="none") is None
+    for custom, why in (
+        ({"kv_policy": "nope"}, "this server has `snapkv`"),
+        ({"kv_policy_force": [5]}, "custom_params.kv_policy_force cannot be combined with beam se"),
+    ):
+        with ThreadPoolExecutor(2) as pool:
+            good = pool.submit(server.generate, input_ids=prompt(1, 200))
+            response = ask(**custom)
+            assert (response.status_code, why in response.text) == (400, True), response.text
+            assert good.result()["meta_info"]["completion_tokens"] == 16
+    assert facts(kv_policy="snapkv")["policy"] == "snapkv"
+
+
 def test_a_batch_may_mix_policies(server):
     names = ["snapkv", "none", "sinks-recent"]
     sampling = [{"max_new_tokens": 8, "custom_params": {"kv_policy": name}} for name in names]

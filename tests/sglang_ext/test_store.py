@@ -1,6 +1,7 @@
 """Private slots: pages, tables, accounting; and reading them back through entry lists."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -260,6 +261,30 @@ def _dense(q, kv, kept, prompt, scale):
             k, v = kv[layer, :, seen, group]
             out[layer, head] = (k @ q[layer, head] * scale).softmax(0) @ v
     return out
+
+
+def test_scales_stay_where_sglang_gives_the_memory_of_entries_back(monkeypatch):
+    """`--enable-memory-saver`: the weights' scales are written while the entries have none."""
+    made = []
+    for name in ("ones", "zeros"):
+        make = getattr(torch, name)
+
+        def within(*sizes, make=make, **options):
+            made.append(inside)
+            return make(*sizes, **options)
+
+        monkeypatch.setattr(torch, name, within)
+    inside = False
+
+    @contextmanager
+    def saved():
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    create_arena(1, 5, 2, 4, torch.float8_e4m3fn, "cpu", saved())
+    assert made == [False, True]  # scales, entries
 
 
 def test_what_the_weights_say_is_read_again_when_the_pool_is_emptied():

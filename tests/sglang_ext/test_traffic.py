@@ -560,7 +560,22 @@ def test_no_client_passes_the_checks(arrive, rid, starting, forged):
         arrive(rid, {"custom_params": forged}, "/generate", starting)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/api/generate"])
+@pytest.mark.parametrize(
+    ("path", "model", "named"),
+    [
+        ("/v1/responses", "m:lava", "lava"),
+        ("/llm/v1/responses", "m:none", "none"),
+        ("/v1/responses", "m", None),
+        ("/v1/responses", None, None),
+        ("/v1/completions", "m:lava", None),  # SGLang reads it there
+    ],
+)
+def test_what_stands_behind_the_models_name(path, model, named):
+    request = SimpleNamespace(scope={"path": path, "root_path": "/llm"})
+    assert compat.adapter_read_over(request, {"model": model}) == named
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/api/chat", "/api/generate"])
 def test_routes_are_known_below_a_root_path(path):
     def dropped(**scope):
         return compat.drops_custom_params(SimpleNamespace(scope=scope))
