@@ -31,6 +31,7 @@ from kvpolicy.evaluation.serving import GPU_FLAGS, has_gpu, serve
 _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 # Slots of a server's pool on a CPU, at least; SGLang sizes that of a GPU by its memory.
 _SLOTS = 16384
+_TIGHT = 256  # tokens; below, some samples of a task fit a length and others do not
 _LOADING = 1800  # seconds; a large model's weights take minutes to read
 
 
@@ -64,9 +65,7 @@ class Setup:
         return _sample(self.tokens, task, plan.form, length, index, plan.seed)
 
     def _count(self, task: str) -> int:
-        """Samples of a task: as many as were asked for, or as its file has."""
-        there = catalog.count_of(task)
-        return self.plan.samples if there is None else min(there, self.plan.samples)
+        return _count(task, self.plan.samples)
 
     def asked(self, task: str, length: int) -> tuple[int, int]:
         """Samples of a task and length, and the questions that they hold."""
@@ -96,13 +95,23 @@ class Setup:
         ]
 
 
+def _count(task: str, samples: int) -> int:
+    """Samples of a task: as many as were asked for, or as its file has."""
+    try:
+        there = catalog.count_of(task)
+    except ValueError as error:
+        raise refused("--tasks", "arguments", str(error)) from None
+    return samples if there is None else min(there, samples)
+
+
 def _sample(tokens: Tokens, task: str, form: str, length: int, index: int, seed: int) -> Sample:
     try:
         return catalog.sample(
             task, form=form, length=length, index=index, seed=seed, count=tokens.count
         )
     except ValueError as error:
-        raise refused("--tasks", "arguments", f"{task}, {length} tokens: {error}") from None
+        message = f"{task}, {length} tokens, sample {index}: {error}"
+        raise refused("--tasks", "arguments", message) from None
 
 
 def prepare(args: argparse.Namespace, command: str) -> Setup:
@@ -111,6 +120,9 @@ def prepare(args: argparse.Namespace, command: str) -> Setup:
     Raises:
         PolicyError: something cannot be used.
     """
+    if args.model is not None and Path(args.model).is_file():
+        message = "this is a file; --model is a folder"
+        raise refused(args.model, "file", message, f"name its folder: {Path(args.model).parent}")
     config = None if args.model is None else read_config(args.model)
     chosen, notes, found = _from_url(args) if args.url else _from_model(args, config)
     if not args.no_full:
@@ -214,11 +226,11 @@ def _tokenizer_of(found: Endpoint | None) -> str:
 def _check_samples(
     args: argparse.Namespace, tokens: Tokens, form: str, found: Endpoint | None
 ) -> None:
-    """Makes the first sample of each task and length, and tests what only samples tell."""
+    """Makes samples of each task and length, and tests what only samples tell."""
     most = _context(args, found)
     for task in args.tasks:
-        for length in args.lengths:
-            sample = _sample(tokens, task, form, length, 0, args.seed)
+        for length, index in _checked(args, task):
+            sample = _sample(tokens, task, form, length, index, args.seed)
             if found is not None and found.api == "openai" and sample.history == History.EVICTED:
                 message = f"`{task}` needs a server whose cache can be emptied, which is SGLang"
                 raise refused("--tasks", "arguments", message)
@@ -231,6 +243,14 @@ def _check_samples(
                 raise refused("--lengths", "arguments", message)
 
 
+def _checked(args: argparse.Namespace, task: str) -> Iterator[tuple[int, int]]:
+    """Length and index of the samples that are tested: the first, or all where they differ."""
+    for length in args.lengths:
+        differ = own_data.is_one(task) or length < _TIGHT
+        for index in range(_count(task, args.samples) if differ else 1):
+            yield length, index
+
+
 def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     """Tokens of prompt and answer that the model takes; None if not known."""
     words = " ".join(args.server_args).replace("--context-length=", "--context-length ").split()
@@ -240,8 +260,7 @@ def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     if found is not None:
         most = found.info.get("context_length")
         return most if isinstance(most, int) else None
-    path = Path(args.model)
-    config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    config = json.loads((Path(args.model) / "config.json").read_text())
     most = config.get("text_config", config).get("max_position_embeddings")
     return most if isinstance(most, int) else None
 

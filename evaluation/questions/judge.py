@@ -86,12 +86,13 @@ def _stands(item: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE) is not None
 
 
-def _flat(text: str) -> str:
+def flat(text: str) -> str:
+    """The text as it is compared: in any case and spacing."""
     return " ".join(text.casefold().split())
 
 
 def _any_of(answers: tuple[str, ...], text: str) -> float:
-    return float(any(_flat(answer) in _flat(text) for answer in answers))
+    return float(any(flat(answer) in flat(text) for answer in answers))
 
 
 def _overlap(answers: tuple[str, ...], text: str) -> float:
@@ -112,10 +113,10 @@ def _f1(expected: Counter[str], said: Counter[str]) -> float:
 
 
 def _one_class(answers: tuple[str, ...], classes: tuple[str, ...], text: str) -> float:
-    named = [name for name in classes if _flat(name) in _flat(text)]
+    named = [name for name in map(flat, classes) if name in flat(text)]
     best = 0.0
-    for answer in answers:
-        others = [name for name in named if name != answer and _flat(name) not in _flat(answer)]
+    for answer in map(flat, answers):
+        others = [name for name in named if name not in answer]
         if answer in named:
             best = max(best, 1 / (1 + len(others)))
     return best

@@ -41,8 +41,9 @@ MORE_TOKENS = 32
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the file."""
+    """A line of the file; `place` is its path and number."""
 
+    place: str
     context: str
     input: str
     answers: tuple[str, ...]
@@ -75,7 +76,8 @@ def sample(order: Order, form: str) -> Sample:
     """The question of a line, its context cut where it is too long.
 
     Raises:
-        ValueError: the file cannot be read, a line is bad, or there is no such line.
+        ValueError: the file cannot be read, a line is bad, there is no such line, or the length is
+            too short for it.
     """
     rows = _rows(order.task)
     if order.index >= len(rows):
@@ -86,11 +88,12 @@ def sample(order: Order, form: str) -> Sample:
     reference = " " + row.answers[0]
     most = max(order.count(answer) for answer in row.answers) * 3 // 2 + MORE_TOKENS
     turn = Turn(prompt, reference, row.answers, row.most_tokens or most, row.judge())
-    return order.sample(_cut(row.context, prompt, order), [turn])
+    return order.sample(_cut(row, prompt, order), [turn])
 
 
-def _cut(context: str, prompt: str, order: Order) -> str:
+def _cut(row: Row, prompt: str, order: Order) -> str:
     """The context, without its middle if the prompt would be longer than ordered."""
+    context = row.context
     if order.count(context + prompt) <= order.length:
         return context
 
@@ -103,7 +106,7 @@ def _cut(context: str, prompt: str, order: Order) -> str:
         return order.count(without_middle(kept) + prompt)
 
     if size(0) > order.length:
-        raise too_short(order.task, size(0), order.length)
+        raise ValueError(f"{row.place}: {too_short(order.task, size(0), order.length)}")
     return without_middle(largest(size, order.length, len(context), order.length * 3))
 
 
@@ -142,6 +145,8 @@ def _row(place: str, line: str) -> Row:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: it cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{place}: a line must be a JSON object")
     classes = _texts(place, fields, "all_classes") if fields.get("all_classes") else ()
@@ -151,8 +156,11 @@ def _row(place: str, line: str) -> Row:
     if metric == "classes" and not classes:
         raise ValueError(f"{place}: metric classes needs the field all_classes")
     answers = _texts(place, fields, "answers")
+    if metric == "classes" and not {*map(judge.flat, answers)} & {*map(judge.flat, classes)}:
+        raise ValueError(f"{place}: none of answers is one of all_classes")
     context, question = _text(place, fields, "context"), _text(place, fields, "input")
-    return Row(context, question, answers, metric, classes, _most_tokens(place, fields))
+    most = _most_tokens(place, fields)
+    return Row(place, context, question, answers, metric, classes, most)
 
 
 def _given(place: str, fields: dict, name: str) -> object:
@@ -165,7 +173,7 @@ def _text(place: str, fields: dict, name: str) -> str:
     value = _given(place, fields, name)
     if not isinstance(value, str):
         raise ValueError(f"{place}: {name} must be a text")
-    return value
+    return _whole(place, name, value)
 
 
 def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
@@ -173,7 +181,17 @@ def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
     texts = value if isinstance(value, list) else [value]
     if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
         raise ValueError(f"{place}: {name} must be a list of texts, none empty")
-    return tuple(texts)
+    return tuple(_whole(place, name, one) for one in texts)
+
+
+def _whole(place: str, name: str, text: str) -> str:
+    """The text; JSON can hold half of a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{place}: {name} has {half!r}, which is half of a character") from None
+    return text
 
 
 def _most_tokens(place: str, fields: dict) -> int | None:

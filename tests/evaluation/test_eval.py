@@ -1,12 +1,15 @@
 """`kvpolicy eval` without SGLang: what it refuses, what it writes, and how it goes on."""
 
 import json
+import re
 import signal
+from argparse import Namespace
 
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.evaluation import cli, records
-from kvpolicy.evaluation.asking import answers, endpoint
+from kvpolicy.evaluation.asking import answers, endpoint, eval_setup
 from kvpolicy.evaluation.asking.plan import Folder, Plan
 from kvpolicy.evaluation.asking.variants import Variant, full_kv
 
@@ -37,9 +40,11 @@ BAD = "policy: bad\nlanguage: 1\nkeep: recent(windw)\n"
         (["--policy", "lava", "--tasks", "niahh"], "unknown task 'niahh'; the tasks are"),
         (["--policy", "lava", "--tasks", "data:x.jsonl"], "x.jsonl: no such file"),
         (["--policy", "lava", "--lengths", "256,9000"], "the model reads at most"),
-        (["--policy", "lava", "--lengths", "9"], "niah, 9 tokens: "),
+        (["--policy", "lava", "--lengths", "9"], "niah, 9 tokens, sample 0: "),
+        (["--policy", "lava", "--tasks", "data:OWN"], "own.jsonl:2: a prompt of task"),
         (["--policy", "lava", "--tokenizer", "nowhere"], "no such folder with a tokenizer"),
         (["--policy", "lava", "--model", "nowhere"], "nowhere: error[file]: there is no such file"),
+        (["--policy", "lava", "--model", "CONFIG"], "this is a file; --model is a folder"),
         (["--policy", "lava", "--api", "openai"], "--api: error[arguments]: this belongs to --url"),
         (["--policy", "none", "--no-full"], "there is no policy to ask instead"),
     ],
@@ -48,11 +53,32 @@ def test_what_is_refused_before_anything_begins(words, message, tmp_path, model,
     """Exit code 2, a message, no server, no file."""
     bad = tmp_path / "bad.yaml"
     bad.write_text(BAD)
-    words = [str(bad) if word == "BAD" else word for word in words]
+    own = tmp_path / "own.jsonl"
+    row = {"context": "a", "answers": ["b"]}
+    own.write_text("".join(json.dumps({**row, "input": "c " * n}) + "\n" for n in (1, 300)))
+    config = f"{model}/config.json"
+    named = {"BAD": str(bad), "data:OWN": f"data:{own}", "CONFIG": config}
+    words = [named.get(word, word) for word in words]
     out = tmp_path / "out"
-    assert run(out, *(() if "--model" in words else ("--model", model)), *words) == 2
+    assert run(out, "--model", model, "--tokenizer", model, *words) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_every_sample_of_a_short_length_is_tried_before_anything_begins(model):
+    """The first one has room in 194 tokens of up to three letters, the second one has not."""
+
+    class Short:
+        encode = staticmethod(lambda text, special=True: re.findall(r"\w{1,3}|[^\w\s]", text))
+
+        def count(self, text):
+            return len(self.encode(text))
+
+    args = Namespace(tasks=["cwe"], lengths=[194], samples=1, seed=0, model=model, server_args=[])
+    eval_setup._check_samples(args, Short(), "words", None)
+    args.samples = 2
+    with pytest.raises(PolicyError, match="cwe, 194 tokens, sample 1: a prompt"):
+        eval_setup._check_samples(args, Short(), "words", None)
 
 
 @pytest.mark.parametrize(

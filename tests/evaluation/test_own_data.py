@@ -49,7 +49,7 @@ def test_a_line_says_how_it_is_judged(tmp_path):
     task = written(
         tmp_path,
         {**GOOD, "answers": ["a red house"], "metric": "f1", "most_tokens": 5},
-        {**GOOD, "answers": ["Sports"], "all_classes": ["Sports", "Politics"]},
+        {**GOOD, "answers": ["Sports"], "all_classes": ["SPORTS ", "Politics"]},
         {**GOOD, "answers": ["Sports"], "all_classes": ["Sports"], "metric": "contains"},
     )
     scores = [draw(task, index).turns[0].judge("red cat, Sports, Politics") for index in range(3)]
@@ -71,7 +71,9 @@ def test_a_long_context_loses_its_middle(tmp_path):
     assert 990 <= len(sample.context + sample.turns[0].prompt) <= 1000
     assert abs(sample.context.count("长") - sample.context.count("短")) <= 1
     task = written(tmp_path, {**GOOD, "context": context})
-    with pytest.raises(ValueError, match=r"needs at least 5 tokens, got 4"):
+    with pytest.raises(
+        ValueError, match=r"own.jsonl:1: a prompt .* needs at least 5 tokens, got 4"
+    ):
         draw(task, length=4)
 
 
@@ -89,6 +91,14 @@ def test_a_long_context_loses_its_middle(tmp_path):
         ({**GOOD, "metric": "classes"}, "metric classes needs the field all_classes"),
         ({**GOOD, "all_classes": [3]}, "all_classes must be a list of texts, none empty"),
         ({**GOOD, "most_tokens": 0}, "most_tokens must be a whole number above 0, got 0"),
+        ({**GOOD, "all_classes": ["Rome"]}, "none of answers is one of all_classes"),
+        ({**GOOD, "context": "a \ud800"}, r"context has '\ud800', which is half of a character"),
+        ({**GOOD, "answers": ["\udc00"]}, r"answers has '\udc00', which is half of a character"),
+        (
+            "[" * 100_000,
+            "it cannot be read: maximum recursion depth exceeded while decoding a JSON array from "
+            "a unicode string",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, row, what):

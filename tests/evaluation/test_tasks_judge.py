@@ -59,6 +59,7 @@ def test_own_data_classes_share_the_score():
     assert judged("sports news") == 1
     assert judged("Sports news or politics") == 0.5
     assert judged("Sports") == judged("Politics") == 0
+    assert judge.one_class(["Sports  news"], ["sports news", "Politics"])("sports news") == 1
 
 
 def test_judges_go_from_process_to_process():
