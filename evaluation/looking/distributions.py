@@ -111,12 +111,19 @@ def perplexity(logprobs: np.ndarray) -> float:
     return float(np.exp(-logprobs.mean()))
 
 
-def interval(parts: list[np.ndarray], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+def interval(
+    parts: list[np.ndarray], seed: int = 0, draws: int = 2000
+) -> tuple[float, float] | None:
     """95 % interval of the mean over all values; parts are drawn again whole (a bootstrap).
 
     Args:
         parts: values that hang together: of one text, or of neighbouring positions. At least one.
+
+    Returns:
+        The interval; None of a single part, which is the same whenever it is drawn.
     """
+    if len(parts) < 2:
+        return None
     sums = np.array([part.sum() for part in parts], dtype=np.float64)
     sizes = np.array([len(part) for part in parts])
     drawn = np.random.default_rng(seed).integers(len(parts), size=(draws, len(parts)))

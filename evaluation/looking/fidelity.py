@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.evaluation.asking.asking import in_threads
 from kvpolicy.evaluation.asking.facts import kept_share
 from kvpolicy.evaluation.asking.tokens import Tokens
@@ -43,19 +44,31 @@ class Text:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError for what cannot be used."""
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        raise refused(str(args.out), "file", "this is a file; --out is a folder")
     named = [each for file in args.text for each in _texts(file)]
+    if args.out is not None:
+        _make(args.out)
     with opened(args) as look:
         texts = [_split(look.tokens, name, text, args) for name, text in named]
         top = _top(args.top, look)
         results = list(_compared(look, texts, top))
     print("\n".join(fidelity_report.table(results)))
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for path in fidelity_report.write(results, args.out):
+        try:
+            paths = fidelity_report.write(results, args.out)
+        except OSError as error:
+            raise refused(str(args.out), "file", why(error, "cannot be written")) from None
+        for path in paths:
             print(f"{path}: written", file=sys.stderr)
     return 0
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise refused(str(folder), "file", "this is a file; --out is a folder") from None
+    except OSError as error:
+        raise refused(str(folder), "file", why(error, "cannot be made")) from None
 
 
 def _texts(file: str) -> Iterator[tuple[str, str]]:
@@ -70,9 +83,12 @@ def _texts(file: str) -> Iterator[tuple[str, str]]:
         name = f"{file}:{number}"
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+            text.encode()
+        except UnicodeEncodeError:
+            raise refused(name, "file", "the text has half of a character") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             text = None
-        if not isinstance(text, str) or not text.strip():
+        if text is None or not text.strip():
             raise refused(name, "file", 'this line is not {"text": "..."}')
         yield name, text
 

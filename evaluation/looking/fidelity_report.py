@@ -43,16 +43,18 @@ def table(results: Sequence[Compared]) -> list[str]:
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
-    low, high = summary.kl_interval()
-    least, most = summary.agreement_interval()
+    kl, agreement = f"{summary.kl.mean():.4f}", percent(summary.agree.mean())
+    if (of_kl := summary.kl_interval()) and (of_agreement := summary.agreement_interval()):
+        kl += " ({:.4f} to {:.4f})".format(*of_kl)
+        agreement += " ({:.1f} to {:.1f})".format(*(100 * share for share in of_agreement))
     with_policy, full = summary.perplexities()
     return (
         summary.title,
         "?" if summary.kept is None else percent(summary.kept),
-        f"{summary.kl.mean():.4f} ({low:.4f} to {high:.4f})",
+        kl,
         f"{np.median(summary.kl):.4f}",
         f"{np.percentile(summary.kl, 99):.4f}",
-        f"{percent(summary.agree.mean())} ({100 * least:.1f} to {100 * most:.1f})",
+        agreement,
         summary.first(greedy=False),
         summary.first(greedy=True),
         f"{with_policy:.5g} ({full:.5g})",
@@ -64,8 +66,10 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
     texts = {each.text: len(each.continuation) for each in results}
     positions = sum(texts.values())
     count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+    has_intervals = summaries(results)[0].kl_interval() is not None
+    intervals = "95 % intervals" if has_intervals else "no intervals, as they are one piece"
     yield (
-        f"{positions:,} positions of {count}; 95 % intervals; KL(full KV || policy) of the next "
+        f"{positions:,} positions of {count}; {intervals}; KL(full KV || policy) of the next "
         "token, every token before it given"
     )
     first = results[0]

@@ -101,12 +101,12 @@ class Summary:
         """Of all positions of all texts."""
         return np.concatenate([part.distance.agree for part in self.parts])
 
-    def kl_interval(self) -> tuple[float, float]:
-        """95 % interval of the mean KL."""
+    def kl_interval(self) -> tuple[float, float] | None:
+        """95 % interval of the mean KL; None where it is of one piece of a text."""
         return interval(self._drawn([part.distance.kl for part in self.parts]))
 
-    def agreement_interval(self) -> tuple[float, float]:
-        """95 % interval of the share of positions that agree."""
+    def agreement_interval(self) -> tuple[float, float] | None:
+        """95 % interval of the share of positions that agree; None as above."""
         return interval(self._drawn([part.distance.agree for part in self.parts]))
 
     def _drawn(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.evaluation.looking import inspect_page, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 from kvpolicy.evaluation.looking.look import Look, opened, text_of
@@ -25,15 +26,17 @@ def main(args: argparse.Namespace) -> int:
     for path in filter(None, (args.html, args.json)):
         if not path.absolute().parent.is_dir():
             raise refused(str(path), "file", "there is no such folder")
+        if path.is_dir():
+            raise refused(str(path), "file", "this is a folder; name a file")
     text = text_of(args.prompt)
     with opened(args) as look:
         kept = asked(look, text, args.new)
     _check_place(kept, args.layer, args.head)
-    _print(kept, args)
+    # What reads the output may close it early, as `head` does.
     for path, written in ((args.html, inspect_page.page), (args.json, _as_json)):
         if path is not None:
-            path.write_text(written(kept), encoding="utf-8")
-            print(f"{path}: written", file=sys.stderr)
+            _write(path, written(kept))
+    _print(kept, args)
     return 0
 
 
@@ -62,6 +65,14 @@ def _check_place(kept: Kept, layer: int | None, head: int | None) -> None:
         if index is not None and not 0 <= index < count:
             message = f"{index} is none of the model's {count} {what}, counted from 0"
             raise refused(option, "range", message)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise refused(str(path), "file", why(error, "cannot be written")) from None
+    print(f"{path}: written", file=sys.stderr)
 
 
 def _print(kept: Kept, args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """`kvpolicy fidelity` without a server: the distances, the summary, the files, what is refused."""
 
+import contextlib
 import csv
 import json
 import math
@@ -140,11 +141,15 @@ def test_policies_are_summarized_over_texts():
 
 
 def test_the_table_has_a_row_per_policy_and_says_what_it_means():
-    whole = [compared(), compared(policy="lava", seed=0, free=None)]
+    whole = [compared(positions=20), compared(policy="lava", seed=0, free=None, positions=20)]
     lines = fidelity_report.table(whole)
     assert lines[0].startswith("policy")
     assert lines[1].startswith("snapkv (capacity=5)  25.0 %")
     assert "0.0000 (0.0000 to 0.0000)" in lines[2]
+    assert lines[4].startswith("20 positions of 1 text; 95 % intervals; KL(")
+    alone = fidelity_report.table([compared()])
+    assert re.split("  +", alone[1])[2] == f"{compared().distance.kl.mean():.4f}"
+    assert alone[3].startswith("6 positions of 1 text; no intervals, as they are one piece; KL(")
     assert "KL is over the whole vocabulary of 40 tokens" in lines
     few = distributions(random_rows(0), 3), distributions(random_rows(1), 3)
     part = {"full": few[0], "other": few[1], "distance": distance(*few), "whole": False}
@@ -217,7 +222,9 @@ def test_bins_of_positions_are_means_over_all_texts():
         (["--text", "/nope"], "no such file"),
         (["--text", "TEXT", "--policy", "lava", "--set", "x.y=1"], "no policy here is called `x`"),
         (["--text", "TEXT", "--policy", "policies/../policies/nope.yaml"], "there is no such file"),
+        (["--text", "HALF.jsonl"], "HALF.jsonl:1: error[file]: the text has half of a character"),
         (["--text", "TEXT", "--out", "TEXT"], "this is a file; --out is a folder"),
+        (["--text", "TEXT", "--out", "TEXT/below"], "TEXT/below: error[file]: not a directory"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_server_starts(
@@ -227,10 +234,25 @@ def test_what_cannot_be_used_is_refused_before_a_server_starts(
     monkeypatch.setattr(look, "serve", None)
     (tmp_path / "TEXT").write_text("some words\n")
     (tmp_path / "LINES.jsonl").write_text('{"text": "a b c"}\n{"words": 1}\n')
-    words = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
+    (tmp_path / "HALF.jsonl").write_text(r'{"text": "a \ud800"}')
+    files = ("TEXT", "LINES", "HALF")
+    words = [str(tmp_path / word) if word.startswith(files) else word for word in words]
     assert main(["fidelity", "--policy", "snapkv", "--model", "examples/model-tiny", *words]) == 2
     error = capsys.readouterr().err
     assert sentence in error.splitlines()[0]
+
+
+def test_files_that_cannot_be_written_in_the_end_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "fidelity.csv").mkdir()
+    monkeypatch.setattr(fidelity, "opened", contextlib.nullcontext)
+    monkeypatch.setattr(fidelity, "_compared", lambda *args: [compared()])
+    monkeypatch.setattr(fidelity, "_texts", lambda file: [])
+    monkeypatch.setattr(fidelity, "_top", lambda *args: 1)
+    words = ["--text", "text.txt", "--out", str(tmp_path)]
+    assert main(["fidelity", "--policy", "snapkv", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("policy")
+    assert said.err == f"{tmp_path}: error[file]: is a directory\n"
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])

@@ -1,15 +1,17 @@
 """`kvpolicy inspect` without a server: the mask, the text's pieces, both views, what is refused."""
 
 import base64
+import contextlib
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kvpolicy.dsl.tools import cli
 from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.cli import main
-from kvpolicy.evaluation.looking import inspect_page, look, terminal
+from kvpolicy.evaluation.looking import inspect_page, inspect_prompt, look, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +196,35 @@ def test_a_server_that_does_not_say_what_is_kept_is_refused(capsys, tmp_path, mo
     assert "start that server with --kv-policy-allow-inspection" in error
 
 
+def test_the_files_are_written_whether_or_not_the_view_is_read(tmp_path, monkeypatch):
+    def closed(*args):
+        raise BrokenPipeError
+
+    path = tmp_path / "kept.json"
+    path.write_text("some words")
+    monkeypatch.setattr(inspect_prompt, "opened", contextlib.nullcontext)
+    monkeypatch.setattr(inspect_prompt, "asked", lambda *args: kept())
+    monkeypatch.setattr(inspect_prompt, "_print", closed)
+    monkeypatch.setattr(cli, "_discard_output", lambda: None)  # it closes that of the tests
+    words = ["inspect", "--policy", "snapkv", "--prompt", str(path), "--json", str(path)]
+    assert main(words) == 0
+    assert json.loads(path.read_text())["answer"] == "gold"
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("some words")
+    path = tmp_path / "kept.json"
+
+    def asked(*args):
+        path.mkdir()
+        return kept()
+
+    monkeypatch.setattr(inspect_prompt, "opened", contextlib.nullcontext)
+    monkeypatch.setattr(inspect_prompt, "asked", asked)
+    words = ["--policy", "snapkv", "--prompt", str(tmp_path / "text.txt"), "--json", str(path)]
+    assert refusal(capsys, *words) == f"{path}: error[file]: is a directory"
+
+
 def refusal(capsys, *words: str) -> str:
     assert main(["inspect", *words]) == 2
     error = capsys.readouterr().err
@@ -229,6 +260,10 @@ MODEL = "examples/model-tiny"
         (
             ["--policy", "snapkv", "--prompt", "TEXT", "--model", MODEL, "--json", "/no/x.json"],
             "no such folder",
+        ),
+        (
+            ["--policy", "snapkv", "--prompt", "TEXT", "--model", MODEL, "--html", "docs"],
+            "docs: error[file]: this is a folder; name a file",
         ),
         (["--policy", "snapkv", "--prompt", "TEXT", "--url", "http://127.0.0.1:9"], "nobody"),
         (
