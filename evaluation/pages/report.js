@@ -88,10 +88,10 @@ function drawTable(page) {
   const made = view === "figures" ? figureTable(page, series.map((i) => page.row(i, task)))
     : taskTable(page, series, view === "scores" ? scoreCell : differenceCell);
   byId("table-task").parentNode.hidden = view !== "figures";
-  const many = page.data.samples;
   byId("summary-about").textContent = (view === "figures" ? `${page.taskTitle(task)}. ` : "")
     + `Scores in percent with 95 % intervals; n = a/b: only a of b questions have an answer. `
-    + `${many} samples per task and length${many < 20 ? ": few, so the intervals are wide" : ""}.`;
+    + `${page.data.samples} samples per task and length`
+    + `${page.data.few ? ": few, so the intervals are wide" : ""}.`;
   page.sorting[view] ??= { column: null, down: true };
   sortable(byId("table"), made, page.sorting[view]);
 }

@@ -199,7 +199,7 @@ function needleCells(page, needle, series) {
   const edge = (depth) => Math.round((100 * depth) / depths);
   return needle.score[series].flatMap((row, depth) => row.map((value, i) => {
     const place = `depth ${edge(depth)} to ${edge(depth + 1)} %, ${page.data.lengths[i]} tokens`;
-    const score = value === null ? null : Math.round(100 * value);
+    const score = value === null ? null : rounded(value);
     return { depth: `${edge(depth)}-${edge(depth + 1)} %`, length: page.data.lengths[i], score,
       about: score === null ? `${place}: nothing asked`
         : `${place}: ${score} % of ${needle.count[series][depth][i]}` };

@@ -3,18 +3,22 @@
 
 const UNKNOWN = "-";
 const percent = (share) => (share === null ? UNKNOWN : `${Number((100 * share).toPrecision(3))} %`);
-const whole = (share) => Math.round(100 * share);
+// A share in percent, or in `parts` of one; halves go away from zero, as in summary.md.
+const rounded = (share, parts = 1) => Math.sign(share)
+  * Math.round(Math.abs(Number((100 * parts * share).toPrecision(4)))) / parts;
 const number = (value) => (value === null ? UNKNOWN : String(Number(value.toPrecision(3))));
 
 function scoreText(row) {
   if (!row.score) return row.answered < row.asked ? `n = ${row.answered}/${row.asked}` : UNKNOWN;
   const missing = row.answered < row.asked ? ` n = ${row.answered}/${row.asked}` : "";
-  return `${whole(row.score[0])} (${whole(row.score[1])} to ${whole(row.score[2])})${missing}`;
+  const [mean, low, high] = row.score.map((share) => rounded(share));
+  return `${mean} (${low} to ${high})${missing}`;
 }
 
-function points(value) {
-  const text = Math.abs(value) >= 0.005 ? String(Math.round(100 * value)) : (100 * value).toFixed(1);
-  return Number(text) === 0 ? "0" : value > 0 ? `+${text}` : text;
+// Whole points; tenths near zero, which an interval beside it must not seem to touch.
+function points(share) {
+  const value = rounded(share) || rounded(share, 10);
+  return value > 0 ? `+${value}` : `${value}`;
 }
 
 function differenceText(row) {

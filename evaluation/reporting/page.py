@@ -14,6 +14,7 @@ from kvpolicy.evaluation.reporting import summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.reporting.results import Series
+from kvpolicy.evaluation.reporting.statistics import FEW
 from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named, point
 from kvpolicy.experiments import offline_page
 
@@ -43,11 +44,11 @@ def page_data(summary: Summary) -> dict[str, Any]:
         "policies": [{"name": name, "about": about[name]} for name in policies],
         "series": [_series(series, policies, entries[series]) for series in results.series],
         "tasks": [
-            {"name": summary_text.short(task), "title": title}
-            for task, title in results.tasks.items()
+            {"name": results.short[task], "title": title} for task, title in results.tasks.items()
         ],
         "lengths": results.lengths,
-        "samples": results.plan["samples"],
+        "samples": summary_text.samples(results),
+        "few": results.samples[0] < FEW,
         "rows": [_row(summary, row) for row in summary.rows.values()],
         "fronts": _fronts(summary),
         "conversations": [
@@ -187,12 +188,13 @@ def _header(summary: Summary) -> str:
     plan = summary.results.plan
     server = plan.get("server") or {}
     layers, heads = server.get("L"), server.get("G")
+    samples = summary_text.samples(summary.results)
     facts = {
         "Model": plan.get("model"),
         "Server": " ".join(str(server[k]) for k in ("api", "version", "url") if server.get(k)),
         "KV cache": f"{layers} layers, {heads} KV heads" if layers and heads else None,
         "Machine": plan.get("machine"),
-        "Questions": f"{plan['samples']} samples of each task and length, seed {plan.get('seed')}",
+        "Questions": f"{samples} samples of each task and length, seed {plan.get('seed')}",
         "Prompts": ", ".join(str(n) for n in summary.results.lengths) + " tokens",
         "Answered": _answered(summary),
         "Stages": ", ".join(f"{name} {seconds:.0f} s" for name, seconds in _stages(plan)),

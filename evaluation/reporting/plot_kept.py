@@ -48,7 +48,7 @@ def kept(summary: Summary) -> Figure | None:
     figure.supylabel("layer.KV head", fontsize=9)
     shaded = ", shaded: what it asks for" if own[0].get("asked") else ""
     budget_text = f", {summary_text.percent(budget)} to be kept" if budget else ""
-    title = f"What is kept (dark) of one {summary_text.short(prompt[0])} prompt"
+    title = f"What is kept (dark) of one {summary.results.short[prompt[0]]} prompt"
     figure.suptitle(title + budget_text + shaded, fontsize=10)
     return figure
 

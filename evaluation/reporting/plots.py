@@ -117,12 +117,12 @@ def accuracy(summary: Summary) -> Figure | None:
         full = [summary.row(s, task).score for s in summary.results.series if s[0] == FULL]
         if full and full[0]:
             axis.axhline(100 * full[0].mean, **FULL_LINE, zorder=1)
-        axis.set_title("All tasks" if task is None else summary_text.short(task), fontsize=9)
+        axis.set_title("All tasks" if task is None else summary.results.short[task], fontsize=9)
         axis.set_ylim(-3, 103)
         axis.grid(alpha=0.25)
         axis.tick_params(labelsize=8)
     _share_axis(panels, summary)
-    samples = summary.results.plan["samples"]
+    samples = summary_text.samples(summary.results)
     figure.suptitle(f"Score against what is kept; bars: 95 % intervals of {samples} samples "
                     "per task and length", fontsize=10)  # fmt: skip
     has_full = any(series[0] == FULL for series in summary.results.series)
@@ -256,7 +256,7 @@ def needle(summary: Summary) -> Figure | None:
     bar.ax.tick_params(labelsize=8)
     figure.supxlabel("prompt tokens (grey: nothing was asked there)", fontsize=9)
     figure.supylabel("depth of the answer in the prompt, %", fontsize=9)
-    title = f"Where the needle is found: {summary_text.short(task)}"
+    title = f"Where the needle is found: {summary.results.short[task]}"
     figure.suptitle(title + (f", {summary_text.percent(budget)} asked for" if budget else ""),
                     fontsize=10)  # fmt: skip
     return figure

@@ -49,6 +49,18 @@ class Results:
     def lengths(self) -> list[int]:
         return sorted(self.plan["lengths"])
 
+    @cached_property
+    def short(self) -> dict[str, str]:
+        """What tasks are called, by name."""
+        parts = [_parts(task) for task in self.tasks]
+        return {task: _short(task, parts) for task in self.tasks}
+
+    @cached_property
+    def samples(self) -> tuple[int, int]:
+        """Samples of a task and length, the least and the most: a file may have few."""
+        counts = [self._questions(task, n)[0] for task in self.tasks for n in self.lengths]
+        return min(counts), max(counts)
+
     def asked(self, series: Series, task: str, length: int) -> tuple[int, int]:
         """How many samples a policy is asked about, and their questions; none at some lengths."""
         entry = next(e for e in self.plan["policies"] if (e["policy"], e["budget"]) == series)
@@ -79,6 +91,21 @@ class Results:
             return questions > samples
 
         return [task for task in self.tasks if any(several(task, n) for n in self.lengths)]
+
+
+def _parts(task: str) -> list[str]:
+    """Of the path of a user's own data; else the name."""
+    kind, _, path = task.partition(":")
+    return path.replace("\\", "/").split("/") if kind == "data" and path else [task]
+
+
+def _short(task: str, parts: list[list[str]]) -> str:
+    """A task's name; of a user's own data the file's, with the folders that others have not."""
+    own = _parts(task)
+    for count in range(1, len(own) + 1):
+        if [other[-count:] for other in parts].count(own[-count:]) == 1:
+            return "/".join(own[-count:])
+    return task
 
 
 def load(folder: Path) -> Results:

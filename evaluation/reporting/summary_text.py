@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 
 from kvpolicy.evaluation.records import FULL
-from kvpolicy.evaluation.reporting.results import Series
+from kvpolicy.evaluation.reporting.results import Results, Series
 from kvpolicy.evaluation.reporting.statistics import FEW, Estimate, Spread
 from kvpolicy.evaluation.reporting.summary import Row, Summary, Turns
 
@@ -14,12 +15,6 @@ EXPLAINED = (
     "Scores in percent with their 95 % intervals; `n = a/b`: only a of b questions have an answer, "
     "and the score is of those. All tasks: each task and length has the same weight."
 )
-
-
-def short(task: str) -> str:
-    """A task's name; of a user's own data the file's alone."""
-    kind, _, path = task.partition(":")
-    return path.replace("\\", "/").rpartition("/")[2] if kind == "data" and path else task
 
 
 def percent(share: float | None) -> str:
@@ -70,24 +65,28 @@ def scored(row: Row) -> str:
     missing = "" if row.complete else f"n = {row.answered}/{row.asked}"
     if row.score is None:
         return missing or UNKNOWN
-    mean, low, high = (100 * value for value in row.score)
-    return f"{mean:.0f} ({low:.0f} to {high:.0f})" + (f" {missing}" if missing else "")
+    mean, low, high = map(rounded, row.score)
+    return f"{mean} ({low} to {high})" + (f" {missing}" if missing else "")
+
+
+def rounded(share: float, step: str = "1") -> Decimal:
+    """In percent, from the four digits that the page has; halves go away from zero in both."""
+    return (100 * Decimal(f"{share:.4g}")).quantize(Decimal(step), ROUND_HALF_UP) + 0  # no -0
 
 
 def signed(estimate: Estimate | None) -> str:
     """A difference in points with its interval; in bold where the interval leaves zero out."""
     if estimate is None:
         return UNKNOWN
-    mean, low, high = (100 * value for value in estimate)
+    mean, low, high = estimate
     text = f"{_points(mean)} ({_points(low)} to {_points(high)})"
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
-def _points(value: float) -> str:
+def _points(share: float) -> str:
     """Whole points; tenths near zero, which an interval beside it must not seem to touch."""
-    if round(value):
-        return f"{value:+.0f}"
-    return f"{value:+.1f}" if abs(value) >= 0.05 else "0"
+    points = rounded(share) or rounded(share, "0.1")
+    return f"{points:+}" if points else "0"
 
 
 def milliseconds(spread: Spread | None) -> str:
@@ -101,7 +100,7 @@ def scores(summary: Summary, length: int | None = None) -> str:
     """The main table: policies and budgets down, tasks across, what was kept."""
     tasks = list(summary.results.tasks)
     across = [None, *tasks] if len(tasks) > 1 else tasks
-    head = ["policy", "asked", "kept", *(short(task) if task else "all tasks" for task in across)]
+    head = ["policy", "asked", "kept", *_names(summary, across)]
     rows = []
     for series in summary.results.series:
         total = summary.row(series, None, length)
@@ -120,7 +119,12 @@ def differences(summary: Summary) -> str:
         for series in summary.results.series
         if series[0] != FULL
     ]
-    return table(["policy", *(short(task) if task else "all tasks" for task in across)], rows)
+    return table(["policy", *_names(summary, across)], rows)
+
+
+def _names(summary: Summary, tasks: Sequence[str | None]) -> list[str]:
+    """Of columns; None: over all tasks."""
+    return [summary.results.short[task] if task else "all tasks" for task in tasks]
 
 
 def costs(summary: Summary) -> str:
@@ -143,7 +147,7 @@ def conversations(summary: Summary) -> str:
     """First and later questions of the tasks that ask several of one context."""
     kinds = [(task, turns) for task in summary.results.conversations()
              for turns in (Turns.FIRST, Turns.LATER)]  # fmt: skip
-    head = ["policy", *(f"{short(task)}: {turns}" for task, turns in kinds)]
+    head = ["policy", *(f"{summary.results.short[task]}: {turns}" for task, turns in kinds)]
     rows = [
         [name(series), *(scored(summary.row(series, task, turns=turns)) for task, turns in kinds)]
         for series in summary.results.series
@@ -154,13 +158,14 @@ def conversations(summary: Summary) -> str:
 def markdown(summary: Summary) -> str:
     """All of summary.md."""
     plan = summary.results.plan
+    short = summary.results.short
     tasks = "\n".join(
-        f"* `{short(task)}`: {title}" for task, title in summary.results.tasks.items()
+        f"* `{short[task]}`: {title}" for task, title in summary.results.tasks.items()
     )
     parts = [
         "# What the policies cost",
         f"    {plan['command']}" if plan.get("command") else "",
-        EXPLAINED + _few(plan["samples"]),
+        EXPLAINED + _few(summary.results),
         scores(summary),
         tasks,
         *_each_length(summary),
@@ -181,10 +186,16 @@ _COSTS = (
 )
 
 
-def _few(samples: int) -> str:
-    if samples >= FEW:
+def samples(results: Results) -> str:
+    """How many a task and length have: `100`, or `12 to 100`."""
+    least, most = results.samples
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _few(results: Results) -> str:
+    if results.samples[0] >= FEW:
         return ""
-    return f" With {samples} samples per task and length the intervals are wide: ask more."
+    return f" With {samples(results)} samples per task and length the intervals are wide: ask more."
 
 
 def _has_full(summary: Summary) -> bool:

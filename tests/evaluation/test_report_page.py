@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.evaluation.records import FULL
-from kvpolicy.evaluation.reporting import page, results
+from kvpolicy.evaluation.reporting import page, results, summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.summary import Summary, Turns
 from kvpolicy.experiments import offline_page
@@ -369,14 +369,36 @@ def test_small_runs_are_drawn_too(browser, case, tmp_path):
     drawn = browser.run("""return {
         rows: $$("#table tbody tr").map((row) => row.textContent), broken: broken(document),
         charts: $$("#accuracy-panels svg, #pareto-panel svg").length,
+        about: byId("summary-about").textContent,
         hidden: $$("[hidden]").map((node) => node.id)};""")  # fmt: skip
     assert browser.problems == []
     assert drawn["broken"] == 0
     assert drawn["charts"] == 2
+    assert drawn["about"].endswith("2 samples per task and length: few, so the intervals are wide.")
     assert len(drawn["rows"]) == (1 if case in ("full alone", "no full") else 2)
     assert {"needle", "turns", "kept", "to-needle", "to-kept"} <= set(drawn["hidden"])
     if case == "interrupted":
         assert "n = 0/2" in drawn["rows"][1]
+
+
+def test_figures_are_rounded_as_in_the_summary(opened):
+    shares = [each / 4000 for each in range(-140, 141)] + [0.145, 0.625, 1 / 3]
+    drawn = opened.run(f"""return {json.dumps(shares)}.map((share) =>
+        [points(share), differenceText({{ difference: [share, share, share] }}).split(" ")[0],
+         `${{rounded(share)}}`]);""")
+    for share, shown in zip(shares, drawn, strict=True):
+        signed = summary_text.signed((share, share, share)).strip("*").split(" ")[0]
+        assert shown == [signed, signed, str(summary_text.rounded(share))]
+
+
+def test_the_page_says_how_many_samples_a_file_has(tmp_path):
+    plan = made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), lengths=(512,))
+    plan["questions"] = {"niah": {"512": [12, 12]}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    summary = Summary(results.load(tmp_path))
+    data = page.page_data(summary)
+    assert (data["samples"], data["few"]) == ("12", True)
+    assert "<dd>12 samples of each task and length, seed 0</dd>" in page.text(summary)
 
 
 def test_turns_stand_in_the_order_of_the_scripts():

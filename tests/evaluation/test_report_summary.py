@@ -107,6 +107,18 @@ def test_few_samples_are_said(tmp_path):
     assert "With 30 samples" not in text
 
 
+def test_a_file_may_have_fewer_samples_than_were_asked_for(tmp_path):
+    path = folder(tmp_path, [full(0, 1.0)], tasks=("niah", "data:my.jsonl"), samples=100)
+    assert Summary(results.load(path)).results.samples == (100, 100)
+    plan = json.loads((path / "plan.json").read_text())
+    plan["questions"] = {"niah": {"512": [100, 100]}, "data:my.jsonl": {"512": [12, 12]}}
+    (path / "plan.json").write_text(json.dumps(plan))
+    text = summary_text.markdown(Summary(results.load(path)))
+    assert "With 12 to 100 samples per task and length the intervals are wide" in text
+    plan["tasks"] = {"data:my.jsonl": "my"}
+    assert summary_text.samples(results.Results(plan, (), ())) == "12"
+
+
 def test_questions_of_one_sample_count_as_one(tmp_path):
     """Ten samples of two questions that fall together are ten units, not twenty."""
     records = [full(i, float(i < 7), turn=turn) for i in range(10) for turn in range(2)]
@@ -213,10 +225,33 @@ def test_names_and_sizes():
     assert summary_text.size(1536) == "1.5 KiB"
     assert summary_text.size(1011) == "1010 B"
     assert summary_text.milliseconds((1.2345, 0.98765, 12.3)) == "1230 (988 to 12300)"
-    assert summary_text.short("data:/home/me/my.jsonl") == "my.jsonl"
-    assert summary_text.short("multiturn-copy") == "multiturn-copy"
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    tasks = {
+        "niah": "niah",
+        "data:/home/me/my.jsonl": "my.jsonl",
+        "data:q.jsonl": "data:q.jsonl",
+        "data:a/q.jsonl": "a/q.jsonl",
+        "data:x/b/q.jsonl": "x/b/q.jsonl",
+        "data:y\\b\\q.jsonl": "y/b/q.jsonl",
+    }
+    summary = summarised(tmp_path, [full(0, 1.0)], tasks=tasks)
+    assert summary.results.short == tasks
+    text = summary_text.markdown(summary)
+    assert all(f"* `{name}`: " in text for name in tasks.values())
 
 
 def test_an_interval_beside_zero_is_not_shown_as_touching_it():
     assert summary_text.signed((-0.03, -0.06, -0.002)) == "**-3 (-6 to -0.2)**"
     assert summary_text.signed((-0.03, -0.06, 0.0)) == "-3 (-6 to 0)"
+
+
+def test_halves_go_away_from_zero():
+    assert summary_text.signed((-0.025, -0.145, 0.005)) == "-3 (-15 to +1)"
+    assert summary_text.signed((0.0025, -0.0049, 0.00049)) == "+0.3 (-0.5 to 0)"
+    assert [str(summary_text.rounded(share)) for share in (0.125, 0.145, -1e-9)] == [
+        "13",
+        "15",
+        "0",
+    ]
