@@ -179,9 +179,10 @@ def _text(place: str, fields: dict, name: str) -> str:
 def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
     value = _given(place, fields, name)
     texts = value if isinstance(value, list) else [value]
-    if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
+    whole = [_whole(place, name, one) for one in texts if isinstance(one, str) and one.strip()]
+    if not texts or len(whole) < len(texts):
         raise ValueError(f"{place}: {name} must be a list of texts, none empty")
-    return tuple(_whole(place, name, one) for one in texts)
+    return tuple(whole)
 
 
 def _whole(place: str, name: str, text: str) -> str:
