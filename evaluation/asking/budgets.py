@@ -7,6 +7,8 @@ the prompt; everything is L x G x N entries.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +17,7 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
+from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
 # Relative distance from the asked share within which a value is taken; one entry of each layer and
@@ -100,11 +103,12 @@ def solve(
     chosen = None
     ratios = [param for param in program.params.values() if param.unit == "ratio"]
     counts = [param for param in program.params.values() if param.unit == "tokens"]
+    present = bind(program, shape, given).params
     for param in [*ratios, *counts]:
         if rank[:2] == (len(shares) * len(lengths), True) and param in counts:
             break
         others = {name: value for name, value in given.items() if name != param.name}
-        search = _Search(program, shape, others, param)
+        search = _Search(program, shape, others, param, float(present[param.name]))
         found = {share: values for share in shares if (values := search.values(share, lengths))}
         reached = sum(len(value.lengths) for values in found.values() for value in values)
         new = (reached, param.unit == "ratio", -search.distance(found))
@@ -114,12 +118,17 @@ def solve(
 
 
 class _Search:
-    """Values of one parameter."""
+    """Values of one parameter; `present` is the one that it has, which the policy accepts."""
 
     def __init__(
-        self, program: Program, shape: ModelShape, given: Mapping[str, str], param: Param
+        self,
+        program: Program,
+        shape: ModelShape,
+        given: Mapping[str, str],
+        param: Param,
+        present: float,
     ) -> None:
-        self._param = param
+        self._param, self._present = param, present
         self._everything = shape.layers * shape.kv_heads
         self._ratio = param.unit == "ratio"
 
@@ -165,6 +174,11 @@ class _Search:
 
     def _proposed(self, share: float, length: int) -> Iterator[str]:
         """Values to try, the preferred ones first: a share is best as round as it was asked."""
+        if self._param.choices:
+            wanted = share * self._everything * length
+            texts = map(shown, self._param.choices)
+            yield from sorted(texts, key=lambda text: abs(self._kept(text, length)[0] - wanted))
+            return
         if self._ratio:
             yield from (_text(share), _text(share / 2))
         nearest = self._nearest(share, length)
@@ -188,19 +202,21 @@ class _Search:
     def _nearest(self, share: float, length: int) -> str | None:
         """The value at which the entries come closest to a share, if they follow it upwards."""
         wanted = share * self._everything * length
-        low, high = (1, _FINE) if self._ratio else (1, length)
+        step = 2 if self._param.odd else 1
+        tried = range(1, _FINE + 1) if self._ratio else range(1, length + 1, step)
         number = (lambda i: _text(i / _FINE)) if self._ratio else str
-        if self._kept(number(high), length)[0] < wanted * (1 - TOLERANCE):
+
+        def entries(i: int) -> float:
+            size = self._kept(number(i), length)[0]
+            # A value that is refused is too large above the present one, and too small below it.
+            return math.inf if size < 0 and float(number(i)) > self._present else size
+
+        if entries(tried[-1]) < wanted * (1 - TOLERANCE):
             return None
-        if self._kept(number(low), length)[0] > wanted * (1 + TOLERANCE):
+        if entries(tried[0]) > wanted * (1 + TOLERANCE):
             return None
-        while low < high - 1:
-            middle = (low + high) // 2
-            if self._kept(number(middle), length)[0] <= wanted:
-                low = middle
-            else:
-                high = middle
-        ends = [number(low), number(high)]
+        over = bisect_right(tried, wanted, key=entries)
+        ends = [number(i) for i in tried[max(0, over - 1) : over + 1]]
         return min(ends, key=lambda text: abs(self._kept(text, length)[0] - wanted))
 
     def distance(self, found: Mapping[float, Sequence[Value]]) -> float:

@@ -135,6 +135,28 @@ def test_a_policy_of_ones_own():
 
 
 @pytest.mark.parametrize(
+    ("param", "require", "value"),
+    [
+        ("default: 100, unit: tokens, max: 300", "", "90"),
+        ("default: 80, unit: tokens, min: 80, max: 95", "", "90"),
+        ("default: 90, unit: tokens", "last <= 95", "90"),
+        ("default: 99, unit: tokens, odd: true, max: 201", "", "89"),
+        ("default: 10, unit: tokens, choices: [10, 91, 101]", "", "91"),
+        ("default: 0.1, unit: ratio, choices: [0.1, 0.226, 0.25]", "", "0.226"),
+    ],
+)
+def test_values_that_a_policy_refuses_are_none_to_choose(param, require, value):
+    tokens = "last" if "tokens" in param else "floor(last * prompt)"
+    source = Source(
+        "mine.yaml",
+        f"policy: mine\nlanguage: 1\nabout: a test\nparams:\n  last: {{{param}}}\n"
+        f"require: [{require}]\nkeep: sinks(10) or recent({tokens})\n",
+    )
+    _, solved = solve(load(source).require(), SHAPE, {}, [0.25], [400])
+    assert [each.value for each in solved[0.25]] == [value]
+
+
+@pytest.mark.parametrize(
     ("words", "settings", "message"),
     [
         (["lavva"], [], "did you mean `lava`?"),
