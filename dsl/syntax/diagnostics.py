@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvpolicy.dsl.syntax.source import Source, Span
 
 MAX_LINE = 160  # characters of a source line that a message shows
+MAX_SHOWN = 72  # characters of what an author wrote within a sentence
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from kvpolicy.dsl.syntax.diagnostics import MAX_SHOWN, on_one_line
 from kvpolicy.dsl.syntax.grammar import literals, parser
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import (
@@ -34,7 +35,8 @@ from lark.tree import Meta
 
 MAX_CHARACTERS = 2_000
 MAX_DEPTH = 40
-MAX_EXPONENT = 300
+_MAX_EXPONENT = 300
+NUMBERS = f"numbers are at most 1e{_MAX_EXPONENT}, exponents -{_MAX_EXPONENT} to {_MAX_EXPONENT}"
 
 _COMPARISONS = {
     "<": "less",
@@ -237,12 +239,20 @@ def _error(message: str, token: Token, help: str | None = None) -> ExpressionErr
     return ExpressionError("syntax", message, token.start_pos, token.end_pos, help)
 
 
+def number_of(text: str) -> Fraction | None:
+    """The value of a number as it is written; None where it is not within NUMBERS, or too long."""
+    exponent = text.partition("e")[2]
+    if len(text) > MAX_CHARACTERS or abs(int(exponent or 0)) > _MAX_EXPONENT:
+        return None
+    value = Fraction(text)
+    return value if abs(value) <= 10**_MAX_EXPONENT else None
+
+
 def _number(token: Token) -> Fraction:
-    _, _, exponent = token.partition("e")
-    if exponent and (len(exponent) > 4 or abs(int(exponent)) > MAX_EXPONENT):
-        help = f"the exponent may be -{MAX_EXPONENT} to {MAX_EXPONENT}"
-        raise _error(f"`{token}` is out of range", token, help)
-    return Fraction(token)
+    value = number_of(token)
+    if value is None:
+        raise _error(f"`{on_one_line(token, MAX_SHOWN)}` is out of range", token, NUMBERS)
+    return value
 
 
 def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:

@@ -11,8 +11,8 @@ from fractions import Fraction
 from typing import Any
 
 from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item, read_block, whole
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
-from kvpolicy.dsl.syntax.expression import MAX_EXPONENT, ExpressionError, parse_expression
+from kvpolicy.dsl.syntax.diagnostics import MAX_SHOWN, Diagnostic, did_you_mean, listed, on_one_line
+from kvpolicy.dsl.syntax.expression import NUMBERS, ExpressionError, number_of, parse_expression
 from kvpolicy.dsl.syntax.sections import FILE, Key
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Expr
@@ -167,11 +167,12 @@ class _Reader:
         return None
 
     def number(self, node: Scalar, key: Key, path: str) -> Fraction | None:
+        help = None
         if _NUMBER.fullmatch(node.text):
-            _, _, exponent = node.text.partition("e")
-            if abs(int(exponent or 0)) <= MAX_EXPONENT:
-                return Fraction(node.text)
-        self.error("key", f"`{path}` takes a number, not {_shown(node)}", _visible(node))
+            value, help = number_of(node.text), NUMBERS
+            if value is not None:
+                return value
+        self.error("key", f"`{path}` takes a number, not {_shown(node)}", _visible(node), help)
         return None
 
     def literal(self, node: Scalar, key: Key, path: str) -> Fraction | bool | None:
@@ -223,7 +224,7 @@ def _kind(node: YamlNode) -> str:
 
 def _shown(node: Scalar) -> str:
     """The text for a message."""
-    return f"`{node.text}`" if node.text.strip() else "nothing"
+    return f"`{on_one_line(node.text, MAX_SHOWN)}`" if node.text.strip() else "nothing"
 
 
 def _visible(node: Scalar) -> Span:

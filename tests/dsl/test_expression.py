@@ -201,6 +201,13 @@ def test_which_of_two_defects_is_reported(text, message):
         parse_expression(text, lambda offset: offset)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 301 + ".5", "9e300", "a * " + "9" * 1900])
+def test_numbers_out_of_range(text):
+    with pytest.raises(ExpressionError, match=r"`9[^`]*` is out of range") as error:
+        parse_expression(text, lambda offset: offset)
+    assert len(error.value.message) < 100
+
+
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
 def test_spans_cover_the_text(number):
     source, scalar = EXPRESSIONS[number]
