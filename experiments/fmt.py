@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import yaml
 from kvpolicy.dsl.syntax.comments import Comment, find_comments
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, why
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.library import rewrite
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode
 from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
@@ -47,11 +48,7 @@ def format_file(path: Path, write: bool = True) -> bool:
     if text == found.source.text:
         return False
     if write:
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            reason = why(error, "it cannot be written")
-            raise PolicyError([Diagnostic("file", reason)], found.source) from None
+        rewrite(path, text, found.source.name)
     return True
 
 

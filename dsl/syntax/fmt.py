@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpolicy.dsl.syntax.comments import Comment, find_comments
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, why
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
-from kvpolicy.dsl.syntax.library import find, read_source
+from kvpolicy.dsl.syntax.library import find, read_source, rewrite
 from kvpolicy.dsl.syntax.parse import parse
 from kvpolicy.dsl.syntax.sections import FILE, Key
 from kvpolicy.dsl.syntax.source import Source
@@ -40,11 +40,7 @@ def format_file(path: Path, write: bool = True) -> bool:
     if text == source.text:
         return False
     if write:
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            reason = why(error, "it cannot be written")
-            raise PolicyError([Diagnostic("file", reason)], source) from None
+        rewrite(path, text, source.name)
     return True
 
 

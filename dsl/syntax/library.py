@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import stat
 from pathlib import Path
 
@@ -90,3 +91,24 @@ def read_file(path: Path, name: str) -> Source:
     except UnicodeDecodeError:
         raise refused(name, "file", "the file is not UTF-8 text") from None
     return Source(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def rewrite(path: Path, text: str, name: str) -> None:
+    """Writes another text to a file that messages call by a name; if that fails, it stays as it is.
+
+    Raises:
+        PolicyError: it cannot be written.
+    """
+    file = path.resolve()  # a link stays one
+    new = file.with_name(f".{file.name}.new")
+    try:
+        with file.open("r+"):  # what is write-protected is not replaced either
+            pass
+        try:
+            new.write_text(text, encoding="utf-8")
+            shutil.copymode(file, new)
+            new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise refused(name, "file", why(error, "it cannot be written")) from None

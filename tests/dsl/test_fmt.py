@@ -1,5 +1,7 @@
 """`kvpolicy fmt`: canonical, idempotent, same meaning, comments kept."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,33 @@ def test_writes_only_what_changes(tmp_path):
     assert format_file(path)
     assert path.read_text().startswith("policy")
     assert not format_file(path)
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_is(tmp_path, monkeypatch):
+    def full(path, text, **options):
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path, text = tmp_path / "x.yaml", "language: 1\npolicy: x\nkeep: recent(4)\n"
+    path.write_text(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(PolicyError, match="no space left"):
+            format_file(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == text
+
+
+def test_links_and_permissions_stay(tmp_path):
+    path, link = tmp_path / "x.yaml", tmp_path / "link.yaml"
+    path.write_text("language: 1\npolicy: x\nkeep: recent(4)\n")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    assert format_file(link)
+    assert link.is_symlink()
+    assert path.read_text().startswith("policy")
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_comment_before_what_braces_hold_goes_behind_it():
