@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.ir.ranges import shown
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.tools.commands import execute
 from kvpolicy.dsl.tools.explain_sections import decode_words, layers_text, runs
 from kvpolicy.dsl.tools.units import size_text
@@ -96,11 +98,14 @@ def _change(
 
 def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:
     """What both keep of random tensors; sharpened queries, so that scores differ clearly."""
-    small = ModelShape(
-        min(shape.layers, _LAYERS), shape.heads, shape.kv_heads, min(shape.head_dim, _SIZE)
-    )
+    small = replace(shape, layers=min(shape.layers, _LAYERS), head_dim=min(shape.head_dim, _SIZE))
     tokens = min(length, _TOKENS)
-    bounds = [bind(program, small) for program in programs]
+    try:
+        bounds = [bind(program, small) for program in programs]
+    except PolicyError:  # one requires more layers; the sample has fewer tokens of all of them
+        small = replace(small, layers=shape.layers)
+        tokens = min(length, max(1, _TOKENS * _LAYERS // shape.layers))
+        bounds = [bind(program, small) for program in programs]
     # Which queries deeper layers read is known only where tokens have been propagated.
     propagate = any(bound.propagates for bound in bounds)
     queries = tokens if propagate else max(bound.queries(tokens) for bound in bounds)

@@ -304,6 +304,17 @@ def test_diff(model, tmp_path, capsys):
     assert diff("snapkv", str(tmp_path / "missing.yaml")) == 2
 
 
+def test_diff_of_policies_that_require_more_layers_than_a_sample_has(tmp_path, capsys):
+    config, policy = tmp_path / "config.json", tmp_path / "deep.yaml"
+    config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 16}))
+    policy.write_text("policy: deep\nlanguage: 1\nrequire: [layers > 8]\nkeep: recent(100)\n")
+    words = ["diff", str(policy), "snapkv", "--model", str(config), "--length", "3000"]
+    assert main(words) == 1
+    lines = section(capsys.readouterr().out, "Overlap on a sample")
+    assert "16 layers" in lines[0]
+    assert lines[0].endswith(" 1,024 tokens")
+
+
 def test_shipped_policies_pass_their_tests(capsys):
     assert main(["test"]) == 0
     assert " 0 failed (interpreter and torch)" in capsys.readouterr().out
