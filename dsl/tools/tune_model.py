@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from torch import Tensor
 
 # Model types whose layers take hidden states and positions as Llama's do.
@@ -50,9 +50,11 @@ class LayeredModel:
             )
             self.device = torch.device(chosen)
             self.body = body.to(self.device).eval()
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise refused(self.folder, "file", f"the model cannot be loaded: {reason}") from None
+        except PolicyError:
+            raise
+        except Exception as error:  # of damaged weights, one of safetensors' own
+            message = f"the model cannot be loaded: {_reason(error)}"
+            raise refused(self.folder, "file", message) from None
         self.layers = len(self.body.layers)
         self._seen: tuple[Tensor, Tensor, Tensor]  # q, k and v, from the first layer on
 
@@ -67,8 +69,8 @@ class LayeredModel:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True
             )
-        except (OSError, ValueError) as error:
-            message = f"the model's tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+        except Exception as error:  # of a damaged file, any
+            message = f"the model's tokenizer cannot be loaded: {_reason(error)}"
             help = 'give token ids instead, `{"input_ids": [...]}`'
             raise refused(self.folder, "file", message, help) from None
         return list(tokenizer(text)["input_ids"])
@@ -123,6 +125,11 @@ class LayeredModel:
             q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=grouped
         )
         return out.transpose(1, 2).contiguous(), None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what transformers says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _transformers() -> Any:

@@ -41,7 +41,7 @@ def read_prompts(files: Sequence[str | Path]) -> list[tuple[str, Prompt]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = why(error, "cannot be read")
     except UnicodeDecodeError:
@@ -58,6 +58,10 @@ def _prompt(place: str, line: str) -> Prompt:
         keys = [key for key in ("input_ids", "text", "prompt") if key in value]
         value = value[keys[0]] if keys else None
     if isinstance(value, str) and value.strip():
+        half = next((each for each in value if "\ud800" <= each <= "\udfff"), None)
+        if half is not None:
+            message = f"the text of this line holds half a character, {half!a}"
+            raise refused(place, "file", message, "write the character whole, or leave it out")
         return value
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         return value

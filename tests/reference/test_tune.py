@@ -199,6 +199,12 @@ def test_prompts_may_hold_ends_of_lines_of_any_kind(end, tmp_path):
     assert read_prompts([path]) == [(f"{path}:1", texts[0]), (f"{path}:2", texts[1])]
 
 
+def test_a_byte_order_mark_is_not_part_of_a_prompt(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"one"', encoding="utf-8-sig")
+    assert read_prompts([path]) == [(f"{path}:1", "one")]
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_model_types(kind, tmp_path, prompts, capsys):
     import transformers
@@ -247,6 +253,12 @@ def test_parameters_that_cannot_be_chosen(policy, parameter, more, message, prom
         ("fastkv", '{"question": "?"}', [], "this line is no prompt"),
         ("fastkv", "[]", [], "this line is no prompt"),
         ("fastkv", "[1, 2.5]", [], "this line is no prompt"),
+        (
+            "fastkv",
+            '\n"a \\ud800 b"',
+            [],
+            "prompts.jsonl:2: error[file]: the text of this line holds half",
+        ),
         ("fastkv", "[5, 6, 7]", [], "all of the prompt's 3 tokens go deeper"),
         ("fastkv", json.dumps([5] * 50), ["--set", "tsp_rate=1"], "all of the prompt's 50 tokens"),
         ("fastkv", json.dumps([5] * 50 + [512]), [], "token id 512: the model has 512 tokens"),
@@ -272,6 +284,17 @@ def test_models_that_cannot_be_used(tmp_path, prompts, capsys):
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt_neox"}))
     assert tune("fastkv", [prompts], model=str(folder)) == 2
     assert "not gpt_neox" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(config))
+    [weights] = Path(MODEL).glob("*.safetensors")
+    (folder / weights.name).write_bytes(weights.read_bytes()[:2000])
+    assert tune("fastkv", [prompts], model=str(folder)) == 2
+    assert "the model cannot be loaded" in capsys.readouterr().err
+    (folder / weights.name).write_bytes(weights.read_bytes())
+    (folder / "tokenizer.json").write_text("{}")
+    text = folder / "prompt.txt"
+    text.write_text("one two")
+    assert tune("fastkv", [text], model=str(folder)) == 2
+    assert "tokenizer cannot be loaded" in capsys.readouterr().err
 
 
 def test_missing_packages(prompts, capsys, monkeypatch):
