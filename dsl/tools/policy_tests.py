@@ -27,9 +27,9 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 if every test passes, else 1; raises PolicyError for unusable input."""
     executions = EXECUTIONS if args.execution is None else (args.execution,)
     passed = failed = tried = 0
-    for path in _test_files(args.files):
+    for path, policy in _test_files(args.files):
         name, cases = read_cases(read_source(path))
-        program = _tested(path, name)
+        program = _tested(path, policy, name)
         if args.execution is None:
             refusal = _trial(program, cases)
             tried += 1
@@ -69,8 +69,8 @@ def _trial(program: Program, cases: Sequence[PolicyTest]) -> PolicyError | None:
     return None
 
 
-def _test_files(files: Sequence[str]) -> Iterator[Path]:
-    """The test files that the arguments name.
+def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
+    """The test files that the arguments name, each with the file of its policy.
 
     Raises:
         PolicyError: one names none.
@@ -81,20 +81,29 @@ def _test_files(files: Sequence[str]) -> Iterator[Path]:
             found = sorted(path.glob(f"*{TEST_SUFFIX}"))
             if not found:
                 raise refused(str(path), "file", f"no file *{TEST_SUFFIX} in this folder")
-            yield from found
+            yield from ((test, _beside(test)) for test in found)
             continue
-        test = path if path.name.endswith(TEST_SUFFIX) else find(path).with_suffix(TEST_SUFFIX)
+        if path.name.endswith(TEST_SUFFIX):
+            test, policy = path, _beside(path)
+        else:
+            policy = find(path)
+            test = policy.with_suffix(TEST_SUFFIX)
         if not test.exists():
             raise refused(str(path), "file", f"there are no tests: `{test.name}` is missing")
-        yield test
+        yield test, policy
 
 
-def _tested(test: Path, name: str) -> Program:
-    """The policy beside a test file."""
-    stem = test.name.removesuffix(TEST_SUFFIX)
-    if name != stem:
-        raise refused(str(test), "test", f"`policy` is `{name}`, but the file tests `{stem}`")
-    return load(test.with_name(f"{stem}.yaml")).executable()
+def _beside(test: Path) -> Path:
+    """The policy of a test file that is given alone."""
+    return test.with_name(f"{test.name.removesuffix(TEST_SUFFIX)}.yaml")
+
+
+def _tested(test: Path, policy: Path, name: str) -> Program:
+    """The policy of a test file that says that it tests the one of a name."""
+    if name != policy.stem:
+        message = f"`policy` is `{name}`, but the file tests `{policy.stem}`"
+        raise refused(str(test), "test", message)
+    return load(policy).executable()
 
 
 def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:

@@ -167,3 +167,10 @@ def test_a_policy_for_other_models_is_tried_as_its_tests_have_it(tmp_path, capsy
     policy = "require: [layers == 1, heads < 9]\nkeep: recent(3)\n"
     assert outcome(tmp_path, policy, f'    {MODEL}\n    tokens: 5\n    kept: "2-4"') == 0
     assert "1 policy tried" in capsys.readouterr().out
+
+
+def test_the_policy_that_is_named_is_tested(tmp_path):
+    outcome(tmp_path, "keep: recent(4)\n", f'    {MODEL}\n    tokens: 5\n    kept: "2-4"')
+    (tmp_path / "p.yml").write_text(HEADER + "keep: recent(3)\n")
+    assert main(["test", str(tmp_path / "p.yaml")]) == 1
+    assert main(["test", str(tmp_path / "p.yml")]) == 0
