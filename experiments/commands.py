@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all, why
-from kvpolicy.dsl.tools.cli import format_files
+from kvpolicy.dsl.tools.cli import GENERATED, format_files, generated
 
 if TYPE_CHECKING:
     from kvpolicy.experiments.experiment import Experiment
@@ -113,8 +113,7 @@ def _fmt(args: argparse.Namespace) -> int:
 def _schema(args: argparse.Namespace) -> int:
     from kvpolicy.experiments.schema import schema_text
 
-    sys.stdout.write(schema_text())
-    return 0
+    return generated(schema_text(), args)
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -264,6 +263,11 @@ def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
     _files(parser)
 
 
+def _schema_arguments(parser: argparse.ArgumentParser) -> None:
+    for option in GENERATED:
+        option(parser)
+
+
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_FILE)
     for option, kind, default, help in (
@@ -384,7 +388,7 @@ ACTIONS = {
     "check": Action("report every defect of experiment files", _check, _files),
     "fmt": Action("write experiment files in their canonical form", _fmt, _fmt_arguments),
     "schema": Action(
-        "print the JSON Schema of experiment files, for editors", _schema, lambda parser: None
+        "print the JSON Schema of experiment files, for editors", _schema, _schema_arguments
     ),
     "simulate": Action(
         "how often an experiment would err, and how many samples its decisions take",

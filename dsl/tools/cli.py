@@ -203,18 +203,28 @@ def _list(args: argparse.Namespace) -> int:
 def _schema(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.syntax.schema import schema_text
 
-    return _generated(schema_text(), args)
+    return generated(schema_text(), args)
 
 
 def _docs(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.tools.docs import reference
 
-    return _generated(reference(), args)
+    return generated(reference(), args)
 
 
-def _generated(text: str, args: argparse.Namespace) -> int:
-    """Prints generated text, writes it to a file, or compares it with one."""
+def generated(text: str, args: argparse.Namespace) -> int:
+    """Prints generated text, writes it to a file, or compares it with one; returns the exit code.
+
+    Args:
+        args: with the options GENERATED.
+
+    Raises:
+        PolicyError: there is no file to compare with.
+    """
     if args.out is None:
+        if args.check:
+            message = "it compares with the file that `--out` names"
+            raise refused("--check", "arguments", message, "add `--out`")
         sys.stdout.write(text)
         return 0
     path = Path(args.out)
@@ -222,7 +232,7 @@ def _generated(text: str, args: argparse.Namespace) -> int:
         if args.check:
             current = path.read_text(encoding="utf-8") if path.exists() else ""
             if current != text:
-                print(f"{path}: differs from what `kvpolicy {args.name}` generates")
+                print(f"{path}: differs from what this command generates")
             return int(current != text)
         path.write_text(text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -346,7 +356,7 @@ _FMT = (
     _option("files", "FILE", "path of a policy", nargs="+"),
 )
 _DIFF = (_option("first", "A", _POLICY), _option("second", "B", _POLICY), _MODEL, _LENGTH)
-_GENERATED = (
+GENERATED = (
     _option("--out", "FILE", "write to a file instead"),
     _flag("--check", "with --out: compare, do not write"),
 )
@@ -364,8 +374,8 @@ COMMANDS = {
     "fmt": Command("write policy files in their canonical form", _fmt, _FMT),
     "diff": Command("what changes between two policies", _delegate, _DIFF),
     "list": Command("list the shipped policies", _list),
-    "schema": Command("print the JSON Schema of policy files, for editors", _schema, _GENERATED),
-    "docs": Command("print the reference of sections, names and functions", _docs, _GENERATED),
+    "schema": Command("print the JSON Schema of policy files, for editors", _schema, GENERATED),
+    "docs": Command("print the reference of sections, names and functions", _docs, GENERATED),
 }
 
 

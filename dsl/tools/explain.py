@@ -40,18 +40,23 @@ def main(args: argparse.Namespace) -> int:
     program = checked.require()
     config = read_config(args.model)
     bound = bind(program, config.shape, overrides(args.set))
+    _check_options(args)
     if args.ir:
         print(print_nodes(roots(bound)), end="")
         return 0
     if args.gpu is None:
-        _check_of_gpu(args)
         print("\n".join(explanation(checked, bound, config, args.length, USUAL_GPU)))
         return 0
     return _on_gpu(args, checked, bound, config)
 
 
-def _check_of_gpu(args: argparse.Namespace) -> None:
-    """Refuses options that say nothing without --gpu."""
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses --gpu beside --ir, and options that say nothing without --gpu."""
+    if args.gpu is not None:
+        if args.ir:
+            message = "`--ir` prints the intermediate representation alone"
+            raise refused("--gpu", "arguments", message, "leave one of the two out")
+        return
     for option in ("--batch", "--max-new-tokens", "--json"):
         if getattr(args, option[2:].replace("-", "_")):
             raise refused(option, "arguments", "it belongs to `--gpu`", "add `--gpu`")

@@ -224,7 +224,9 @@ def test_schema_and_docs_go_to_files(tmp_path, capsys):
         assert main([command, "--out", str(path), "--check"]) == 0
         assert path.read_text()
         assert main([command, "--out", str(tmp_path)]) == 2
-    assert "is a directory" in capsys.readouterr().err
+        assert "is a directory" in capsys.readouterr().err
+        assert main([command, "--check"]) == 2
+        assert "--check: error[arguments]: it compares" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,15 @@ def test_fmt(capsys, file):
     assert experiment(file.read_text()) == experiment()
 
 
-def test_schema(capsys):
+def test_schema(capsys, tmp_path):
     code, out, _ = run(capsys, "schema")
     assert code == 0
     assert "arms" in json.loads(out)["properties"]
+    path = tmp_path / "schema.json"
+    assert run(capsys, "schema", "--out", path) == (0, "", "")
+    assert path.read_text() == out
+    assert run(capsys, "schema", "--out", path, "--check") == (0, "", "")
+    assert run(capsys, "schema", "--check")[0] == 2
 
 
 def test_simulate(capsys, file):
