@@ -110,7 +110,7 @@ def read_config(path: str | Path) -> ModelConfig:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise refused(str(file), "file", "there is no such file") from None
     except OSError as error:

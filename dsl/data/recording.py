@@ -119,6 +119,10 @@ def _problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
             yield f"`{name}` is {array.dtype}; it is float32 (or {others})"
         if not np.isfinite(array).all():
             yield f"`{name}` holds NaN or infinity, first {_place(name, array)}"
+        with np.errstate(over="ignore"):
+            converted = array.astype(np.float32, copy=False)
+        if name not in _OTHERS and not np.isfinite(converted).all():
+            yield f"`{name}` holds what float32 cannot, first {_place(name, converted)}"
     q, k, v = (arrays[name].shape for name in _PROMPT)
     if k != v:
         yield f"`k` is {list(k)} and `v` is {list(v)}; they have one shape"

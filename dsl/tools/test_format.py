@@ -206,13 +206,14 @@ class _Reader:
             raise self.defect("`after` says by step what is cached", node)
         found: dict[int, dict[str, object]] = {}
         for key, value in node.entries:
-            if not key.text.isdigit() or not 1 <= int(key.text) <= steps:
+            step = self.whole(key)
+            if not 1 <= step <= steps:
                 message = f"`{key.text}` is no step; the test has {steps}"
                 raise self.defect(message, key, "give `steps: N`; the first step is 1")
             entry = {"kept": value}
             if isinstance(value, yaml_nodes.Mapping):
                 entry = self.mapping(value, _AFTER_KEYS)
-            found[int(key.text)] = self.expected(entry, shape)
+            found[step] = self.expected(entry, shape)
         return found
 
     def propagated(self, node: YamlNode) -> object:

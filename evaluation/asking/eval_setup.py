@@ -260,7 +260,8 @@ def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     if found is not None:
         most = found.info.get("context_length")
         return most if isinstance(most, int) else None
-    config = json.loads((Path(args.model) / "config.json").read_text())
+    file = Path(args.model) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8-sig"))
     most = config.get("text_config", config).get("max_position_embeddings")
     return most if isinstance(most, int) else None
 

@@ -174,9 +174,11 @@ def text_of(file: str) -> str:
         PolicyError: it cannot be read, or is empty.
     """
     name = "the standard input" if file == "-" else file
+    if file == "-" and sys.stdin is None:
+        raise refused(name, "file", "it is closed", "pipe the text into it, or name a file")
     try:
         raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except OSError as error:
         raise refused(name, "file", why(error, "cannot be read")) from None
     except UnicodeDecodeError:

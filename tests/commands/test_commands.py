@@ -276,6 +276,11 @@ def test_unusable_config(tmp_path, capsys, change, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_byte_order_mark_is_not_part_of_a_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8-sig")
+    assert explain(str(tmp_path), "snapkv") == 0
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [("[]", "is a JSON object"), ("{", "not JSON"), (None, "no such file")]
 )

@@ -264,6 +264,12 @@ def test_texts_may_hold_ends_of_lines_of_any_kind(end, tmp_path):
     assert list(named) == [(f"{path}:{number}", text) for number, text in enumerate(texts, 1)]
 
 
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one"}', encoding="utf-8-sig")
+    assert list(fidelity._texts(str(path))) == [(f"{path}:1", "one")]
+
+
 @pytest.mark.parametrize(
     "words", [["--prompt-share", "1"], ["--prompt-tokens", "0"], ["--top", "x"]]
 )

@@ -282,3 +282,9 @@ def test_what_cannot_be_used_is_refused_before_a_server_starts(
         (tmp_path / f"{name}.txt").write_text(text)
     words = [str(tmp_path / f"{word}.txt") if word in files else word for word in words]
     assert sentence in refusal(capsys, *words)
+
+
+def test_a_standard_input_that_is_closed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    sentence = refusal(capsys, "--policy", "snapkv", "--prompt", "-", "--model", MODEL)
+    assert sentence == "the standard input: error[file]: it is closed"

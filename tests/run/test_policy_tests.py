@@ -129,6 +129,7 @@ def test_what_is_reported(tmp_path, capsys):
     [
         (f'    {MODEL}\n    after: {{1: "3"}}\n', "`1` is no step; the test has 0"),
         (f'    {MODEL}\n    steps: 2\n    after: {{3: "3"}}\n', "`3` is no step; the test has 2"),
+        (f'    {MODEL}\n    steps: 2\n    after: {{²: "3"}}\n', "`²` is no whole number"),
         (f"    {MODEL}\n    steps: 1\n    after: 3\n", "`after` says by step what is cached"),
         (f"    {MODEL}\n    thresholds: [1, 2]\n", "2 layers are listed, the model has 1"),
         (f"    {MODEL}\n    propagated: x\n", "`x` is no position"),

@@ -134,6 +134,10 @@ def _with(name: str, value: float) -> dict:
         (_changed(q=np.array([[[[None]]]])), "not a readable npz of numbers"),
         (_with("k", np.nan), "`k` holds NaN or infinity, first at layer 1, head 1, token 5"),
         (_with("v", np.inf), "`v` holds NaN or infinity"),
+        (
+            _changed(k=np.full((2, 2, 9, 4), 1e39)),
+            "`k` holds what float32 cannot, first at layer 0",
+        ),
     ],
 )
 def test_unusable_tensors(tmp_path, capsys, tensors, message):
