@@ -132,10 +132,10 @@ def _check_fits(
             name = f"`{parameter.name}` of `{function.name}`" if of_layers else what
             raise typer.absent(node, expr, name)
     if parameter.kind == "entries":
-        typer.scope.suggest_range(expr, whole=True, minimum=0)
+        typer.suggest_range(expr, whole=True, minimum=0)
         check_no_share(typer, typer.graph.literal(node), expr, what)
     if parameter.kind == "width":
-        typer.scope.suggest_range(expr, whole=True, odd=True, minimum=1)
+        typer.suggest_range(expr, whole=True, odd=True, minimum=1)
         if not (is_of_model(node) and node.type.exact):
             message = (
                 f"the width of `{function.name}` must follow from parameters alone; "
@@ -148,7 +148,7 @@ def check_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> None:
     """A node can be a number of tokens."""
     unit = node.type.unit
     if unit in (None, "tokens"):
-        typer.scope.suggest_unit(expr, "tokens")
+        typer.suggest_unit(expr, "tokens")
         return
     message = f"{what} a number of tokens; `{typer.shown(expr)}` is {UNIT_WORDS[unit]}"
     help = f"for example `{typer.shown(expr)} * prompt`" if unit == "ratio" else None

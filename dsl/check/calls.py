@@ -94,7 +94,7 @@ class Site(NamedTuple):
         unit = self.nodes[name].type.unit
         if unit in ("tokens", "ratio"):
             raise self.refused("unit", f"{takes}; `{self.shown(name)}` is {UNIT_WORDS[unit]}", name)
-        self.typer.scope.suggest_unit(self.exprs[name], "layers")
+        self.typer.suggest_unit(self.exprs[name], "layers")
 
 
 def type_call(typer: Typer, call: Call, fills: bool = False) -> Node:
@@ -226,7 +226,7 @@ def attention(site: Site) -> Node:
         count = typer.number(number, "`recent`")
         check_token_count(typer, count, number, "`recent` takes")
         check_static(typer, count, number, "the number of queries", "query-set")
-        typer.scope.suggest_range(number, whole=True, minimum=1)
+        typer.suggest_range(number, whole=True, minimum=1)
         message = f"`{typer.shown(written)}` has no queries; at least one is needed"
         typer.scope.at_least_one(count, typer.span(written), message)
         args = (count,)
@@ -267,7 +267,7 @@ def past(site: Site) -> Node:
     site.check_layers("n", "`past` takes a number of layers")
     site.check_alike("n", what)
     check_queries_in_common(typer, x, site.call)
-    typer.scope.suggest_range(written, whole=True, minimum=1)
+    typer.suggest_range(written, whole=True, minimum=1)
     message = f"`past` over `{typer.shown(written)}` layers has none; at least one is needed"
     typer.scope.at_least_one(n, typer.span(written), message)
     return site.make(

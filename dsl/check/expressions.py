@@ -64,6 +64,20 @@ class Typer:
         """Where a node made from this expression stands in the file."""
         return self.expansion.span if self.expansion else expr.span
 
+    # What uses say about parameters; a name in a derived function is an argument of its own.
+
+    def suggest_unit(self, expr: Expr, unit: str) -> None:
+        """As of `Names`."""
+        if not self.expansion:
+            self.scope.suggest_unit(expr, unit)
+
+    def suggest_range(
+        self, expr: Expr, *, whole: bool = False, odd: bool = False, minimum: int | None = None
+    ) -> None:
+        """As of `Names`."""
+        if not self.expansion:
+            self.scope.suggest_range(expr, whole=whole, odd=odd, minimum=minimum)
+
     def absent(self, node: Node, expr: Expr, what: str) -> Wrong:
         """Reports that a deciding value may be absent."""
         message = f"{what} may be absent: `{self.shown(expr)}` has no value for some"
@@ -281,7 +295,7 @@ class Typer:
             raise self.error("unit", message, span, help)
         for expr, other in ((written[0], right), (written[1], left)):
             if other:
-                self.scope.suggest_unit(expr, other)
+                self.suggest_unit(expr, other)
 
     def chain(self, expr: Chain) -> Node:
         nodes = all_sound(partial(self.number, each, "a comparison") for each in expr.operands)

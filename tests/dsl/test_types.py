@@ -162,6 +162,14 @@ def test_parameters_take_unit_and_range_from_their_uses():
     }
 
 
+def test_a_parameter_named_as_an_argument_is_another():
+    """`recent(n)` is `top(position, n)`, whose `n` is not the policy's."""
+    params = "params: {n: {default: 0.1, unit: ratio}}\n"
+    keep = "keep: sinks(2) or recent(floor(n * prompt))\n"
+    found = load(Source("x.yaml", f"policy: x\nlanguage: 1\n{params}{keep}")).require().params
+    assert (found["n"].unit, found["n"].whole) == ("ratio", False)
+
+
 def test_decode_recomputes_lets_from_its_own_data():
     text = (
         "policy: x\nlanguage: 1\nlet:\n  votes: sum[head, query](attn(recent(4)))\n"
