@@ -262,8 +262,11 @@ class Runtime:
         """
         if self.services.stages.size > 1:
             self._under_way.popleft().take_up(batch)
-        elif self._foreseen:
-            self._confirm({id(req) for req in batch.reqs})
+        elif self._foreseen and batch.forward_mode.is_extend():
+            # The forward that ends a prompt may run while the chunk before is processed.
+            rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+            ended = [req for req, prefix, new in rows if prefix + new >= len(req.origin_input_ids)]
+            self._confirm(set(map(id, ended)))
 
     def _confirm(self, processed: Collection[int]) -> None:
         """Hear from the device what stays of prompts whose forward is processed, by id."""

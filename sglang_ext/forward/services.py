@@ -132,9 +132,11 @@ class Services:
         `Runtime.published` comes back to it. Of all others only the tails are given up, together.
         """
         offered = [(req, state) for req, state in requests if state.published]
-        if not offered:
-            return
+        # Where nothing is given up yet, too: what has been launched here still reads the table of
+        # slots, which `Runtime.published` changes on the scheduler's stream.
         with self.streams.scheduling():
+            if not offered:
+                return
             tails = [self._tail(req, state) for req, state in offered if state.detached]
             for req, state in offered:
                 if not state.detached:

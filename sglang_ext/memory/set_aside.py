@@ -22,7 +22,7 @@ class Allocator(Protocol):
     size: int
 
     def alloc(self, need_size: int) -> torch.Tensor | None: ...
-    def free(self, free_index: torch.Tensor) -> None: ...
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None: ...
     def available_size(self) -> int: ...
 
 
@@ -93,7 +93,7 @@ class SetAside:
         if needed - most > max(ample, 0):
             return False
         if most:
-            self._allocator.free(self.slots[:most])
+            self._allocator.free_segment(self.slots[:most], start_pos=0)
             self.slots = self.slots[most:].clone()
         self._lent[rid], self._used[rid] = most, used
         return True

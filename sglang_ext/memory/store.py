@@ -136,7 +136,8 @@ class Store:
         private.borrowed = min(keep, private.borrowed)
         surplus = private.slots.numel() - own
         with self._streams.scheduling():
-            self.allocator.free(private.slots[own:].to(torch.int64))
+            # Whole pages: `free` would look for equal ones, for which the host waits.
+            self.allocator.free_segment(private.slots[own:].to(torch.int64), start_pos=0)
             private.slots = self._streams.shared(private.slots[:keep].clone())
         self._count(private.policy, -surplus)
 

@@ -48,7 +48,7 @@ class Allocator:
         """Some slots."""
         return torch.empty(need, dtype=torch.int64, device="cuda")
 
-    def free(self, slots: torch.Tensor) -> None:
+    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
         """Nothing is held."""
 
     def available_size(self) -> int:

@@ -52,6 +52,15 @@ def outcomes(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return found | {"left": driver.left_over()}
 
 
+def chunks(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """What happens, in order, with a prompt in two chunks."""
+    driver = start(model, {"snapkv": ["capacity=48", "window=16"]}, flags)
+    events = _events(driver)
+    driver.send("long", prompt(200, 1), policy="snapkv", max_new_tokens=4)
+    driver.finish()
+    return {"events": list(events), "left": driver.left_over()}
+
+
 def _events(driver: Driver) -> list[str]:
     """Forwards as they begin, and confirmations with what is private to the request then."""
     from kvpolicy.sglang_ext.forward.foreseen import Foreseen
@@ -124,7 +133,9 @@ def aborted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, out, model, flags = sys.argv[1:]
-    scenarios = {"outcomes": outcomes, "misjudged": misjudged, "aborted": aborted}
+    scenarios = {
+        "outcomes": outcomes, "chunks": chunks, "misjudged": misjudged, "aborted": aborted,
+    }  # fmt: skip
     found = scenarios[name](model, json.loads(flags))
     Path(out).write_text(json.dumps(found))
     os._exit(0)  # the scheduler's threads would keep the process alive

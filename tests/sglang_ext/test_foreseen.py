@@ -57,6 +57,15 @@ def test_the_next_forward_does_not_wait_for_numbers(seen, disabled, policy):
     assert seen[policy]["events"] == [*first, *["decode"] * 4]
 
 
+def test_nor_does_it_where_a_prompt_comes_in_chunks(run, disabled):
+    """While a chunk is processed, the forward of the last one runs."""
+    seen = run("chunks", chunked_prefill_size=128, disable_overlap_schedule=disabled)
+    told = ["long: True to True"]
+    first = [*told, "decode"] if disabled else ["decode", *told]
+    assert seen["events"] == ["extend", "extend", *first, "decode", "decode"]
+    assert seen["left"] == NOTHING_LEFT
+
+
 def test_what_was_misjudged_fails_for_its_request_alone(run):
     found = run("misjudged")
     (before, _), (_, facts), (after, _) = found["answers"].values()

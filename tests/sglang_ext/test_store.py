@@ -263,6 +263,19 @@ def _dense(q, kv, kept, prompt, scale):
     return out
 
 
+def test_whole_pages_are_given_back_without_waiting(monkeypatch):
+    monkeypatch.delattr(torch, "unique")  # the host waits for how many there are
+    paged = pytest.importorskip("sglang.srt.mem_cache.allocator.paged")
+    given = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
+    allocator = paged.PagedTokenToKVPoolAllocator(4096, 16, **given)
+    store = Store(create_arena(4, 4096 + 16, 8, 4, torch.float32, "cpu"), allocator)
+    private = store.allocate(1, "a", 272, 1000, no_cache)
+    store.fill(private, torch.full((4, 8), 256))
+    assert allocator.available_size() == 4096 - 256
+    store.release(private)
+    assert allocator.available_size() == 4096
+
+
 def test_scales_stay_where_sglang_gives_the_memory_of_entries_back(monkeypatch):
     """`--enable-memory-saver`: the weights' scales are written while the entries have none."""
     made = []

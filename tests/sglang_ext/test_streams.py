@@ -136,7 +136,7 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
     private = Private(1, "a", torch.arange(4), tail_start=20)
     state = State(SimpleNamespace(), 20, slots=4, private=private)
     services.detach([(request, state)])
-    assert device.taken() == []
+    assert device.taken() == ordered()  # a fold launched before it still reads the table of slots
     state.published = True
     services.detach([(request, state)])
     assert device.taken() == ordered("free [(7, 20)]", "unlock")
