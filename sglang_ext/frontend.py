@@ -2,6 +2,9 @@
 
 Requests are completed with what a route of SGLang drops, and get the policy that the traffic's
 rules give them (experiment/traffic.py); answers are completed with what happened to them.
+
+Hooks are those of a process. A program may make several `sgl.Engine`s, each with policies of its
+own or none: which server a hook works for is known by SGLang's tokenizer manager.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.experiment.raw import RAW
 from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
 from kvpolicy.sglang_ext.experiment.traffic import HEADER
-from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.compat import Function
 from kvpolicy.sglang_ext.face.errors import Refused
 
@@ -24,30 +27,53 @@ MOST_CHOICES = 8  # of an answer, whose facts its header holds
 
 Answers = AsyncGenerator[Any, None]  # of one request, as SGLang makes them
 
+_SERVER = "kv_policy_server"  # of SGLang's tokenizer manager
 _FACTS = "kv_policy_facts"  # of SGLang's state of a request, and of an ASGI scope
 _OWN = (KEY, RAW)  # in SGLang's customized_info
 
 
+_next: Server | None = None  # of the tokenizer manager that is made next
+
+
 def install(server: Server) -> None:
-    """Register the hooks of this process.
+    """Register the hooks of this process, and serve the tokenizer manager that is made next.
 
     Raises:
         Refused: SGLang did not apply them.
     """
-    compat.register(compat.META_INFO, around_meta_info(server), "around")
+    global _next
+    hooks: list[tuple[str, Function, str]] = [
+        (compat.MANAGER, _after_manager, "after"),
+        (compat.META_INFO, _around_meta_info, "around"),
+        (compat.GENERATE, _around_generate, "around"),
+        (compat.CRASH_DUMP, before_crash_dump, "before"),
+        (compat.FRONT_STATE, _around_state, "around"),
+    ]
     if server.live is not None:
-        compat.register(compat.BATCH_OUTPUT, _before_batch_output, "before")
-        compat.register(compat.ABORTED, before_aborted(server), "before")
-    compat.register(compat.GENERATE, _around_generate(server), "around")
-    compat.register(compat.CRASH_DUMP, before_crash_dump, "before")
-    compat.register(compat.FRONT_STATE, _around_state(server), "around")
+        hooks.append((compat.BATCH_OUTPUT, _before_batch_output, "before"))
+        hooks.append((compat.ABORTED, before_aborted, "before"))
+    for target, hook, kind in hooks:
+        if not compat.is_applied(target):
+            compat.register(target, hook, kind)
     compat.apply_hooks()
-    hooks = [compat.META_INFO, compat.GENERATE, compat.CRASH_DUMP, compat.FRONT_STATE]
-    hooks += [compat.BATCH_OUTPUT, compat.ABORTED] if server.live is not None else []
-    missing = [target for target in hooks if not compat.is_applied(target)]
+    compat.add_middleware(FactsHeader)
+    missing = [target for target, *_ in hooks if not compat.is_applied(target)]
     if missing:
         raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
-    compat.add_middleware(FactsHeader)
+    _next = server
+
+
+def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """After TokenizerManager.__init__."""
+    global _next
+    setattr(manager, _SERVER, _next if any(options.requested()) else None)
+    _next = None
+
+
+def _server_of(manager: Any) -> Server | None:
+    """What serves the clients of a tokenizer manager; None of an engine without policies."""
+    found: Server | None = getattr(manager, _SERVER, None)
+    return found
 
 
 def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
@@ -55,60 +81,53 @@ def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
     compat.complete_output(output)
 
 
-def before_aborted(server: Server) -> Function:
-    """The hook on requests that end in the scheduler's queue: their answers have no `meta_info`."""
-
-    def before(manager: Any, aborted: Any, *args: Any) -> None:
-        """Before TokenizerManager._handle_abort_req."""
-        state = manager.rid_to_state.get(aborted.rid)
-        if state is not None:
-            meta_info = {"finish_reason": aborted.finished_reason or {"type": "abort"}}
-            server.ended(state, meta_info, getattr(state, _FACTS, {}), None)
-
-    return before
+def before_aborted(manager: Any, aborted: Any, *args: Any) -> None:
+    """Before TokenizerManager._handle_abort_req: such answers have no `meta_info`."""
+    server, state = _server_of(manager), manager.rid_to_state.get(aborted.rid)
+    if server is not None and state is not None:
+        meta_info = {"finish_reason": aborted.finished_reason or {"type": "abort"}}
+        server.ended(state, meta_info, getattr(state, _FACTS, {}), None)
 
 
-def around_meta_info(server: Server) -> Function:
-    """The hook on how an answer's `meta_info` is completed."""
+def _around_meta_info(
+    original: Function,
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    info: dict[str, Any],
+    index: int,
+    *args: Any,
+) -> None:
+    """Around TokenizerManager.update_request_meta_info.
 
-    def around(
-        original: Function,
-        manager: Any,
-        meta_info: dict[str, Any],
-        state: Any,
-        info: dict[str, Any],
-        index: int,
-        *args: Any,
-    ) -> None:
-        """Around TokenizerManager.update_request_meta_info.
-
-        SGLang collects such facts per output token; those of a policy are one value per request,
-        of which later elements bring what has changed.
-        """
-        others = {name: values for name, values in info.items() if name not in _OWN}
-        original(manager, meta_info, state, others, index, *args)
-        for facts in info[KEY][index] if KEY in info else ():
-            if facts is not None:
-                setattr(state, _FACTS, {**getattr(state, _FACTS, {}), **facts})
-        facts = getattr(state, _FACTS, {})
-        assigned = facts_of(assigned_to(state.obj))
-        if facts or "arm" in assigned:
-            meta_info[KEY] = {**({} if facts else {"policy": NO_POLICY}), **facts, **assigned}
-        if meta_info.get("finish_reason") is not None:
-            recorded = [each for each in (info.get(RAW) or {index: ()})[index] if each is not None]
-            server.ended(state, meta_info, facts, recorded[-1] if recorded else None)
-
-    return around
+    SGLang collects such facts per output token; those of a policy are one value per request, of
+    which later elements bring what has changed.
+    """
+    others = {name: values for name, values in info.items() if name not in _OWN}
+    original(manager, meta_info, state, others, index, *args)
+    server = _server_of(manager)
+    if server is None:
+        return
+    for facts in info[KEY][index] if KEY in info else ():
+        if facts is not None:
+            setattr(state, _FACTS, {**getattr(state, _FACTS, {}), **facts})
+    facts = getattr(state, _FACTS, {})
+    assigned = facts_of(assigned_to(state.obj))
+    if facts or "arm" in assigned:
+        meta_info[KEY] = {**({} if facts else {"policy": NO_POLICY}), **facts, **assigned}
+    if meta_info.get("finish_reason") is not None:
+        recorded = [each for each in (info.get(RAW) or {index: ()})[index] if each is not None]
+        server.ended(state, meta_info, facts, recorded[-1] if recorded else None)
 
 
-def _around_generate(server: Server) -> Function:
-    def around(
-        original: Callable[..., Answers], manager: Any, obj: Any, request: Any = None
-    ) -> Answers:
-        """Around TokenizerManager.generate_request."""
-        return _generate(server, original, manager, obj, request)
-
-    return around
+def _around_generate(
+    original: Callable[..., Answers], manager: Any, obj: Any, request: Any = None
+) -> Answers:
+    """Around TokenizerManager.generate_request."""
+    server = _server_of(manager)
+    if server is None:
+        return original(manager, obj, request)
+    return _generate(server, original, manager, obj, request)
 
 
 async def _generate(
@@ -135,17 +154,17 @@ async def _generate(
             yield answer
 
 
-def _around_state(server: Server) -> Function:
-    async def around(original: Function, manager: Any) -> list[dict[str, Any]]:
-        """Around TokenizerManager.get_internal_state, which GET /server_info shows."""
-        states: list[dict[str, Any]] = await original(manager)
-        for state in states:
-            state["kv_policy_applied"] = server.traffic.enabled
-            if server.live is not None:
-                state["kv_experiment"] = server.live.summary()
+async def _around_state(original: Function, manager: Any) -> list[dict[str, Any]]:
+    """Around TokenizerManager.get_internal_state, which GET /server_info shows."""
+    states: list[dict[str, Any]] = await original(manager)
+    server = _server_of(manager)
+    if server is None:
         return states
-
-    return around
+    for state in states:
+        state["kv_policy_applied"] = server.traffic.enabled
+        if server.live is not None:
+            state["kv_experiment"] = server.live.summary()
+    return states
 
 
 def before_crash_dump(manager: Any, *args: Any, **options: Any) -> None:

@@ -33,6 +33,8 @@ def register() -> None:
         paths, settings = options.requested()
         if paths or settings:
             _install(paths, settings)
+        elif compat.in_scheduler():  # a program may ask for policies before it makes an engine
+            compat.register(compat.PUBLISH, _after_publish, "after")
     except Exception as error:
         if not any(name.startswith("SGLANG_KV_POLICY") for name in os.environ):
             raise
@@ -95,6 +97,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
         options.export(arguments)
         paths, settings = options.requested()
         if not paths and not settings:
+            options.check_experiment_alone()
             return
         refusals.check_version()
         options.load_policies(paths, settings)
@@ -110,9 +113,12 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
     """After runtime_context.publish in the launcher: options are resolved, nothing is loaded."""
     from kvpolicy.sglang_ext.face import compat, options, refusals
 
-    if role != "tokenizer":
+    if role != "tokenizer" or not any(options.requested()):
         return
     try:
+        refusals.check_version()
+        if not _command_line:
+            options.check_experiment_in_program()
         resolved = compat.resolved(server_args)
         refusals.check_options(resolved)
         config = compat.model_config(server_args)

@@ -15,7 +15,24 @@ from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused, why
 # Llama 3.1 8B, for what needs a model and is given none.
 USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
 _VOCABULARY = 128_256  # where a config does not say it
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of how many there are
+# Other keys of the same sizes.
+_KEYS = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "multi_query_group_num"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    "vocab_size": ("padded_vocab_size",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_k", "moe_topk"),
+    "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
+}
+# Types of models: MLPs without a gate; one matrix for embedding and head where none says otherwise.
+_NO_GATE = (
+    "apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt",
+    "phi", "starcoder2",
+)  # fmt: skip
+_TIED = ("cohere", "gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -31,6 +48,7 @@ class ModelConfig:
         embeddings: numbers of the embedding and of the matrix that gives tokens, one if they are.
         vocabulary: tokens.
         kv_bytes: bytes of one cached number.
+        matrices: of an MLP, one of them a gate's if there are three.
     """
 
     name: str
@@ -42,6 +60,7 @@ class ModelConfig:
     vocabulary: int
     dtype: str
     kv_bytes: int
+    matrices: int = 3
 
     @property
     def _attention(self) -> int:
@@ -51,17 +70,17 @@ class ModelConfig:
 
     def _used(self) -> int:
         """Weights of a layer that one token is multiplied by."""
-        return self._attention + 3 * self.hidden * self.intermediate
+        return self._attention + self.matrices * self.hidden * self.intermediate
 
     def _read(self, tokens: int) -> float:
         """Weights of a layer that so many tokens read, each choosing experts by chance."""
         missed = (1 - self.intermediate / self.experts) ** tokens
-        return self._attention + 3 * self.hidden * self.experts * (1 - missed)
+        return self._attention + self.matrices * self.hidden * self.experts * (1 - missed)
 
     @property
     def weights_size(self) -> int:
         """Bytes of all weights."""
-        layer = self._attention + 3 * self.hidden * self.experts
+        layer = self._attention + self.matrices * self.hidden * self.experts
         return self.kv_bytes * (self.shape.layers * layer + self.embeddings)
 
     def layer_work(self, tokens: int) -> Work:
@@ -140,31 +159,61 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
     shape = ModelShape(
         layers=_size(name, config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_size(name, config, "num_key_value_heads", heads),
+        kv_heads=_kv_heads(name, config, heads),
         head_dim=_size(name, config, "head_dim", max(1, hidden // heads)),
     )
     if shape.heads % shape.kv_heads:
         message = f"{shape.heads} heads cannot share {shape.kv_heads} KV heads"
         raise refused(name, "file", message)
-    chosen = _size(name, config, "num_experts_per_tok", 1)
-    intermediate = _size(name, config, "intermediate_size", 4 * hidden)
-    if config.get("moe_intermediate_size") is not None:
-        intermediate = _size(name, config, "moe_intermediate_size")
-    known = [key for key in _EXPERTS if config.get(key) is not None]
-    experts = max(chosen, _size(name, config, known[0])) if known else chosen
+    used, experts = _widths(name, config, _size(name, config, "intermediate_size", 4 * hidden))
     vocabulary = _size(name, config, "vocab_size", _VOCABULARY)
-    # Where a config does not say it, SGLang's models have two matrices.
-    embeddings = hidden * vocabulary * (1 if config.get("tie_word_embeddings") is True else 2)
+    kind = str(config.get("model_type", ""))
+    tied = config.get("tie_word_embeddings", kind.startswith(_TIED))
+    embeddings = hidden * vocabulary * (1 if tied is True else 2)
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     dtype = dtype.removeprefix("torch.")
     return ModelConfig(
-        name, shape, hidden, intermediate * chosen, intermediate * experts, embeddings, vocabulary,
-        dtype, _BYTES.get(dtype, 2),
+        name, shape, hidden, used, experts, embeddings, vocabulary, dtype, _BYTES.get(dtype, 2),
+        matrices=2 if kind in _NO_GATE else 3,
     )  # fmt: skip
 
 
+def _kv_heads(name: str, config: Mapping[str, Any], heads: int) -> int:
+    """Of Falcon and GPTBigCode one, whatever number their config says besides."""
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        return 1
+    return _size(name, config, "num_key_value_heads", heads)
+
+
+def _widths(name: str, config: Mapping[str, Any], mlp: int) -> tuple[int, int]:
+    """Widths of the MLP: of what one token uses, and of all experts.
+
+    Args:
+        mlp: of a layer without experts.
+    """
+    there, chosen = _given(config, "num_experts"), _given(config, "num_experts_per_tok")
+    # Dense models of classes that can have experts say 0.
+    if there == 0 or chosen == 0 or (there is None and chosen is None):
+        return mlp, mlp
+    width = _size(name, config, "moe_intermediate_size", mlp)
+    used = _size(name, config, "num_experts_per_tok", 1)
+    experts = max(used, _size(name, config, "num_experts", used))
+    shared = config.get("shared_expert_intermediate_size") or 0
+    if not shared and _given(config, "n_shared_experts"):
+        shared = width * _size(name, config, "n_shared_experts")
+    return width * used + shared, width * experts + shared
+
+
+def _given(config: Mapping[str, Any], key: str) -> Any:
+    """What a config says of a size, by whichever key; None: nothing."""
+    names = (key, *_KEYS.get(key, ()))
+    return next((config[each] for each in names if config.get(each) is not None), None)
+
+
 def _size(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
+    value = _given(config, key)
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        value = max(value)  # of each layer
     if value is None:
         value = default
     if value is None:

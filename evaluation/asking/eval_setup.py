@@ -32,6 +32,8 @@ _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 # Slots of a server's pool on a CPU, at least; SGLang sizes that of a GPU by its memory.
 _SLOTS = 16384
 _TIGHT = 256  # tokens; below, some samples of a task fit a length and others do not
+# Keys of a model's config that SGLang takes before `max_position_embeddings`.
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
 _LOADING = 1800  # seconds; a large model's weights take minutes to read
 
 
@@ -262,7 +264,13 @@ def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
         return most if isinstance(most, int) else None
     file = Path(args.model) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8-sig"))
-    most = config.get("text_config", config).get("max_position_embeddings")
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaled = "factor" in scaling and "original_max_position_embeddings" not in scaling
+    if scaled or any(config.get(key) for key in _LENGTHS):
+        return None  # SGLang finds another length than the one that follows
+    most = config.get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
 

@@ -30,6 +30,7 @@ PUBLISH = "sglang.srt.runtime_context.publish"
 META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
 BATCH_OUTPUT = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
 ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req"
+MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 FRONT_STATE = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state"
 CRASH_DUMP = "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash"
@@ -682,7 +683,9 @@ def rotary_embeddings(model: Any) -> list[Any | None]:
             own = [m for m in owner.children() if type(m).__module__.startswith(package)]
             off = not getattr(owner, "use_rope", True) or not getattr(owner, "attn_use_rope", True)
             late = type(owner).__name__ == "HunYuanAttention" and owner.use_qk_norm
-            found.append(own[0] if own and not off and not late else None)
+            # The pairs that it turns lie half a head apart, though fewer dimensions turn.
+            apart = getattr(owner, "use_xllm_partial_rope", False)
+            found.append(own[0] if own and not (off or late or apart) else None)
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.request.reasons import Reason
 
 # Seconds; compression of a prompt takes from under a millisecond to some seconds.
@@ -57,10 +58,19 @@ class Metrics:
         Args:
             labels: labels and values of SGLang's own scheduler metrics, or None.
             policies: names of those that are served from the start.
+
+        Raises:
+            Refused: one of the labels is called as ours are.
         """
         self._on, self._begun = labels is not None, set[str]()
         if labels is None:
             return
+        for name in ("policy", "reason"):
+            if name in labels:
+                raise Refused(
+                    f"--extra-metric-labels has `{name}`, by which series of policies are told "
+                    "apart; call that label otherwise."
+                )
         # SGLang has set the multiprocess folder by now; imported earlier, the library misses it.
         from prometheus_client import Counter, Gauge, Histogram
 

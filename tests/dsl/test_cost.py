@@ -244,3 +244,51 @@ def test_sizes_as_a_server_knows_them():
     assert found == ModelConfig("a model", shape, 64, 30, 30, *given, "float32", 4)
     with pytest.raises(PolicyError, match="a model: error\\[file\\]: the key `num_hidden_layers`"):
         config_of("a model", {"num_attention_heads": 4, "hidden_size": 8})
+
+
+def _llama(layers, heads, hidden, vocabulary, kind="llama", **more):
+    return {
+        "model_type": kind, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "hidden_size": hidden, "vocab_size": vocabulary, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "kv_heads", "billions", "used"),
+    [
+        # Apertus 8B, Starcoder2 7B: MLPs of two matrices.
+        (_llama(32, 32, 4096, 131072, "apertus", num_key_value_heads=8, intermediate_size=21504),
+         8, 8.05, 8.05),
+        (_llama(32, 36, 4608, 49152, "starcoder2", num_key_value_heads=4), 4, 7.17, 7.17),
+        # Gemma 2B: one matrix of tokens.
+        (_llama(18, 8, 2048, 256000, "gemma", num_key_value_heads=1, head_dim=256,
+                intermediate_size=16384), 1, 2.51, 2.51),
+        # Qwen1.5 MoE: an expert besides that all tokens use.
+        (_llama(24, 16, 2048, 151936, "qwen2_moe", intermediate_size=5632, num_experts=60,
+                num_experts_per_tok=4, moe_intermediate_size=1408,
+                shared_expert_intermediate_size=5632), 16, 14.3, 2.69),
+        # Falcon 7B: one KV head, which its config does not say.
+        (_llama(32, 71, 4544, 65024, "falcon", multi_query=True, new_decoder_architecture=False),
+         1, 7.22, 7.22),
+        # Granite 4.0 micro: of a class that can have experts.
+        (_llama(40, 40, 2560, 100352, "granitemoehybrid", num_key_value_heads=8,
+                intermediate_size=8192, num_local_experts=0, num_experts_per_tok=0,
+                tie_word_embeddings=True), 8, 3.4, 3.4),
+        # Hunyuan A13B: sizes by layer.
+        (_llama(32, 32, 4096, 128167, "hunyuan_v1_moe", num_key_value_heads=8, head_dim=128,
+                num_experts=64, moe_topk=[8] * 32, num_shared_expert=[1] * 32,
+                moe_intermediate_size=[3072] * 32), 8, 80.9, 13.3),
+        # ChatGLM3: other keys.
+        ({"model_type": "chatglm", "num_layers": 28, "num_attention_heads": 32, "hidden_size": 4096,
+          "ffn_hidden_size": 13696, "multi_query_group_num": 2, "padded_vocab_size": 65024},
+         2, 6.24, 6.24),
+    ],
+)  # fmt: skip
+def test_sizes_of_models_as_their_authors_say_them(values, kv_heads, billions, used):
+    found = config_of("a model", values)
+    assert found.shape.kv_heads == kv_heads
+    assert found.weights_size / found.kv_bytes / 1e9 == pytest.approx(billions, rel=5e-3)
+    token = found.weights_size / found.kv_bytes - found.shape.layers * found.matrices * (
+        found.hidden * (found.experts - found.intermediate)
+    )
+    assert token / 1e9 == pytest.approx(used, rel=5e-3)

@@ -333,3 +333,26 @@ def test_a_cut_line_is_removed_and_the_others_stay(tmp_path):
     lines.close()
     assert not lines.append("late\n")
     assert path.read_text() == '{"a": 1}\n{"c": 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": None, "max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 64, "model_max_length": 4096}, None),  # Command-R
+        ({"max_position_embeddings": 64, "rope_scaling": {"factor": 4.0}}, None),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 16},
+            },
+            64,
+        ),
+    ],
+)
+def test_the_length_of_a_model_is_not_known_where_sglang_finds_another(tmp_path, config, most):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = Namespace(server_args=[], model=str(tmp_path))
+    assert eval_setup._context(args, None) == most

@@ -128,6 +128,11 @@ def test_a_policy_that_comes_has_all_series_and_one_that_goes_has_not_failed(unr
     assert series("second")["sglang:kv_policy_private_slots", None] == 5  # requests that have it
 
 
+def test_a_label_that_is_called_as_ours_is_refused():
+    with pytest.raises(Refused, match="--extra-metric-labels has `policy`, by which series"):
+        Metrics({"model_name": "m", "policy": "mine"}, ["first"])
+
+
 def test_what_one_scheduler_cannot_compile_no_scheduler_serves(fleet):
     catalog, schedulers = fleet
     before = [each.served() for each in schedulers]

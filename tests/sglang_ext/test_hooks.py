@@ -17,6 +17,7 @@ SIGNATURES = {
     compat.RUNNING_NEEDS: ["self", "req"],
     compat.ADD_CLI_ARGS: ["parser"],
     compat.BEAMS: ["self", "req", "recv_req"],
+    compat.MANAGER: ["self", "server_args", "port_args"],
     compat.FROM_CLI_ARGS: ["cls", "args"],
     compat.PUBLISH: ["server_args", "role"],
     compat.META_INFO: ["self", "meta_info", "state", "customized_info", "index", "finish_reason"],

@@ -187,6 +187,13 @@ def test_settings_that_fit_no_policy(files, settings, message):
         options.load_policies(files, settings)
 
 
+def test_an_experiment_without_a_policy(monkeypatch):
+    options.check_experiment_alone()
+    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "e.yaml")
+    with pytest.raises(Refused, match=r"SGLANG_KV_POLICY_EXPERIMENT e.yaml: there is no --kv-pol"):
+        options.check_experiment_alone()
+
+
 def test_settings_without_a_policy(files):
     with pytest.raises(Refused, match="there is no --kv-policy"):
         options.load_policies([], ["capacity=8"])

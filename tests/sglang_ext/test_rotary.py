@@ -84,6 +84,7 @@ def test_other_embeddings_are_refused_in_one_sentence():
         (Model(plain, None), last),
         (Model(plain, Attention(plain, use_rope=False)), last),
         (Model(HunYuanAttention(plain, use_qk_norm=True)), last),
+        (Model(Attention(plain, use_xllm_partial_rope=True)), last),  # pairs half a head apart
         (Model(), last),
     ):
         with pytest.raises(Refused, match=f"`positions: slots` cannot be served.*{why}") as refused:

@@ -194,11 +194,12 @@ def test_what_ends_in_the_queue_is_counted(live, monkeypatch, why, outcomes):
     seen = Counter()
     monkeypatch.setattr(live.series, "finished", lambda arm, outcome: seen.update([outcome]))
     stats = SimpleNamespace(first_token_time=0, finished_time=1, get_e2e_latency=lambda: 0.01)
-    manager = SimpleNamespace(rid_to_state={"a": SimpleNamespace(obj=obj, time_stats=stats)})
+    states = {"a": SimpleNamespace(obj=obj, time_stats=stats)}
+    manager = SimpleNamespace(rid_to_state=states, kv_policy_server=server)
 
     async def end():
         for rid in ("a", "gone"):
-            before_aborted(server)(manager, SimpleNamespace(rid=rid, finished_reason=why))
+            before_aborted(manager, SimpleNamespace(rid=rid, finished_reason=why))
         await asyncio.sleep(0)
 
     asyncio.run(end())
