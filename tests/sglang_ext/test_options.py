@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,6 +186,12 @@ def test_without_flags_nothing_is_requested(files):
 def test_settings_that_fit_no_policy(files, settings, message):
     with pytest.raises(Refused, match=message):
         options.load_policies(files, settings)
+
+
+def test_every_variable_is_documented():
+    names = {value for name, value in vars(options).items() if name.endswith("_VARIABLE")}
+    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    assert set(re.findall(r"`(SGLANG_KV_\w+)`", text)) == names
 
 
 def test_an_experiment_without_a_policy(monkeypatch):
