@@ -9,6 +9,7 @@ SystemExit; elsewhere, as in the program that makes an `sgl.Engine`, an ordinary
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -33,7 +34,8 @@ def register() -> None:
         paths, settings = options.requested()
         if paths or settings:
             _install(paths, settings)
-        elif compat.in_scheduler():  # a program may ask for policies before it makes an engine
+        elif compat.in_scheduler() and multiprocessing.parent_process() is None:
+            # A program that makes engines may ask for policies later; plugins are loaded once.
             compat.register(compat.PUBLISH, _after_publish, "after")
     except Exception as error:
         if not any(name.startswith("SGLANG_KV_POLICY") for name in os.environ):

@@ -523,9 +523,18 @@ def test_a_plugin_that_fails_to_load_stops_the_launch(model, tmp_path):
     assert "server_args=" not in output
 
 
-def test_without_policies_only_the_command_line_is_touched():
-    code = """
+@pytest.mark.parametrize(
+    ("parent", "touched"),
+    [
+        ("object()", "add_cli_args from_cli_args"),  # a scheduler's process
+        ("None", "add_cli_args from_cli_args publish"),  # a program may ask for policies later
+    ],
+)
+def test_without_policies_hardly_more_than_the_command_line_is_touched(parent, touched):
+    code = f"""
+import multiprocessing
 import sglang.srt.managers.scheduler, sys
+multiprocessing.parent_process = lambda: {parent}
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -536,4 +545,4 @@ print(*sorted(t.rsplit(".", 1)[1] for t in HookRegistry._patched))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_KV_POLICY")}
     done = forked.run([sys.executable, "-P", "-c", code], timeout=200, env=env)
-    assert done.stdout.splitlines()[-1] == "add_cli_args from_cli_args", done.stderr
+    assert done.stdout.splitlines()[-1] == touched, done.stderr
