@@ -17,6 +17,7 @@ from kvpolicy.kernels.templates.tiles import (
     lines_of,
     logits_of,
     places_of,
+    program_of,
     queries_of,
     scaled,
     vectors,
@@ -123,11 +124,8 @@ def rows(
     Args:
         START: the state before the first block; TILE: after one more; STORE: puts it away.
     """
-    # As of `row_partials`, whose grid it shares.
-    program = tl.program_id(0)
-    splits = tl.num_programs(0) // (kv * tl.cdiv(queries, BLOCK_W))
-    part, head = program % splits, program // splits % kv
-    start = program // (splits * kv) * BLOCK_W
+    part, head, tile, _ = program_of(queries, kv, BLOCK_W)
+    start = tile * BLOCK_W
     asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     asked = asked_of(

@@ -14,6 +14,7 @@ from kvpolicy.kernels.templates.tiles import (
     entries_of,
     lines_of,
     places_of,
+    program_of,
     queries_of,
     scaled,
     vectors,
@@ -28,12 +29,9 @@ def row_partials(
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of the rows of one KV head over some blocks of keys."""
-    # All along the first axis of the grid: a long prompt has more tiles than the others have room.
-    program, tiles = tl.program_id(0), tl.cdiv(queries, BLOCK_W)
-    splits = tl.num_programs(0) // (kv * tiles)
-    part, head = program % splits, program // splits % kv
+    part, head, tile, tiles = program_of(queries, kv, BLOCK_W)
     # Later queries see more keys: they begin first.
-    start = (tiles - 1 - program // (splits * kv)) * BLOCK_W
+    start = (tiles - 1 - tile) * BLOCK_W
     asking, row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     line_at = asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS)

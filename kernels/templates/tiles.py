@@ -139,6 +139,17 @@ def scaled(tile, x, head):
 
 
 @triton.jit
+def program_of(queries, kv, BLOCK_W: tl.constexpr):
+    """Which split of the keys, KV head and tile of queries a program has, and how many tiles.
+
+    All lie along the first axis of the grid: a long prompt has more tiles than the others hold.
+    """
+    program, tiles = tl.program_id(0), tl.cdiv(queries, BLOCK_W)
+    splits = tl.num_programs(0) // (kv * tiles)
+    return program % splits, program // splits % kv, program // (splits * kv), tiles
+
+
+@triton.jit
 def lines_of(head, start, queries, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, LINES: tl.constexpr):
     """Lines of a tile of queries: head and query of each, and which there are."""
     line = tl.arange(0, LINES)
