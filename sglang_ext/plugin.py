@@ -99,7 +99,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
         options.export(arguments)
         paths, settings = options.requested()
         if not paths and not settings:
-            options.check_experiment_alone()
+            options.refuse_experiment("there is no --kv-policy")
             return
         refusals.check_version()
         options.load_policies(paths, settings)
@@ -120,7 +120,10 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
     try:
         refusals.check_version()
         if not _command_line:
-            options.check_experiment_in_program()
+            options.refuse_experiment(
+                "experiments are served by `python -m sglang.launch_server` only; unset the "
+                "variable."
+            )
         resolved = compat.resolved(server_args)
         refusals.check_options(resolved)
         config = compat.model_config(server_args)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import refused, why
+from kvpolicy.dsl.syntax.diagnostics import half_character, refused, why
 
 Prompt = str | list[int]
 _FORMS = '`{"text": "..."}`, `{"input_ids": [1, 2, ...]}`, a string or a list of token ids'
@@ -58,7 +58,7 @@ def _prompt(place: str, line: str) -> Prompt:
         keys = [key for key in ("input_ids", "text", "prompt") if key in value]
         value = value[keys[0]] if keys else None
     if isinstance(value, str) and value.strip():
-        half = next((each for each in value if "\ud800" <= each <= "\udfff"), None)
+        half = half_character(value)
         if half is not None:
             message = f"the text of this line holds half a character, {half!a}"
             raise refused(place, "file", message, "write the character whole, or leave it out")

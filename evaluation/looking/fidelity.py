@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import refused, why
+from kvpolicy.dsl.syntax.diagnostics import half_character, refused, why
 from kvpolicy.evaluation.asking.asking import in_threads
 from kvpolicy.evaluation.asking.facts import kept_share
 from kvpolicy.evaluation.asking.tokens import Tokens
@@ -83,13 +83,12 @@ def _texts(file: str) -> Iterator[tuple[str, str]]:
         name = f"{file}:{number}"
         try:
             text = json.loads(line)["text"]
-            text.encode()
-        except UnicodeEncodeError:
-            raise refused(name, "file", "the text has half of a character") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
-        if text is None or not text.strip():
+        if not isinstance(text, str) or not text.strip():
             raise refused(name, "file", 'this line is not {"text": "..."}')
+        if half_character(text) is not None:
+            raise refused(name, "file", "the text has half of a character")
         yield name, text
 
 

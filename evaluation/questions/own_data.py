@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import why
+from kvpolicy.dsl.syntax.diagnostics import half_character, why
 from kvpolicy.evaluation.questions import judge
 from kvpolicy.evaluation.questions.judge import Judge
 from kvpolicy.evaluation.questions.order import Order, too_short
@@ -186,12 +186,9 @@ def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
 
 
 def _whole(place: str, name: str, text: str) -> str:
-    """The text; JSON can hold half of a character, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise ValueError(f"{place}: {name} has {half!r}, which is half of a character") from None
+    half = half_character(text)
+    if half is not None:
+        raise ValueError(f"{place}: {name} has {half!r}, which is half of a character")
     return text
 
 

@@ -350,27 +350,18 @@ def requested() -> tuple[list[str], list[str]]:
     return [p for p in paths if p], [s for s in settings if s]
 
 
-def check_experiment_alone() -> None:
-    """Refuse an experiment without policies.
+def refuse_experiment(why: str) -> None:
+    """Where none can be served.
+
+    Args:
+        why: for the operator.
 
     Raises:
         Refused: the environment names one.
     """
-    if experiment_file() is not None:
-        raise Refused(f"{EXPERIMENT_VARIABLE} {experiment_file()}: there is no --kv-policy")
-
-
-def check_experiment_in_program() -> None:
-    """Refuse an experiment where a program makes an `sgl.Engine`.
-
-    Raises:
-        Refused: the environment names one.
-    """
-    if experiment_file() is not None:
-        raise Refused(
-            f"{EXPERIMENT_VARIABLE} {experiment_file()}: experiments are served by "
-            "`python -m sglang.launch_server` only; unset the variable."
-        )
+    file = experiment_file()
+    if file is not None:
+        raise Refused(f"{EXPERIMENT_VARIABLE} {file}: {why}")
 
 
 def allowed_to_set() -> list[str]:

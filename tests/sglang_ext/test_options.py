@@ -195,10 +195,10 @@ def test_every_variable_is_documented():
 
 
 def test_an_experiment_without_a_policy(monkeypatch):
-    options.check_experiment_alone()
+    options.refuse_experiment("there is no --kv-policy")
     monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "e.yaml")
     with pytest.raises(Refused, match=r"SGLANG_KV_POLICY_EXPERIMENT e.yaml: there is no --kv-pol"):
-        options.check_experiment_alone()
+        options.refuse_experiment("there is no --kv-policy")
 
 
 def test_settings_without_a_policy(files):
