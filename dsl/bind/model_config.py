@@ -33,7 +33,7 @@ _NO_GATE = (
     "phi", "starcoder2",
 )  # fmt: skip
 _TIED = ("cohere", "gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ModelConfig:
         experts: width of all experts of a layer together, that of the MLP without a mixture.
         embeddings: numbers of the embedding and of the matrix that gives tokens, one if they are.
         vocabulary: tokens.
+        dtype: as SGLang serves it by default.
         kv_bytes: bytes of one cached number.
         matrices: of an MLP, one of them a gate's if there are three.
     """
@@ -172,6 +173,8 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
     embeddings = hidden * vocabulary * (1 if tied is True else 2)
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     dtype = dtype.removeprefix("torch.")
+    if dtype == "float32":  # SGLang serves it so, unless it is told `--dtype`
+        dtype = "float16"
     return ModelConfig(
         name, shape, hidden, used, experts, embeddings, vocabulary, dtype, _BYTES.get(dtype, 2),
         matrices=2 if kind in _NO_GATE else 3,

@@ -230,7 +230,10 @@ def test_a_limit_of_nothing_allows_what_costs_nothing():
 
 
 def test_sizes_as_a_server_knows_them():
-    """transformers' values: a model of text and pictures, a dtype that torch prints."""
+    """transformers' values: a model of text and pictures, a dtype that torch prints.
+
+    SGLang serves float32 in half precision.
+    """
     values = {
         "text_config": {
             "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
@@ -241,7 +244,7 @@ def test_sizes_as_a_server_knows_them():
     }  # fmt: skip
     found = config_of("a model", values)
     shape, given = ModelShape(2, 4, 4, 16), (2 * 64 * 128_256, 128_256)
-    assert found == ModelConfig("a model", shape, 64, 30, 30, *given, "float32", 4)
+    assert found == ModelConfig("a model", shape, 64, 30, 30, *given, "float16", 2)
     with pytest.raises(PolicyError, match="a model: error\\[file\\]: the key `num_hidden_layers`"):
         config_of("a model", {"num_attention_heads": 4, "hidden_size": 8})
 
