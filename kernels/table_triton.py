@@ -1,4 +1,7 @@
-"""The kernels of a policy's program on a GPU; where one cannot serve, it calls its reference."""
+"""The Triton kernels that a policy's program calls on a GPU.
+
+A kernel that cannot serve a call passes it to its reference.
+"""
 
 from __future__ import annotations
 

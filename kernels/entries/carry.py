@@ -1,4 +1,4 @@
-"""What is remembered of entries goes on with those that stay, and makes room for new ones."""
+"""Carry positions and states of entries over to those that stay, and append new entries."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ def carry(
     steps: int,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The entries of S layers of G KV heads that some head of the layer keeps, and new ones.
+    """Collect the entries that any KV head of a layer keeps, for S layers of G heads, and new ones.
 
-    Of every layer the newest entries stand in the last columns, and what it has fewer of than
-    others is missing in front.
+    New entries stand in the last columns, kept ones before them; a layer with fewer entries than
+    others has empty columns in front.
 
     Args:
-        kept: bool [S * G, M], the entries that stay of each list.
-        positions: int64 [S, M] of the entries of a layer.
-        used: int64 [S], at how many positions some head of the layer keeps an entry.
-        newest: int64 [N], of S / N layers each, one behind the other: the position of the last of
-            the new entries, which follow each other.
-        states: each float64 [S * G, M], a number of every entry, or [S * G, C, M], C numbers.
-        fresh: its value for new entries.
-        steps: T, new entries.
-        width: M', at least every `used` and T.
+        kept: bool [S * G, M], the entries that stay in each list.
+        positions: int64 [S, M], positions of a layer's entries.
+        used: int64 [S], number of positions at which some KV head of the layer keeps an entry.
+        newest: int64 [N], position of the last new entry of each of N requests, which have S / N
+            consecutive layers each; positions of new entries are consecutive.
+        states: each float64 [S * G, M], one number per entry, or [S * G, C, M], C numbers.
+        fresh: value of each state for new entries.
+        steps: T, number of new entries.
+        width: M', at least T plus the largest of `used`.
 
     Returns:
-        int64 [S, M'] positions, -1 where nothing is; bool [S * G, M'], what each list holds, the
-        new entries included; and states, each float64 [S * G, ..., M'], 0 where no entry of the
-        layer is.
+        int64 [S, M'] positions, -1 in empty columns; bool [S * G, M'], the entries that each list
+        holds, new ones included; states, each float64 [S * G, ..., M'], 0 in empty columns.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -76,7 +75,7 @@ def check(
     states: Sequence[torch.Tensor],
     fresh: Sequence[float],
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,7 +1,7 @@
-"""What is remembered of entries goes on with those that stay: a launch, one more per further state.
+"""`carry` in Triton: a launch per state, at least one.
 
-A program takes all KV heads of a layer through their entries in order, a block at a time: how many
-some head kept before is the place of the next.
+A program goes through the entries of a layer in order, a block of all KV heads at a time: the
+number of entries that some head kept so far is the place of the next one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def carry(
     width: int,
     block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The entries of S layers of G KV heads that some head of the layer keeps, and new ones.
+    """Collect the entries that any KV head of a layer keeps, for S layers of G heads, and new ones.
 
     As `carry.carry`.
 
     Args:
-        block: entries of each list that a program looks at at a time, a power of two. None: 2048
-            of all lists of a layer.
+        block: entries of each list that a program reads at a time, a power of two. None: 2048 in
+            all lists of a layer together, but at least 16 of each.
 
     Returns:
         int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, ..., M'].
@@ -55,7 +55,7 @@ def carry(
     first = True
     for i in range(max(len(states), 1)) if layers and width else ():
         old, new, value = (states[i], later[i], fresh[i]) if states else (None, None, 0.0)
-        low, high = struct.unpack("<ii", struct.pack("<d", value))  # Triton would round it
+        low, high = struct.unpack("<ii", struct.pack("<d", value))  # Triton would pass a float32
         each = 1 if old is None or old.dim() == 2 else old.shape[1]
         _carry[(layers, each)](
             stays, own if first else None, used, used.stride(0), newest, made,
@@ -74,14 +74,14 @@ def _carry(
     before, width, steps, share,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One layer, and one number of every entry; of a new one the float64 of two halves of bits."""
+    """Carry one layer and one number per entry; `low` and `high` are the bits of `fresh`."""
     this = tl.program_id(0)
     layer = this.to(tl.int64)
     head = tl.arange(0, HEADS)
     real = (head < GROUP)[:, None]
     old = ((layer * GROUP + head) * before)[:, None]
     new = ((layer * GROUP + head) * width)[:, None]
-    # Where numbers of an entry are as of more lists.
+    # Several numbers per entry lie as those of several lists.
     number = (layer * GROUP + head) * tl.num_programs(1) + tl.program_id(1)
     old_number, new_number = (number * before)[:, None], (number * width)[:, None]
     notes = tl.program_id(1) == 0
@@ -89,7 +89,7 @@ def _carry(
     last = tl.load(newest + this // share)
     bits = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     fresh = bits.to(tl.float64, bitcast=True)
-    # What no entry of the layer takes: in front, and the new ones behind.
+    # Columns without a kept entry: empty ones in front, new entries at the end.
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         comes = column >= width - steps

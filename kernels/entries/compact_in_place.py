@@ -1,4 +1,4 @@
-"""Fold in place: what a request keeps comes to stand at the front of its own private pages.
+"""Fold in place: move what a request keeps to the front of its own private pages.
 
 The torch implementation is the reference: it defines the result for every other one.
 """
@@ -26,29 +26,27 @@ def compact_in_place(
 
     The list of (layer l, KV head g) of the request in a row is `tables.counts[row, l, g]` entries
     in private pages, then the tokens `tables.tail_start[row] .. length - 1` in ordinary slots (see
-    `decode_attention` for where these lie). The kept ones become the first entries of its private
-    pages, in their order, tail tokens too; the ordinary slots are only read. A request without
-    private entries (counts 0, tail_start 0) is copied whole.
+    `decode_attention` for where these lie). The kept ones, tail tokens included, become the first
+    entries of its private pages, in their order; ordinary slots are only read. What a request
+    without private entries (counts 0, tail_start 0) keeps is all copied from ordinary slots.
 
     Args:
         storage: [L, 2, padded slots, G, D] any dtype, contiguous; written in place.
-        tables: of R rows; not changed. From `first_page` on, each list has pages for what it
-            keeps, which no other list has.
-        rows: int64 [B] of the requests, in SGLang's request pool, no one twice.
-        lengths: int64 [B], their tokens, those dropped and the newest included.
+        tables: of R rows; not changed. Each list needs pages for what it keeps from its
+            `first_page` on, shared with no other list.
+        rows: int64 [B], row of each request in SGLang's request pool, without duplicates.
+        lengths: int64 [B], tokens of each request, those dropped and the newest included.
         req_to_token: int32 [>= R, context], the ordinary slot of each token.
-        kept, there: bool [B * L * G, M], which candidates stay of those that are cached: the j-th
-            entry of a list is its j-th candidate there. What is kept is also there, or it is not
-            looked at.
-        proceed: bool [B, P]; where one of them is false, nothing of the request is written.
+        kept, there: bool [B * L * G, M], candidates that stay and that are cached: the j-th True
+            in a row of `there` is the list's j-th entry. `kept` counts only where `there` is True.
+        proceed: bool [B, P]; nothing is written of a request of which one is False.
 
     Returns:
-        int32 [B, L, G], entries in the private pages of each list afterwards: what is kept, or
-        `tables.counts[row]` of a request that does not proceed.
+        int32 [B, L, G], entries in the private pages of each list afterwards: those kept, or
+        `tables.counts[row]` for a request that does not proceed.
 
     Raises:
-        ValueError: names the argument, what was expected and what was given. Nothing is written
-            then.
+        ValueError: names the argument, what was expected and what was given; nothing is written.
     """
     check(storage, tables, rows, lengths, req_to_token, kept, there, proceed)
     made = tables.counts[rows].to(torch.int32)
@@ -74,12 +72,13 @@ def compact_in_place(
 
 @dataclass(frozen=True)
 class Cached:
-    """What one request has cached.
+    """Where the cached entries of one request lie.
 
     Attributes:
-        counts, first_page: int64 [L, G], of its private pages.
-        slots: int64 [>= S], its private slots, then those of others.
-        tail: int64 [length - tail_start], slots of the tokens since its pages were written.
+        counts, first_page: int64 [L, G], the request's row of the tables.
+        slots: int64 [>= S], its S private slots, then other requests'.
+        tail: int64 [length - tail_start], ordinary slots of tokens since its pages were written.
+        padded: slots of the pool, padding included.
     """
 
     counts: torch.Tensor
@@ -97,7 +96,7 @@ class Cached:
         length: int,
         req_to_token: torch.Tensor,
     ) -> Cached:
-        """Reads its row of the tables."""
+        """Read the request's row of the tables, on the host."""
         tail = req_to_token[row, int(tables.tail_start[row]) : length]
         slots = tables.slots[int(tables.slots_start[row]) :]
         return cls(
@@ -127,7 +126,7 @@ class Cached:
         return entry
 
     def check_there(self, layer: int, held: torch.Tensor) -> None:
-        """Refuses candidates that are not as many as a layer's lists are long: held [G]."""
+        """Refuse candidates whose number per KV head, held [G], is not the length of the list."""
         cached = self.counts[layer] + len(self.tail)
         if not torch.equal(held, cached):
             raise ValueError(
@@ -136,7 +135,7 @@ class Cached:
             )
 
     def check_room(self, counts: torch.Tensor) -> None:
-        """Refuses lists that need pages of others: counts [L, G] of what is kept."""
+        """Refuse lists that need pages of others; counts [L, G]: entries that each keeps."""
         layers, group = counts.shape
         begin = self.first_page.flatten()
         end = begin + ((counts + group - 1) // group).flatten()
@@ -157,7 +156,7 @@ class Cached:
 def _move(
     storage: torch.Tensor, own: Cached, layer: int, held: torch.Tensor, stays: torch.Tensor
 ) -> None:
-    """Everything of a layer is read before anything is written."""
+    """Move a layer's keys, then its values; all are read before any is written."""
     size, offset = storage.shape[4], storage.shape[2] * storage.shape[3]
     head, column = stays.nonzero(as_tuple=True)
     source = own.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
@@ -179,7 +178,7 @@ def check(
     there: torch.Tensor,
     proceed: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -196,7 +195,7 @@ def check(
 
 
 def check_proceed(proceed: torch.Tensor, number: int) -> None:
-    """Refuses another shape or dtype of what says whether B requests proceed.
+    """Refuse a `proceed` of another shape or dtype than bool [number, P].
 
     Raises:
         ValueError: says what was expected and what was given.
@@ -214,7 +213,7 @@ def check_requests(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes of what says where requests' entries lie; reads no tensor.
+    """Refuse wrong shapes and dtypes of what locates requests' entries; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,30 +1,30 @@
 """Fold in place: one launch for all layers, keys and values.
 
-A program takes a piece of the rows (a cache line of each) of one list's keys, or of its values,
-through its candidates in order, a tile at a time; how many were there and how many stayed gives the
-places that a tile's entries come from and go to. A target never lies behind its source, so that
-what a tile overwrites nobody reads any more, except rows of the same tile: all of it is read, the
-threads meet, it is written. The next tile is read before this one is written, which is safe because
-its sources lie behind this one's targets; the masks of the one after that are under way as well
-(compiled for sm_90, no read is waited for before the writes of the tile before it).
-What stays where it is, such as all entries before the first one that leaves, is neither read nor
-written. Programs write nothing that another one reads: lists share no page, ordinary slots are only
-read, keys, values and pieces are different bytes.
+A program moves a piece of the rows (a cache line of each) of one list's keys, or of its values. It
+goes through the list's candidates in order, a tile at a time; the numbers cached and kept so far
+give the places that a tile's entries come from and go to. A target never lies behind its source, so
+what a tile overwrites has been read, except rows of the same tile: all of them are read, the
+threads synchronize, all are written. The next tile is read before this one is written, which is
+safe because its sources lie behind this one's targets; the masks of the tile after that are loaded
+ahead as well (compiled for sm_90, no read is waited for before the writes of the tile before it).
+Entries that stay in place, such as all before the first one that leaves, are neither read nor
+written. No program writes what another one reads: lists share no page, ordinary slots are only
+read, and keys, values and pieces are different bytes.
 
 Choices, none of them measured on a GPU:
 
-- Parallel over pieces of a row, not over the parts of a list: the program of a later part would
-  have to wait until the earlier one had read what it overwrites. Llama 3.1 8B in bfloat16 has
-  32 layers x 8 heads x 2 tensors x 2 pieces = 1024 programs, which are all on an H200 at once with
-  64 registers a thread; with 8 KiB of reads under way each they ask for more than its bandwidth
-  times its latency, about 4 MiB. Few lists, as after tensor parallelism, leave it partly idle.
-- One launch, not a plan of all moves and then the moves. A plan would be written and read, 8 bytes
-  an entry, where each of a list's programs reads two bytes of masks; it would spare walking over
-  candidates that do not stay, and at a fold these are few. Only where a long prompt leaves at once
-  are many tiles empty, and cost a step over the masks.
-- No copy of what moves beside the pool, in which parts of a list could move at once: it would read
-  and write everything twice, and mostly everything moves, since one entry that leaves near the
-  front moves all behind it.
+- Parallel over pieces of a row, not over parts of a list: the program of a later part would have to
+  wait until the earlier one had read what it overwrites. Llama 3.1 8B in bfloat16 has 32 layers x 8
+  heads x 2 tensors x 2 pieces = 1024 programs, which all run on an H200 at once with 64 registers a
+  thread; with 8 KiB of reads under way each they ask for more than its bandwidth times its latency,
+  about 4 MiB. Few lists, as with tensor parallelism, leave it partly idle.
+- One launch, not a plan of all moves and then the moves. A plan of 8 bytes an entry would be
+  written and read, where each program of a list reads two bytes of masks; it would save the walk
+  over candidates that do not stay, which are few at a fold. Only when a long prompt leaves at once
+  are many tiles empty, and each costs a step over the masks.
+- No copy outside the pool, from which parts of a list could move at once: it would read and write
+  everything twice, and mostly everything moves, since one entry that leaves near the front moves
+  all behind it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 
-# Bytes of a piece: what the memory moves at once.
+# Bytes of a piece: a cache line.
 _LINE = 128
-# Per thread, of tiles that leave them; eight programs then fill those of a multiprocessor.
+# Limit per thread for tiles that need no more; eight programs then run on a multiprocessor.
 _REGISTERS = 64
 
 
@@ -60,14 +60,13 @@ def compact_in_place(
 ) -> torch.Tensor:
     """Move the kept entries of B requests, in all layers, to the front of their lists' pages.
 
-    As `compact_in_place.compact_in_place`, without reading a number of the device: neither that
-    candidates are as many as the lists are long is checked, nor that what stays has pages of its
-    own.
+    As `compact_in_place.compact_in_place`, but the host reads no tensor: neither the number of
+    candidates of each list is checked, nor whether it has pages for what it keeps.
 
     Args:
         piece: bytes of a row that a program moves; a power of two. None: as measured for the GPU
             (see `tuned`), else a cache line.
-        tile: candidates of which a program holds the rows at a time; a power of two up to 16384.
+        tile: candidates whose rows a program holds at a time; a power of two up to 16384.
             None: as measured, else `rows_of`.
 
     Returns:
@@ -104,7 +103,7 @@ def compact_in_place(
 
 
 def _words(storage: torch.Tensor) -> torch.Tensor:
-    """The same memory in words of four bytes if rows are whole ones: a thread holds no halves."""
+    """View rows as words of four bytes if possible, so that no register is half full."""
     whole = storage.shape[4] * storage.element_size() % 4 == 0
     return storage.view(torch.int32) if whole else movable(storage)
 
@@ -121,7 +120,7 @@ def _compact_in_place(
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
-    """Moves a piece of the rows of one list's keys or values."""
+    """Move a piece of the rows of one list's keys or values."""
     head, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
     which, request = tl.program_id(1), tl.program_id(2) // LAYERS
     layer = tl.program_id(2) % LAYERS
@@ -154,15 +153,15 @@ def _compact_in_place(
         )  # fmt: skip
         x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
         held, stays = _masks(kept, there, TILE, width, TILE)
-        # Two tiles a turn: what was read for the one is not copied to other registers for the
-        # next turn, which would wait for it.
+        # Two tiles per iteration: what is read ahead need not be copied to other registers for the
+        # next iteration, which would wait for it.
         for first in range(0, width, 2 * TILE):
             from_, next_into, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
                 rows_of_pair, layer, head, LAYERS, GROUP,
             )  # fmt: skip
             held, stays = _masks(kept, there, first + 2 * TILE, width, TILE)
-            # Every thread has read its part of this tile before one writes.
+            # No thread writes before all have read their part of this tile.
             tl.debug_barrier()
             next_x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
             tl.store(base + into[:, None] * SIZE, x, mask=(into >= 0)[:, None] & own)
@@ -180,7 +179,7 @@ def _compact_in_place(
 
 
 def lanes_of(flags: int) -> int:
-    """Lanes that read so many flags: whole warps, with fewer the compiler spills registers."""
+    """Lanes that read a request's flags: whole warps, since fewer make the compiler spill."""
     return max(triton.next_power_of_2(flags), 32)
 
 
@@ -194,7 +193,7 @@ def proceeds(flags, request, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr):
 
 @triton.jit
 def _masks(kept, there, first, width, TILE: tl.constexpr):
-    """Which candidates of a tile are cached and which are to stay, as 0 and 1."""
+    """Which candidates of a tile are cached, and which are kept, as 0 and 1."""
     column = first + tl.arange(0, TILE)
     inside = column < width
     stays = tl.load(kept + column, mask=inside, other=0)
@@ -206,29 +205,29 @@ def _places(
     held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
     rows_of_pair, layer, head, LAYERS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """From and to which key entries of the pool a tile's candidates move; -1 for what does not.
+    """Key entries of the pool from and to which a tile's candidates move; -1 if they do not.
 
-    Returns also how many were cached (`seen`) and stayed (`number`) up to here.
+    Returns also the numbers of entries cached (`seen`) and kept (`number`) up to its end.
     """
     held, stays = held.to(tl.int32), (stays & held).to(tl.int32)
-    # One prefix sum for both: a tile has less than 2^15 candidates.
+    # One prefix sum for both, as a tile has fewer than 2^15 candidates.
     both = held | (stays << 16)
     upto = tl.cumsum(both)
     source = seen + (upto & 0xFFFF) - held
     target = number + (upto >> 16) - stays
     all_ = tl.sum(both)
     paged = source < private
-    # The last condition holds unless the masks say more than is cached.
+    # The last condition fails only if `there` has more True than the list has entries.
     moves = (stays > 0) & ~(paged & (source == target)) & (source < cached)
     page, to_page = first_page + source // GROUP, first_page + target // GROUP
-    # One read finds the slot, in whichever of the two tables it stands.
+    # One load finds the slot, private or ordinary.
     slot = tl.load(
         tl.where(paged, own_slots + page // LAYERS, tail_slots + (source - private)),
         mask=moves,
         other=0,
     )
     to_slot = tl.load(own_slots + to_page // LAYERS, mask=moves, other=0)
-    # More than 2^31 elements lie in a pool, and 2^31 entries may.
+    # int64 as `rows_of_pair` is: a pool may have more than 2^31 entries.
     rows = tl.where(paged, page % LAYERS, layer) * rows_of_pair + slot
     from_ = rows * GROUP + tl.where(paged, source % GROUP, head)
     into = (to_page % LAYERS * rows_of_pair + to_slot) * GROUP + target % GROUP

@@ -29,11 +29,10 @@ def compact_layers(
         prompt_slots: [N] int64 slot of each position.
         kept: [L, G, N] bool.
         private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
-        first_page: [L, G] int32 or int64; the lists do not overlap and end within the S * L pages.
+        first_page: [L, G] int32 or int64; lists do not overlap and end within the S * L pages.
 
     Raises:
-        ValueError: names the argument, the expected and the actual shape, or the pages that are
-            needed and there.
+        ValueError: names the argument, the expected and the actual shape or number of pages.
     """
     check(storage, prompt_slots, kept, private_slots, first_page)
     layers, _, padded, group, size = storage.shape
@@ -44,7 +43,7 @@ def compact_layers(
         raise ValueError(f"private_slots: expected [>= {int(end.max())}] pages, got {pages}")
 
     entries, slots = movable(storage).view(-1, size), private_slots.long()
-    # Layer by layer, so that no copy of what all layers keep is ever made.
+    # Layer by layer, so that the entries kept by all layers are never copied at once.
     for layer, (own, first) in enumerate(zip(kept, first_page.long(), strict=True)):
         head, position = own.nonzero(as_tuple=True)
         place = (own.cumsum(dim=1) - 1)[own]
@@ -63,7 +62,7 @@ def check(
     private_slots: torch.Tensor,
     first_page: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

@@ -1,10 +1,10 @@
 """Compaction of all layers in four launches, whatever is kept.
 
-The places that entries may go to are known on the host: S private slots of L pages of G entries.
-First every place is told which entry of the pool it receives, by walking the kept mask in parts;
-the parts' counts, taken before, say where in its list a part begins. Then the places are filled,
-one tile after another: the grid depends on how much is kept, not on the prompt's length, and
-neighbouring places are neighbouring memory.
+The number of places for entries is known on the host: S private slots of L pages of G entries.
+First a walk over the kept mask, in parts, notes for every place the entry of the pool that it
+receives; counts of the parts, taken before, give the place in its list at which a part begins. Then
+the places are filled, a tile per program: the grid depends on the number of places, not on the
+prompt's length, and neighbouring places are neighbouring memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
 
-_PARTS = tl.constexpr(32)  # of a list, whose counts are added up at a time
+_PARTS = tl.constexpr(32)  # counts of a list's parts that are added up at a time
 
 
 def compact_layers(
@@ -33,15 +33,15 @@ def compact_layers(
 ) -> None:
     """Copy kept keys and values of all layers into private pages, in position order.
 
-    As `compact_layers.compact_layers`, without reading a number on the host: lists that need more
-    than the S * L pages are not refused, and what has no page is not written.
+    As `compact_layers.compact_layers`, but the host reads no tensor: lists that need more than the
+    S * L pages are not refused, and entries without a page are not written.
 
     Args:
         storage: [L, 2, padded, G, D] any dtype, contiguous; written in place.
         prompt_slots: [N] int32 or int64 slot of each position.
         kept: [L, G, N] bool.
         private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
-        first_page: [L, G] int32 or int64; the lists do not overlap.
+        first_page: [L, G] int32 or int64; lists do not overlap.
         part: positions that a program walks at a time; a power of two. None: as measured for the
             GPU (see `tuned`), else 4096.
         tile: places that a program fills; a power of two. None: as measured, else `rows_of`.
@@ -79,7 +79,7 @@ def compact_layers(
 
 @kernel()
 def _count(mask, counts, length, PART: tl.constexpr):
-    """How many entries a part of a list keeps."""
+    """Count the entries that a part of a list keeps."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * PART + tl.arange(0, PART)
     kept = tl.load(mask + list_ * length + at, mask=at < length, other=0)
@@ -91,7 +91,7 @@ def _number(
     mask, counts, prompt_slots, first_page, sources, length, padded, places,
     GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Writes a part's kept entries to the places that they go to."""
+    """Write to `sources`, at their places, the pool entries that a part of a list keeps."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     own = counts + list_ * tl.num_programs(1)
     before = 0
@@ -115,7 +115,7 @@ def _copy(
     LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fills a tile of places with their keys and values."""
+    """Fill a tile of places with their keys and values."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     source = tl.load(sources + place, mask=place < places, other=-1)
     there = source >= 0
@@ -125,7 +125,7 @@ def _copy(
     dims = tl.arange(0, PADDED_SIZE)
     both = there[:, None] & (dims < SIZE)[None, :]
     from_, into = source[:, None] * SIZE + dims[None, :], target[:, None] * SIZE + dims[None, :]
-    # Both are read before either is written: more reads are under way at once.
+    # Both are read before either is written, so that more reads are under way at once.
     k = tl.load(keys + from_, mask=both)
     v = tl.load(values + from_, mask=both)
     tl.store(keys + into, k, mask=both)

@@ -15,13 +15,14 @@ def compact_within(
     private_slots: torch.Tensor,
     first_page: torch.Tensor,
 ) -> None:
-    """As `compact_layers`, where the private slots may be slots of the prompt.
+    """As `compact_layers`, but private slots may be slots of the prompt.
 
-    All is read before anything is written: what is kept is held a second time meanwhile, beside the
-    pool. A few torch operations on any device, whatever the number of layers; nothing waits for it.
+    Everything is read before anything is written, so that the kept entries exist a second time
+    meanwhile, outside the pool. It is a few torch operations on any device, whatever the number of
+    layers, and the host does not wait for the device.
 
     Args:
-        total: E, how many entries are kept in all lists.
+        total: number of entries kept in all lists together.
 
     Raises:
         ValueError: as of `compact_layers`.

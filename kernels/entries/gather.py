@@ -18,14 +18,14 @@ def gather(
     Args:
         entries, values: [E, D] any dtype; entry e is entries[e] and values[e]. Nothing outside the
             lists is read.
-        indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]]. It may be a part
-            of a longer one, as of several requests.
+        indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]]. It may be a slice
+            of a longer one, as one request's of a batch.
         indices: [nnz] int64.
         there: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
-            are equally long, and nothing lies between.
+            have length M.
 
     Returns:
-        k, v: [G, M, D], dtype of entries and of values; zero where not there.
+        k, v: [G, M, D], dtypes of entries and of values; zero where `there` is False.
 
     Raises:
         ValueError: names the argument, the expected and the actual lengths.
@@ -51,6 +51,6 @@ def _dense(rows: torch.Tensor, there: torch.Tensor | None, lengths: torch.Tensor
         heads, size = lengths.shape[0], rows.shape[1]
         return rows.view(heads, rows.shape[0] // heads, size)
     dense = rows.new_zeros(*there.shape, rows.shape[1])
-    # Row by row of `there`, as the lists follow each other.
+    # A mask is filled row by row, and `rows` stand list by list.
     dense[there] = rows
     return dense

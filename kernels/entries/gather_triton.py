@@ -23,22 +23,22 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of listed entries, laid out by candidate.
 
-    As `gather.gather`, without reading a number on the host: that the lists are as long as they
-    should be is not checked. What a list lacks is zero, what it has beyond is not read.
+    As `gather.gather`, but the host reads no tensor and lengths of lists are not checked: entries
+    that a list lacks are zero, those that it has too many are not read.
 
     Args:
         entries, values: [E, D] any dtype, contiguous; entry e is entries[e] and values[e].
         indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]].
         indices: [nnz] int64.
         there: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
-            are equally long, and nothing lies between.
-        width: M where `there` is None; default nnz // G, right unless `indptr` is a part of a
+            have length M.
+        width: M where `there` is None. None: nnz // G, which is wrong if `indptr` is a slice of a
             longer one.
         tile: rows that a program reads; a power of two. None: as measured for the GPU (see
             `tuned`), else `rows_of`.
 
     Returns:
-        k, v: [G, M, D], dtype of entries and of values; zero where not there.
+        k, v: [G, M, D], dtypes of entries and of values; zero where `there` is False.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -61,7 +61,7 @@ def gather(
     v = torch.empty((heads, width, size), dtype=values.dtype, device=values.device)
     if not width:
         return k, v
-    # Of each candidate, how many of its head are there up to it.
+    # [G, M]: number of True in a head's row up to each candidate, this one included.
     order = None if there is None else there.cumsum(1, dtype=torch.int32)
     mask = None if there is None else there.contiguous().view(torch.uint8)
     padded = triton.next_power_of_2(size)
@@ -81,7 +81,7 @@ def _gather(
     entries, values, indptr, indices, there, order, k, v, width,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Reads what goes to a tile of one head's candidates."""
+    """Read the entries of a tile of one KV head's candidates."""
     head = tl.program_id(1).to(tl.int64)
     candidate = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = candidate < width

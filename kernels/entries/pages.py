@@ -1,8 +1,8 @@
-"""How lists of entries lie in pages; the one place that says so for all kernels that write them.
+"""How lists of entries lie in pages: the definition for all kernels that write them.
 
 A page is G consecutive entries of the pool: page `r` is the entries `r * G .. r * G + G - 1`. The
-list of each KV head starts on a page of its own: the one behind the last of the head before it, or
-one that is given, as for a list that has pages for more than it holds.
+list of each KV head starts on a new page: the one after the last page of the previous head, or a
+given one, as for a list that has pages for more than it holds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 def lay_out(
     kept: torch.Tensor, pages: torch.Tensor, first_page: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Entries of the pool for the kept candidates, in order, each KV head from a new page on.
+    """Entries of the pool for the kept candidates, in order, each KV head's on new pages.
 
     Args:
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
-        first_page: [G] int32 or int64, where in `pages` each list begins; they do not overlap.
-            None: one behind the other.
+        first_page: [G] int32 or int64, index in `pages` of each list's first page; lists do not
+            overlap. None: one list after the other.
 
     Returns:
-        head [nnz], candidate [nnz] of the kept ones, entry [nnz] of each, counts [G]; all int64.
+        head, candidate and pool entry of each kept candidate, [nnz], and counts [G]; all int64.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

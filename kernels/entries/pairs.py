@@ -1,17 +1,16 @@
 """How private pages hold two layers that store one direction per token.
 
-The lists of such a pair of layers at a KV head are one list of pages, shared by both, of a prompt
-of N tokens:
+Such a pair of layers shares one list per KV head. For a prompt of N tokens it has
 
 rows 0 .. K - 1        codes of the lower layer, K = ceil(N / F)
 rows K .. 2K - 1       codes of the upper layer
-row 2K + t, t < N      what both layers have of token t: a direction, or the upper layer's original
-row 2K + N + r         the lower layer's original of the r-th token that the direction leaves out
+row 2K + t, t < N      token t: the direction of both layers, or the upper layer's original vector
+row 2K + N + r         the lower layer's original vector of the r-th excepted token, r from 0
 
 A row is an entry: D numbers of a key and, elsewhere, D of its value. A row of codes is read as F
-numbers of float32, those of the keys in the key's place and those of the values in the value's. The
-code of a token at a layer is the number by which its row is multiplied; or, below zero, minus the
-place behind the codes at which its original stands, as it is. Places are exact up to 2^24 tokens.
+float32, codes of keys in place of the key and codes of values in place of the value. A token's code
+at a layer is the length by which its row is multiplied; or, if negative, minus the place of its
+original, counted from row 2K, which is not multiplied. float32 has exact places up to 2^24.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import torch
 
 _Count = TypeVar("_Count", int, torch.Tensor)
 
-BELOW, OWN = 0, 1  # the lower layer of a pair, and the upper one, which a policy calls its own
+BELOW, OWN = 0, 1  # the lower layer of a pair, `below` in a policy, and the upper, `own`
 
 
 def floats_of_row(size: int, dtype: torch.dtype) -> int:
-    """F of rows of so many numbers.
+    """F, float32 numbers that a row of `size` numbers of the dtype holds.
 
     Raises:
-        ValueError: rows are no whole number of float32.
+        ValueError: a row is no whole number of float32.
     """
     floats, rest = divmod(size * dtype.itemsize, 4)
     if rest:
@@ -40,7 +39,7 @@ def floats_of_row(size: int, dtype: torch.dtype) -> int:
 
 
 def code_rows(tokens: _Count, floats: int) -> _Count:
-    """K, rows of codes of one layer."""
+    """K, rows of codes of one layer for N tokens."""
     return -(-tokens // floats)
 
 
@@ -54,11 +53,11 @@ def encode(scales: torch.Tensor, excepted: torch.Tensor) -> torch.Tensor:
     """Codes of both layers.
 
     Args:
-        scales: float32 [2, G, N] of (lower, upper), not below 0.
-        excepted: bool [G, N], tokens of which both originals stand.
+        scales: float32 [2, G, N], lengths in the lower and the upper layer, not negative.
+        excepted: bool [G, N], tokens that keep both original vectors.
 
     Returns:
-        float32 [2, G, N]
+        float32 [2, G, N], codes in the lower and the upper layer.
     """
     tokens = excepted.shape[1]
     lower = (1 - tokens - excepted.cumsum(dim=1)).to(scales.dtype)
@@ -67,7 +66,7 @@ def encode(scales: torch.Tensor, excepted: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(codes: torch.Tensor, floats: int) -> torch.Tensor:
-    """float32 [G, 2K, F], the rows in which codes [2, G, N] stand; what is left over is 0."""
+    """float32 [G, 2K, F], rows that hold codes [2, G, N], padded with 0."""
     both, heads, tokens = codes.shape
     rows = code_rows(tokens, floats)
     padded = torch.nn.functional.pad(codes, (0, rows * floats - tokens))
@@ -75,14 +74,14 @@ def rows_of(codes: torch.Tensor, floats: int) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What codes say.
+    """Places and factors that codes stand for.
 
     Args:
         codes: float32 [...].
-        tokens: int64 [...], whose they are.
+        tokens: int64 [...], the token of each code.
 
     Returns:
-        int64 [...] places behind the codes, and float32 [...] by which their rows are multiplied.
+        int64 [...] places, counted from row 2K; float32 [...] factors of the rows there.
     """
     original = codes < 0
     return torch.where(original, -codes.long(), tokens), codes.masked_fill(original, 1.0)

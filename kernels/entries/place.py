@@ -17,7 +17,7 @@ def place(
     value_offset: int,
     first_page: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write kept rows into pages, in order, each KV head from a page of its own on.
+    """Write kept rows into pages, in order, each KV head's on new pages.
 
     Args:
         entries: [E, D] the pool; written in place. Key entry `e` has its value at
@@ -27,12 +27,12 @@ def place(
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G). They
             may hold the entries that `k` and `v` were gathered from.
-        value_offset: from a key entry to its value.
-        first_page: [G] int32 or int64, where in `pages` each KV head begins; the lists do not
-            overlap. None: each on the page behind the last of the one before it.
+        value_offset: number of entries from a key to its value.
+        first_page: [G] int32 or int64, index in `pages` of each KV head's first page; lists do not
+            overlap. None: one list after the other.
 
     Returns:
-        [G] int64, how many entries each KV head now has.
+        [G] int64, number of entries that each KV head now has.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -53,7 +53,7 @@ def check(
     pages: torch.Tensor,
     first_page: torch.Tensor | None,
 ) -> None:
-    """Refuses wrong shapes; reads no values.
+    """Refuse wrong shapes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

@@ -23,10 +23,10 @@ def place(
     first_page: torch.Tensor | None = None,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """Write kept rows into pages, in order, each KV head from a page of its own on.
+    """Write kept rows into pages, in order, each KV head's on new pages.
 
-    As `place.place`, without reading a number on the host: too few pages are not refused, and what
-    has no page is not written.
+    As `place.place`, but the host reads no tensor: too few pages are not refused, and rows without
+    a page are not written.
 
     Args:
         entries: [E, D] the pool, contiguous; written in place. Key entry `e` has its value at
@@ -35,14 +35,14 @@ def place(
             Rows that are not kept are not read.
         kept: [G, M] bool.
         pages: [P] int64 page numbers to fill, at least the sum over heads of ceil(kept / G).
-        value_offset: from a key entry to its value.
-        first_page: [G] int32 or int64, where in `pages` each KV head begins; the lists do not
-            overlap. None: each on the page behind the last of the one before it.
+        value_offset: number of entries from a key to its value.
+        first_page: [G] int32 or int64, index in `pages` of each KV head's first page; lists do not
+            overlap. None: one list after the other.
         tile: rows that a program writes; a power of two. None: as measured for the GPU (see
             `tuned`), else `rows_of`.
 
     Returns:
-        [G] int64, how many entries each KV head now has.
+        [G] int64, number of rows that each KV head keeps, those without a page included.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -55,7 +55,7 @@ def place(
     size = entries.shape[1]
     if not length:
         return torch.zeros(group, dtype=torch.int64, device=kept.device)
-    # Of each row, how many of its head are kept up to it.
+    # [G, M]: number of kept rows of a head up to each row, this one included.
     order = kept.cumsum(1, dtype=torch.int32)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     width = triton.next_power_of_2(size)
@@ -79,7 +79,7 @@ def _place(
     GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the kept ones of a tile of one head's rows."""
+    """Write the kept rows of a tile of one KV head."""
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     chosen = tl.load(kept + head * length + row, mask=row < length, other=0) > 0

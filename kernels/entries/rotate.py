@@ -41,7 +41,7 @@ def rotate(
 
 
 def check(k: torch.Tensor, shift: torch.Tensor, inv_freq: torch.Tensor) -> int:
-    """Refuses wrong shapes; reads no values.
+    """Refuse wrong shapes; read no values.
 
     Returns:
         R / 2.

@@ -1,8 +1,8 @@
 """Moving rotary-embedded keys to later positions: one kernel, angles reduced in float64.
 
-A float32 product of a shift of 100,000 and a frequency is off by up to 0.004 radians, more than
-bfloat16 can tell, so the angle is float64; brought into -pi .. pi it fits float32. With u = 2**-24
-a key in float32 or a half precision then differs from the exact one by at most
+A float32 product of a shift of 100,000 and a frequency is off by up to 0.004 radians, which shows
+in bfloat16, so the angle is float64; reduced to -pi .. pi it fits float32. With u = 2**-24 a key in
+float32, float16 or bfloat16 then differs from the exact one by at most
 
     (8 u + |angle| 2**-52) (|a| + |b|) + half a unit in the last place of the key's dtype:
 
@@ -41,8 +41,8 @@ def rotate(
         inv_freq: [R / 2] radians per position of each pair; R is at most D and the dimensions from
             R on do not turn.
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
-        tile: rows that a program turns; a power of two. By default such that a program
-            holds 2,048 numbers, or 512 in float64, which takes more registers. Not measured.
+        tile: rows that a program turns; a power of two. None: as many as hold 2,048 numbers, or
+            512 in float64, which takes more registers. Not measured.
 
     Returns:
         [..., M, D], contiguous, dtype of k; a row of shift 0 is unchanged.
@@ -55,7 +55,7 @@ def rotate(
     out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if not out.numel():
         return out
-    # By head, as far as the strides allow it without a copy.
+    # [heads, M, D], a copy only if the strides require one.
     keys = k.reshape(-1, rows, size)
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
     rest, padded = size - 2 * pairs, triton.next_power_of_2(max(pairs, 1))
@@ -76,7 +76,7 @@ def _rotate(
     PAIRS: tl.constexpr, PADDED_PAIRS: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Turns a tile of one head's rows."""
+    """Turn a tile of one head's rows."""
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = row < rows

@@ -10,7 +10,7 @@ _NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes where it holds 8-bit floats, of which torch writes no rows."""
+    """View 8-bit floats as bytes, since torch cannot write rows of them; else `x` itself."""
     return x.view(torch.uint8) if x.dtype in FLOAT8 else x
 
 
@@ -18,8 +18,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` in another float dtype, rounded once, to nearest, ties to even.
 
     From float64 to a narrower one than float32 `Tensor.to` rounds twice, to float32 first, and then
-    1 + 2**-8 + 2**-40 becomes 1 in bfloat16 instead of 1 + 2**-7. What is too large for
-    float8_e4m3fn, which has no infinity, becomes the largest that it has, 448.
+    1 + 2**-8 + 2**-40 becomes 1 in bfloat16 instead of 1 + 2**-7. Numbers too large for
+    float8_e4m3fn, which has no infinity, become its largest, 448, with their sign.
 
     Args:
         x: any float dtype.
@@ -27,17 +27,17 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if x.dtype == torch.float64 and dtype in _NARROW:
         x = _to_odd(x)
-    if dtype == torch.float8_e4m3fn:  # torch 2.11 makes NaN of what is too large
+    if dtype == torch.float8_e4m3fn:  # torch 2.11 makes NaN of larger numbers
         x = x.float().clamp(-_MOST, _MOST)
     return x.to(dtype)
 
 
 def _to_odd(x: torch.Tensor) -> torch.Tensor:
-    """float64 as float32 whose last bit keeps that something was cut off."""
+    """Round float64 to float32 to odd."""
     nearest = x.to(torch.float32)
     back = nearest.double()
-    # Rounding to odd keeps in the last bit that something was cut off, so the second rounding
-    # cannot take the number for a tie; float32 has more than two bits to spare for it.
+    # Towards zero, with the last bit set if something was cut off: the second rounding then cannot
+    # take the number for a tie. float32 has the two spare bits that this needs.
     bits = nearest.view(torch.int32)
     bits = torch.where(back.abs() > x.abs(), bits - 1, bits)
     bits = torch.where(back == x, bits, bits | 1)

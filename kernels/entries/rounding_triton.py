@@ -10,9 +10,9 @@ import triton.language as tl
 def rounded(x, dtype: tl.constexpr):
     """A block in another float dtype, as `rounding.rounded`: once, to nearest, ties to even.
 
-    Triton's own conversion of float64 to a narrow type goes through float32, in its interpreter
-    those of bfloat16 and of 8-bit floats cut bits off and lose subnormals, and before sm_89 there
-    is none to an 8-bit one; here all do the same.
+    Triton's own conversions differ: from float64 to a narrow type they go through float32; in its
+    interpreter those to bfloat16 and 8-bit floats cut bits off and lose subnormals; below sm_89
+    there are none to 8-bit floats.
 
     x: any float dtype.
     dtype: tl.float64, tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv or tl.float8e5.
@@ -38,7 +38,7 @@ def widened(x):
         return bits.to(tl.float16, bitcast=True).to(tl.float32)
     elif x.dtype == tl.float8e4nv:
         bits = x.to(tl.uint8, bitcast=True).to(tl.uint16)
-        # As float16, whose exponent begins 8 lower; what would be infinity is a number.
+        # As float16, whose exponent bias is 8 higher; the highest exponent holds numbers too.
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
@@ -48,7 +48,7 @@ def widened(x):
 
 @triton.jit
 def _to_odd(x):
-    """float64 as float32 whose last bit keeps that something was cut off."""
+    """Round float64 to float32 to odd, as `rounding._to_odd`."""
     nearest = x.to(tl.float32)
     back = nearest.to(tl.float64)
     bits = nearest.to(tl.int32, bitcast=True)
@@ -61,7 +61,7 @@ def _to_odd(x):
 def _from_float32(x, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        # Half of the last kept bit, less one where that is even: a tie goes to the even one.
+        # Add half of the last kept bit, less one if that is even: ties go to even.
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         near = tl.where(x == x, near, 0x7FC0)
         return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -75,17 +75,17 @@ def _from_float32(x, dtype: tl.constexpr):
 
 @triton.jit
 def _eight_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
-    """uint8 codes of float32: so many bits of mantissa, this bias of exponents, the highest code.
+    """uint8 codes of float32 as 8-bit floats; BIAS: of exponents.
 
-    That is the largest number of float8_e4m3fn and infinity of float8_e5m2.
+    MOST, the highest code, is the largest number of float8_e4m3fn and infinity of float8_e5m2.
     """
     cut: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     near = (size + ((1 << (cut - 1)) - 1) + ((size >> cut) & 1)) >> cut
     code = near.to(tl.int32) - ((127 - BIAS) << MANTISSA)
-    # Below the smallest normal number codes count units of the least one; where this is added,
-    # float32 has no bits for parts of it.
+    # Below the smallest normal number a code counts smallest subnormals; adding 2^23 rounds to
+    # whole ones, since float32 has no bits for parts of them there.
     units = size.to(tl.float32, bitcast=True) * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
     units = units.to(tl.int32, bitcast=True) - 0x4B000000
     code = tl.where(code < (1 << MANTISSA), units, code)

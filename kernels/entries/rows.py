@@ -11,15 +11,15 @@ from kvpolicy.kernels.entries.rounding import movable
 def take_rows(
     tensors: Sequence[torch.Tensor], rows: torch.Tensor, some: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """The same rows of each tensor.
+    """Take the same rows of each tensor.
 
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
-        some: [s] int64 in 0 .. m - 1, which of the rows; m is then s. None: all.
+        some: [s] int64 in 0 .. m - 1, indices in `rows` of those to take. None: all.
 
     Returns:
-        Of each tensor [m, ...], contiguous, of its dtype.
+        For each tensor [m, ...], or [s, ...], contiguous, of its dtype.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -39,8 +39,8 @@ def put_rows(
 
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
-        rows: [m] int64 in 0 .. T - 1, no one twice.
-        sources: for each tensor [m, ...] of its dtype, not memory of it.
+        rows: [m] int64 in 0 .. T - 1, without duplicates.
+        sources: for each tensor [m, ...], or [s, ...], of its dtype and not sharing its memory.
         some: as of `take_rows`.
 
     Raises:
@@ -58,7 +58,7 @@ def check(
     some: torch.Tensor | None,
     sources: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

@@ -12,7 +12,7 @@ from kvpolicy.kernels.entries.rows import check
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 
-# Tensors of one launch; of more, several launches.
+# Most tensors of one launch.
 _MOST = 4
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -24,19 +24,19 @@ def take_rows(
     *,
     block: int | None = None,
 ) -> list[torch.Tensor]:
-    """The same rows of each tensor.
+    """Take the same rows of each tensor.
 
-    As `rows.take_rows`; that the rows are there is not checked.
+    As `rows.take_rows`, but indices are not checked.
 
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
-        some: as there.
+        some: as of `rows.take_rows`.
         block: elements that a program copies; a power of two. None: as measured for the GPU (see
             `tuned`), else 2048.
 
     Returns:
-        Of each tensor [m, ...], contiguous, of its dtype.
+        For each tensor [m, ...], or [s, ...], contiguous, of its dtype.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -60,12 +60,12 @@ def put_rows(
 ) -> None:
     """Write rows of each tensor, in place; the other rows keep what they hold.
 
-    As `rows.put_rows`; that the rows are there is not checked.
+    As `rows.put_rows`, but indices are not checked.
 
     Args:
         tensors: each [T, ...], any dtype, contiguous; T is the same for all.
-        rows: [m] int64 in 0 .. T - 1, no one twice.
-        sources: for each tensor [m, ...] of its dtype, not memory of it.
+        rows: [m] int64 in 0 .. T - 1, without duplicates.
+        sources: for each tensor [m, ...], or [s, ...], of its dtype and not sharing its memory.
         some: as of `take_rows`.
         block: elements that a program copies; a power of two. None: as measured for the GPU (see
             `tuned`), else 2048.
@@ -83,7 +83,7 @@ def put_rows(
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's rows as whole numbers [T, W], the same memory."""
+    """View a contiguous tensor as integers [T, W]."""
     rows = tensor.detach().view(tensor.shape[0], tensor[:1].numel() if tensor.shape[0] else 0)
     return rows.view(_WHOLE[tensor.element_size()])
 
@@ -98,7 +98,8 @@ def _launch(
     put: bool,
 ) -> None:
     pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x.numel() and y.numel()]
-    # Short rows may begin anywhere, which is no reason to read long ones a word at a time.
+    # Rows that begin at no multiple of 16 bytes are copied apart, so that others are read in words
+    # of 16 bytes.
     narrow = [pair for pair in pairs if _row_bytes(pair[0]) % 16]
     wide = [pair for pair in pairs if not _row_bytes(pair[0]) % 16]
     for function, alike in ((_copy_aligned, wide), (_copy_any, narrow)):
@@ -141,7 +142,7 @@ def _copy(
     width_0, width_1, width_2, width_3, blocks_0, blocks_1, blocks_2,
     PUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row of one of four tensors; an absent one has no blocks."""
+    """Copy one block of one row of one of four tensors; an absent tensor has no blocks."""
     part = tl.program_id(1)
     if part < blocks_0:
         _copy_part(source_0, target_0, rows, some, width_0, part, PUT, BLOCK)
@@ -166,7 +167,10 @@ _copy_any = kernel()(_copy)
 
 @triton.jit
 def _copy_part(source, target, rows, some, width, part, PUT: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of row i of the one and of the i-th of the rows of the other, i the program's."""
+    """Copy a block of source[i] to target[row], or without PUT of source[row] to target[i].
+
+    i: program 0's id. row: the i-th of the rows.
+    """
     own = tl.program_id(0).to(tl.int64)
     at = own
     if some is not None:

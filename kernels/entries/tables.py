@@ -1,7 +1,7 @@
 """Where the compressed entries of all requests lie, as tensors on the device.
 
-A decode step reads only these, so that a captured CUDA graph stays right when requests come and go:
-the tensors keep their addresses and whoever admits, folds or frees a request writes its row.
+A decode step reads only these, so that a captured CUDA graph stays valid when requests come and go:
+the tensors keep their addresses, and rows are rewritten when requests are admitted, fold or end.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ class Tables:
     """Private pages and tails by row of SGLang's request pool; row 0 is for padding.
 
     Attributes:
-        counts: int32 [R, L, G] entries in the private pages of each (layer, KV head); 0 in all of
-            them where a request has none.
-        first_page: int32 [R, L, G]; the list's first page among those of the request.
-        tail_start: int32 [R] position from which tokens lie in ordinary slots; 0 where there are no
-            private pages.
-        slots_start: int32 [R], where the row's private slots begin in `slots`.
+        counts: int32 [R, L, G], entries in the private pages of each (layer, KV head); all 0 if the
+            request has no private pages.
+        first_page: int32 [R, L, G], the list's first page among the request's pages.
+        tail_start: int32 [R], position from which tokens lie in ordinary slots; 0 if the request
+            has no private pages.
+        slots_start: int32 [R], index in `slots` of the row's first private slot.
         slots: int32 [C], the private slots of all requests.
-        paired: int32 [R, L]; 0: the layer's lists hold its entries. 1: they are those of a pair in
-            which it is the lower layer, 2: the upper one (see `pairs`); `counts` are then the N
-            tokens. [0, L] where no request may store layers in pairs.
+        paired: int32 [R, L]; 0: the layer's lists hold its own entries; 1: they are shared with the
+            layer above, 2: with the layer below (see `pairs`), and `counts` are numbers of tokens.
+            [0, L] where no request may store layers in pairs.
     """
 
     counts: torch.Tensor
@@ -37,7 +37,7 @@ class Tables:
 
     @property
     def bytes(self) -> int:
-        """Memory of all of them."""
+        """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in vars(self).values())
 
     @classmethod
@@ -51,12 +51,13 @@ class Tables:
         *,
         pairs: bool = False,
     ) -> Tables:
-        """Tables that say of every row that it has no private pages.
+        """Tables in which no row has private pages.
 
         Args:
-            rows: R, of SGLang's request pool with its padding row.
+            rows: R, rows of SGLang's request pool, its padding row included.
+            layers, kv_heads: L and G.
             slots: C, private slots that all requests together may hold.
-            pairs: whether any may store layers in pairs.
+            pairs: whether a request may store layers in pairs.
         """
 
         def zeros(*shape: int) -> torch.Tensor:

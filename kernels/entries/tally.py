@@ -1,11 +1,11 @@
-"""How many entries of each list there are and stay, as one table of numbers for the host."""
+"""Numbers of entries that each list holds and keeps, as one table for the host."""
 
 from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
-BEFORE = 3  # columns of a layer's numbers before those of its KV heads
+BEFORE = 3  # columns for a whole layer, before those for each KV head
 
 
 def tally(
@@ -15,19 +15,21 @@ def tally(
     expected: torch.Tensor | None,
     group: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of S layers with G KV heads each.
+    """Count the entries of S layers with G KV heads each.
 
     Args:
-        kept, there: bool [S * G, M], what stays of what there is.
+        kept, there: bool [S * G, M], entries that each list keeps and holds; `kept` counts only
+            where `there` is True.
         finite: bool [S * G], whether a list was chosen by finite numbers; None: all were.
-        expected: int64 [S, 3 + 2 * G], numbers as they should be; None: nobody knows.
+        expected: int64 [S, 3 + 2 * G], numbers to compare with, of which only those of kept
+            entries are; None: not known.
         group: G.
 
     Returns:
-        int64 [S, 3 + 2 * G]: at how many positions of a layer some KV head keeps an entry, whether
-        all of them keep the same, whether all were chosen by finite numbers, how many entries
-        there are of each, how many each keeps. And bool [S], whether all of a layer is finite, and
-        each KV head keeps what is expected.
+        int64 [S, 3 + 2 * G] and bool [S]. The columns are: number of positions at which some KV
+        head keeps an entry; whether all KV heads keep the same; whether all were chosen by finite
+        numbers; entries held, per KV head; entries kept, per KV head. The bool is whether all
+        lists of a layer are finite and keep as many entries as expected.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -54,7 +56,7 @@ def check(
     expected: torch.Tensor | None,
     group: int,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

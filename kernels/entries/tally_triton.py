@@ -1,4 +1,4 @@
-"""How many entries of each list there are and stay, in one launch: a program per layer."""
+"""Numbers of entries that each list holds and keeps, in one launch: a program per layer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def tally(
     *,
     block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of S layers with G KV heads each.
+    """Count the entries of S layers with G KV heads each.
 
     As `tally.tally`.
 
     Args:
-        block: entries of each list that a program looks at at a time, a power of two. None: 4096
-            of all lists of a layer.
+        block: entries of each list that a program reads at a time, a power of two. None: 4096 in
+            all lists of a layer together, but at least 16 of each.
 
     Returns:
         int64 [S, 3 + 2 * G] and bool [S].
@@ -52,7 +52,7 @@ def _tally(
     kept, there, finite, expected, numbers, good, width,
     GROUP: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One layer."""
+    """Count the entries of one layer."""
     layer = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
     real = head < GROUP

@@ -1,4 +1,4 @@
-"""After a fold in place: kept keys turn to the places that they have in the cache now."""
+"""After a fold in place: turn kept keys to their new places in the cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def turn(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotate keys that `compact_in_place` moved by as many positions as later entries were dropped.
+    """Move each key that `compact_in_place` kept later by the number of dropped entries after it.
 
     Args:
-        storage, tables, rows, lengths, req_to_token, proceed: as of `compact_in_place`, which has
-            been called with the same.
-        kept, there: bool [B * L * G, M], as of `compact_in_place`.
+        storage, tables, rows, lengths, req_to_token, kept, there, proceed: as of
+            `compact_in_place`, which must have been called with the same. Keys in `storage` are
+            rotated in place.
         inv_freq, interleaved: as of `rotate`.
 
     Raises:
@@ -62,7 +62,7 @@ def check(
     proceed: torch.Tensor,
     inv_freq: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,4 +1,4 @@
-"""After a fold in place: kept keys turn where they lie, in one launch, a program per list."""
+"""After a fold in place: turn kept keys where they lie, in one launch, a program per list."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def turn(
     interleaved: bool = False,
     tile: int | None = None,
 ) -> None:
-    """Rotate keys that `compact_in_place` moved by as many positions as later entries were dropped.
+    """Move each key that `compact_in_place` kept later by the number of dropped entries after it.
 
     As `turn.turn`, within the bound of `rotate_triton`.
 
     Args:
-        tile: entries that a program turns at a time; a power of two. None: such that it holds
-            2,048 numbers, 1,024 of 8 bits, or 512 in float64.
+        tile: entries that a program turns at a time; a power of two. None: as many as hold 2,048
+            numbers, 1,024 of 8 bits, or 512 in float64.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -62,7 +62,7 @@ def _turn(
     PADDED_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr,
     FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
-    """One list."""
+    """Turn the kept keys of one list."""
     this = tl.program_id(0)
     request = this // (LAYERS * GROUP)
     if proceeds(proceed, request, FLAGS, FLAGS_P):

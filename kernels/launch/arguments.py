@@ -1,4 +1,4 @@
-"""What the checks of kernels' arguments have in common."""
+"""The check of dtypes and shapes that all kernels use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 def check_tensors(
     given: Iterable[tuple[str, torch.Tensor | None, torch.dtype, Sequence[int]]],
 ) -> None:
-    """Refuses tensors of another dtype or shape than expected; reads none.
+    """Refuse tensors of another dtype or shape than expected; read none.
 
     Args:
-        given: name, tensor or None where none was given, dtype and shape of each.
+        given: name, tensor (None: not given, not checked), expected dtype and expected shape.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,8 +1,8 @@
-"""Compilations that Triton makes of this package's kernels, those that are expected and others.
+"""Watches Triton compile this package's kernels, and tells expected compilations from late ones.
 
-Triton tells a listener when a kernel's machine code is there, from its cache on disk or compiled.
-One that others have set goes on being told. Triton has hooks around launches that compile, too, but
-with one of them set, 3.6.0 fails on kernels that are given functions.
+Triton calls a listener when a kernel's machine code is ready, compiled or from its cache on disk. A
+listener that was set earlier is still called. Triton also has hooks around launches that compile,
+but with one of them set Triton 3.6.0 fails on kernels that take functions as arguments.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from triton import knobs
 
-_OWN = "kvpolicy"  # modules of this package, and of what it generates
+_OWN = "kvpolicy"  # first part of the names of its modules, generated ones included
 
 
 @dataclass
 class Made:
-    """Kernels that were made ready.
+    """Kernels that were compiled or loaded.
 
     Attributes:
-        names: of each, in their order; several of one name are compiled for different types.
-        seconds: that it took, disk included.
+        names: name of each, in order; a name recurs for each set of argument types.
+        seconds: time that each took, access to the disk included.
     """
 
     names: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Made:
 
 
 class Compilations:
-    """What Triton compiles in this process, from the first `watch` or `expected` on."""
+    """Compilations of this process, noted from the first `watch` or `expected` on."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
@@ -40,10 +40,10 @@ class Compilations:
         self._listens = False
 
     def watch(self, late: Callable[[str, float], None]) -> None:
-        """Have compilations noted that are not expected.
+        """Report compilations outside of `expected`.
 
         Args:
-            late: is told the name and the seconds of each.
+            late: called with the kernel's name and the seconds of each.
         """
         self._listen()
         self._late = late
@@ -55,10 +55,13 @@ class Compilations:
 
     @contextmanager
     def expected(self, progress: Callable[[Made], None] = lambda made: None) -> Iterator[Made]:
-        """A block of one thread in which kernels are to be compiled.
+        """Context in which the calling thread is expected to compile kernels.
 
         Args:
-            progress: called after each.
+            progress: called after each compilation with all of the context so far.
+
+        Yields:
+            The compilations of the context, appended as they happen.
         """
         self._listen()
         earlier = getattr(self._thread, "expecting", None)
@@ -73,7 +76,7 @@ class Compilations:
         def ready(**facts: Any) -> None:
             if other is not None:
                 other(**facts)
-            function = getattr(facts["src"], "fn", None)  # none where a text of Triton is compiled
+            function = getattr(facts["src"], "fn", None)  # none if compiled from Triton's IR
             if function is not None and function.module.split(".")[0] == _OWN:
                 self._note(function.__name__, facts["times"].total / 1e6)
 

@@ -13,16 +13,18 @@ _CONSTANT = (tl.constexpr, "tl.constexpr")
 
 
 def kernel(*, aligned: Collection[str] = ()) -> Callable[[Callable], Any]:
-    """A function as a Triton kernel.
+    """Declare a function as a Triton kernel that is not specialized on sizes.
 
-    Triton compiles anew where a whole number is 1 or where it, or an address, becomes divisible by
-    16. Sizes and addresses of lists do so from prompt to prompt, and a request would wait for the
-    compiler. What tuples hold Triton looks at all the same: they are to hold no sizes.
+    By default Triton compiles again when an integer is 1, or when an integer or an address becomes
+    divisible by 16. Sizes and addresses of lists do so from prompt to prompt, and a request would
+    wait for the compiler. Members of tuples are specialized all the same, so they must be no sizes.
 
     Args:
-        aligned: arguments that are compiled for being divisible by 16 if they are, so that several
-            elements are read at once: rows of heads, which a model lays out once, and what is
-            allocated anew.
+        aligned: arguments that are specialized on divisibility by 16, so that several elements are
+            read at once: rows of heads, whose layout a model fixes, and newly allocated tensors.
+
+    Raises:
+        TypeError: when it decorates a function that lacks an argument named in `aligned`.
     """
 
     def declared(function: Callable) -> Any:

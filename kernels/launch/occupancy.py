@@ -1,9 +1,9 @@
 """How many programs of a kernel run at once on a streaming multiprocessor: its occupancy.
 
 The rules are CUDA's, for compute capabilities from 8.0 on ("Technical Specifications per Compute
-Capability" of the CUDA C++ Programming Guide): registers are handed out to warps, 256 at a time,
-from the quarter of the processor in which a warp runs; shared memory to programs, 128 bytes at a
-time, with 1 KiB more of each for the system.
+Capability" of the CUDA C++ Programming Guide): registers are allocated per warp in units of 256,
+from the quarter of the multiprocessor in which the warp runs; shared memory per program in units of
+128 bytes, with 1 KiB more per program for the system.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 
 _QUARTERS, _WARP = 4, 32
 _REGISTERS_AT_ONCE, _BYTES_AT_ONCE, _OF_SYSTEM = 256, 128, 1 << 10
-# Programs at once, whatever they need; 32 where nothing else is said.
+# Most programs at once by compute capability; 32 for all others.
 _PROGRAMS = {(8, 6): 16, (8, 7): 16, (8, 9): 24, (12, 0): 24, (12, 1): 24}
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What a streaming multiprocessor has for the programs on it.
+    """Resources of a streaming multiprocessor.
 
     Attributes:
-        registers: of 32 bits.
+        registers: number of 32-bit registers.
         shared: bytes of shared memory.
-        warps, programs: at once, at most.
+        warps, programs: most that run at once.
     """
 
     registers: int
@@ -36,10 +36,12 @@ class Processor:
     programs: int
 
     def holds(self, registers: int, shared: int, warps: int) -> int:
-        """How many programs of a kernel it holds.
+        """Number of programs of a kernel that run on it at once.
 
         Args:
-            registers: of a thread; shared: bytes of a program; warps: of a program.
+            registers: registers of a thread.
+            shared: bytes of shared memory of a program.
+            warps: warps of a program.
         """
         of_warp = _up(max(registers, 1) * _WARP, _REGISTERS_AT_ONCE)
         fit = self.registers // _QUARTERS // of_warp * _QUARTERS
@@ -52,13 +54,13 @@ def _up(number: int, step: int) -> int:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is a GPU of that generation, whose products take whole warp groups."""
+    """Whether a device is a Hopper GPU, whose matrix products take whole warp groups."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).major == 9
 
 
 @lru_cache
 def processor(device: torch.device) -> Processor:
-    """That of a GPU."""
+    """Resources of a GPU's multiprocessors."""
     found = torch.cuda.get_device_properties(device)
     return Processor(
         found.regs_per_multiprocessor,  # type: ignore[attr-defined]
@@ -69,13 +71,13 @@ def processor(device: torch.device) -> Processor:
 
 
 def held(device: torch.device, compiled: Any) -> int | None:
-    """How many programs of a compiled kernel a processor of the GPU holds.
+    """Number of programs of a compiled kernel that run at once on a multiprocessor of the GPU.
 
     Args:
-        compiled: what Triton returns of a launch.
+        compiled: what Triton returned from a launch.
 
     Returns:
-        None where it was not loaded, as in Triton's interpreter.
+        None where no code was loaded, as in Triton's interpreter.
     """
     registers = getattr(compiled, "n_regs", None)
     if registers is None:

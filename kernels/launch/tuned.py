@@ -1,8 +1,8 @@
-"""Choices that were measured: a file per kind of GPU, read once, asked by the kernels' wrappers.
+"""Measured choices of kernels' knobs: a file per GPU model, read once, asked by the wrappers.
 
-`tuned/<name of the GPU>.json` is written by the command of COMMAND, which says there on what and
-how it measured. Where there is no file, or nothing in it of a kernel, the wrappers take the values
-that were reasoned when they were written.
+`tuned/<name of the GPU>.json` is written by COMMAND and names the command and the machine of each
+measurement. Without the file, or a choice for the kernel in it, the wrappers take values that were
+reasoned, not measured.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 COMMAND = "python benchmarks/kernels.py --topics tuning --write"
-# A folder that is read instead of the one beside this file.
+# Environment variable: the folder to read instead of `kernels/tuned`.
 FOLDER_VARIABLE = "KVPOLICY_TUNED_KERNELS"
 
-READERS = ("triton", "flashinfer")  # the first one where nothing was measured
-_REMEMBERED = 4096  # calls whose choice is known without looking for it
+READERS = ("triton", "flashinfer")  # of a decode batch; the first if nothing was measured
+_REMEMBERED = 4096  # most choices that `Tuned.remembered` holds
 _NOTHING: Mapping[str, Any] = {}
 _POWERS = frozenset(2**n for n in range(17))
 _TILE = frozenset({16, 32, 64, 128, 256})
@@ -42,12 +42,12 @@ class TunedError(ValueError):
 
 @dataclass(frozen=True)
 class Kernel:
-    """Of which calls a choice is made, and what is chosen.
+    """What a choice for a kernel depends on, and what it sets.
 
     Attributes:
-        exact: a choice is good only for calls that are equal in these.
-        near: sizes; of several choices the one that was measured nearest is taken.
-        knobs: by name the values that each may have. What a choice leaves out stays as reasoned.
+        exact: properties of a call in which it must equal the measured one.
+        near: sizes of a call; of the choices equal in `exact` the one measured nearest is taken.
+        knobs: name -> values that it may have. A knob that a choice omits stays as reasoned.
     """
 
     exact: tuple[str, ...]
@@ -56,10 +56,10 @@ class Kernel:
 
 
 KERNELS = {
-    # The attentions in Triton; `rows`: query rows of a program.
+    # Attention in Triton; `rows`: query rows of a program.
     "decode_attention": Kernel(("dtype", "head_dim", "rows"), ("lists",), _SPLIT_KV),
     "paged_attention": Kernel(("dtype", "head_dim", "rows"), ("lists",), _SPLIT_KV),
-    # What reads a decode batch; `entries`: of a list, on average.
+    # The reader of a decode batch; `entries`: average length of a list.
     "decode_reader": Kernel(
         ("dtype", "head_dim", "group"), ("lists", "entries"), {"reader": READERS}
     ),
@@ -86,9 +86,9 @@ class Tuned:
 
     Attributes:
         device: name of the GPU.
-        path: of the file; None if there is none.
-        choices: by kernel (where, choice) of each shape that was measured.
-        remembered: what `choice` has found, by its arguments.
+        path: the file; None if there is none.
+        choices: kernel -> (where, choice) of each shape that was measured.
+        remembered: results of `choice` by its arguments.
     """
 
     device: str
@@ -97,7 +97,7 @@ class Tuned:
     remembered: dict[tuple, Mapping[str, Any]] = field(default_factory=dict)
 
     def choice(self, kernel: str, where: tuple) -> Mapping[str, Any]:
-        """As the function `choice`."""
+        """As the function `choice`, for this GPU."""
         if kernel not in self.choices:
             return _NOTHING
         key = (kernel, where)
@@ -123,18 +123,18 @@ class Tuned:
 
     @property
     def said(self) -> str:
-        """For the log: whether the kernels are tuned, and if not how they can be."""
+        """For the log: whether the kernels are tuned, and if not how to tune them."""
         if self.path is None:
             return f"not tuned for {self.device}; run `{COMMAND}`"
         return f"tuned for {self.device} by {self.path}"
 
 
 def choice(kernel: str, device: torch.device, *where: Any) -> Mapping[str, Any]:
-    """What was measured to be best for such a call: knobs and their values, perhaps none.
+    """The knobs, by name, that were measured to be best for a call; empty if none were.
 
     Args:
         kernel: a name of KERNELS.
-        where: what its `exact` and then its `near` name, sizes or a dtype.
+        where: the call's values of the kernel's `exact`, then of its `near`: sizes or a dtype.
 
     Raises:
         TunedError: as `load`.
@@ -147,7 +147,7 @@ def load(device: torch.device) -> Tuned:
     """The choices for a device; read once per process.
 
     Raises:
-        TunedError: the file, or the folder that was asked for, cannot be used.
+        TunedError: the file, or the folder that FOLDER_VARIABLE names, cannot be used.
     """
     name = device_name(device)
     path = path_of(name)
@@ -157,17 +157,21 @@ def load(device: torch.device) -> Tuned:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name as CUDA gives it; of other devices, and where there is no GPU, their type."""
+    """The GPU's name as CUDA gives it; for other devices, and without a GPU, the device type."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     return device.type
 
 
 def path_of(name: str, folder: Path | None = None) -> Path:
-    """The file of a kind of GPU.
+    """Path of the file of a GPU model, whether it exists or not.
+
+    Args:
+        name: as of `device_name`.
+        folder: None: the one that FOLDER_VARIABLE names, else `kernels/tuned`.
 
     Raises:
-        TunedError: the folder that the environment names is not there.
+        TunedError: the folder that FOLDER_VARIABLE names does not exist.
     """
     given = os.environ.get(FOLDER_VARIABLE)
     if folder is None and given and not Path(given).is_dir():
@@ -177,10 +181,10 @@ def path_of(name: str, folder: Path | None = None) -> Path:
 
 
 def read(path: Path, name: str) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """The choices of a file, every one checked.
+    """The choices of a file by kernel, every one checked.
 
     Args:
-        name: of the GPU that it is to be of.
+        name: expected name of the GPU.
 
     Raises:
         TunedError: names the file, the place in it, and what was expected.
@@ -203,7 +207,7 @@ def read(path: Path, name: str) -> dict[str, list[tuple[dict[str, Any], dict[str
 
 
 class _Wrong(Exception):
-    """What is wrong in a file."""
+    """A defect of a file, and its place."""
 
 
 def _sentence(path: Path, what: str) -> str:
@@ -211,7 +215,7 @@ def _sentence(path: Path, what: str) -> str:
 
 
 def _add(made: dict, kernel: str, where: dict, values: dict, place: str) -> None:
-    """One more choice, checked."""
+    """Check a choice and add it to `made`."""
     if kernel not in KERNELS:
         raise _Wrong(f"{place}.kernel: expected one of {', '.join(KERNELS)}, got {kernel}")
     known = KERNELS[kernel]
@@ -234,5 +238,5 @@ def _add(made: dict, kernel: str, where: dict, values: dict, place: str) -> None
 
 
 def plain(value: Any) -> Any:
-    """As it stands in a file: a dtype by its name."""
+    """A value as a file has it: a dtype by its name, any other unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
