@@ -41,12 +41,12 @@ def decode_attention(
     Args:
         q: [B, H, D] fp32, fp16 or bf16.
         storage: [L, 2, padded slots, G, D] contiguous, dtype of q or float8_e4m3fn or float8_e5m2;
-            0 keys, 1 values. G divides H.
+            [:, 0] keys, [:, 1] values. G divides H.
         tables: of R rows.
         rows: int [B], row of each request in SGLang's request pool.
-        lengths: int [B] tokens of each request, those dropped and the newest included.
+        lengths: int [B], tokens of each request, those dropped and the newest included.
         req_to_token: int32 [>= R, context], the ordinary slot of each token.
-        layer: whose attention this is.
+        layer: from 0 to L - 1.
         scale: multiplies q.k, usually D ** -0.5.
 
     Returns:
@@ -77,8 +77,8 @@ def lists_of(
     """The entries of each (request, KV head).
 
     Returns:
-        indptr int64 [B * G + 1], indices int64 [nnz], and what is known of them besides where
-        layers may be stored in pairs.
+        indptr int64 [B * G + 1], indices int64 [nnz], and, where layers may be stored in pairs,
+        where the values lie and what multiplies keys and values.
     """
     layers, _, padded, page, _ = storage.shape
     request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(page)
@@ -93,12 +93,12 @@ def lists_of(
     place = torch.arange(owner.shape[0], device=rows.device) - indptr[owner]
     paged = place < private[owner]
     first, starts = tables.first_page[row, layer, head].long(), tables.slots_start[row].long()
-    # A place of the tail looks at the first private slot of all, and a private place at token 0,
-    # for want of one of its own; neither is used. There may be no private slot at all.
+    # Private and ordinary entries are computed for all places, and one of both is used: places of
+    # the tail read private slot 0, private ones token 0. The padding is for pools without slot 0.
     slots = torch.nn.functional.pad(tables.slots, (0, 1)).long()
 
     def entry(at: torch.Tensor) -> torch.Tensor:
-        """Of places [nnz] in the lists' own pages."""
+        """Key entries for places [nnz] in the lists' private pages."""
         number = torch.where(paged, first[owner] + at // page, 0)
         own = torch.where(paged, starts[owner] + number // layers, 0)
         return (number % layers * 2 * padded + slots[own]) * page + at % page
@@ -121,13 +121,13 @@ def _apart(
     tokens: torch.Tensor,
     entry: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of keys and of values: entries [nnz] in private pages, and by what they are multiplied.
+    """Entries [nnz] in private pages and their factors float32 [nnz], of keys and of values.
 
     Args:
-        kind: [nnz] 0, or 1 and which layer of a pair.
-        place: [nnz] of the list's tokens.
-        tokens: [nnz] how many tokens the list has in private pages.
-        entry: from places [nnz] in the lists' own pages to entries.
+        kind: [nnz], as `Tables.paired`; 0 for tokens of the tail.
+        place: [nnz], place of the token in its list.
+        tokens: [nnz], number of tokens that the list has in private pages.
+        entry: from places [nnz] in the lists' private pages to entries.
     """
     coded, numbers = kind > 0, pairs.numbers(storage)
     floats = numbers.shape[1]

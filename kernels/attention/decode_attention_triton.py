@@ -1,9 +1,8 @@
 """`decode_attention` in Triton: split-KV over ragged lists, read straight from the device tables.
 
 One program reads one share of the list of one (request, KV head) for all query heads of the group
-(GQA-packed: one matrix product for them). Which entries these are, and how long a share is, it
-finds in the tables when it runs: grid and allocations depend on shapes only, so that a CUDA graph
-may hold it.
+(GQA-packed: one matrix product for them). It finds its entries and the length of its share in the
+tables when it runs: grid and allocations depend on shapes only, so that a CUDA graph may hold it.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ def decode_attention(
     """As the reference; the host reads no tensor.
 
     Args:
-        splits: cut every list into so many shares; a request's result then depends on nothing but
-            the request. None: as measured for the GPU (see `tuned`), else shares of one length for
-            the whole batch, as many as the GPU runs at once, so that long lists do not end last;
+        splits: shares into which every list is cut; a request's result then depends on the request
+            alone. None: as measured for the GPU (see `tuned`), else shares of one length for the
+            whole batch, as many as the GPU runs at once, so that long lists do not end last;
             rounding then depends on the batch's total.
         workspace: of at least `workspace_elements`. Calls that may run at the same time need one
             each. None: allocated.
-        tile: how a program reads; None: as measured, else `tile_of`.
-        programs: how many run at once on a processor, for shares of one length; None: as measured,
-            else as compiled (`at_once`).
+        tile: how a program reads. None: as measured, else `tile_of`.
+        programs: programs that run at once on a multiprocessor, for shares of one length. None: as
+            measured, else as compiled (`at_once`).
 
     Raises:
-        ValueError: as the reference; there are too many splits, or workspace is too small.
+        ValueError: as the reference; too many splits; workspace too small or of another dtype.
         TunedError: as `tuned.load`.
     """
     check(q, storage, tables, rows, lengths, req_to_token, layer)
@@ -78,7 +77,7 @@ def decode_attention(
     shares = tables.paired.numel() > 0
     lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
-    # those with nothing to read, the last of each list, come when the others already run.
+    # those without entries, the last of each list, start when the others already run.
     compiled = _decode[(groups, requests, parts.splits)](
         q.contiguous(),
         storage,
@@ -129,7 +128,7 @@ def workspace_elements(
     splits: int | None = None,
     programs: int | None = None,
 ) -> tuple[int, int]:
-    """Elements of a `Workspace` that suffice for any batch of 1 to so many requests.
+    """Elements (partial, arrived) of a `Workspace` for any batch of up to `requests` requests.
 
     Args:
         splits, programs: as given to `decode_attention`.
@@ -139,7 +138,7 @@ def workspace_elements(
     """
     rows, elements = query_rows(heads // kv_heads), []
     for n in range(1, requests + 1):
-        # What was measured depends on the dtype, and this does not ask for it.
+        # The measured choice depends on the dtype, which is not known here.
         for dtype in (torch.float32, torch.float16, torch.bfloat16, *FLOAT8):
             shape = (device, dtype, size, rows, n * kv_heads)
             _, parts = way("decode_attention", *shape, splits=splits, programs=programs)
@@ -149,10 +148,10 @@ def workspace_elements(
 
 
 def query_rows(group: int) -> int:
-    """Rows of a program's product for the query heads of a KV head.
+    """Query rows of a program, padded, for the query heads of a KV head.
 
-    One query row is padded too: tensor cores wait for memory either way, and their 15 empty rows
-    cost less registers and shared memory than a product without them.
+    Even one row is padded to 16: the program waits for memory either way, and with tensor cores 15
+    empty rows cost fewer registers and less shared memory than a product without them.
     """
     return max(triton.next_power_of_2(group), 16)
 
@@ -249,7 +248,7 @@ def _decode(
             of_key = 1.0
             of_value = 1.0
             if PAIRS:
-                # What is not paired has no rows of codes, and 1 for a code.
+                # Entries that are not paired have no rows of codes; their code is 1.
                 there = j < coded
                 code = entry_at(
                     first_code + j // FLOATS, 0, count, there, own_slots, tail_slots, first_page,
@@ -299,16 +298,16 @@ def entry_at(
     LAYERS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """int64 entries: place `at` of the list's own pages where j < count, else of its tail."""
+    """int64 key entries: place `at` of the list's pages where j < count, else tail j - count."""
     paged = j < count
     page = first_page + at // GROUPS
-    # One read finds the slot, in whichever of the two tables it stands.
+    # One load finds the slot, private or ordinary.
     slot = tl.load(
         tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)), mask=inside, other=0
     )
     of_layer = tl.where(paged, page % LAYERS, layer)
     place = tl.where(paged, at % GROUPS, group)
-    # More than 2^31 elements lie in a pool, and 2^31 entries may.
+    # int64: a pool may have more than 2^31 entries.
     return of_layer * (rows_of_pair * GROUPS) + slot.to(tl.int64) * GROUPS + place
 
 
@@ -325,10 +324,9 @@ def _all_entries(
     REQUESTS: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Entries that the whole batch reads in this layer; every program adds them up for itself.
+    """Number of entries that the batch reads in this layer, added up by every program for itself.
 
-    That is one small read more before the loop and spares a launch, which costs more. REQUESTS: how
-    many are looked at at a time.
+    This small read before the loop costs less than a launch. REQUESTS: requests read at a time.
     """
     group = tl.arange(0, LISTS)
     total = tl.full((), 0, tl.int64)

@@ -15,15 +15,15 @@ def entry_ids(
     req_to_token: torch.Tensor,
     there: torch.Tensor,
 ) -> torch.Tensor:
-    """Numbers of the key entries of B requests in the pool [E, D] that `storage` is.
+    """Key entries of B requests, as rows of the pool `storage` seen as [E, D].
 
     Args:
         storage, tables, rows, lengths, req_to_token: as of `compact_in_place`; nothing is written.
-        there: bool [B * L * G, M]: the j-th True of a list is its j-th entry, of its private pages
-            first, then of its tail; as many as the list is long.
+        there: bool [B * L * G, M]; the j-th True in a row is the list's j-th entry, first those in
+            private pages, then the tail. As many are True as the list has entries.
 
     Returns:
-        int64 [B * L * G, M]; 0 where nothing is there.
+        int64 [B * L * G, M]; 0 where `there` is False.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -50,7 +50,7 @@ def check(
     req_to_token: torch.Tensor,
     there: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,7 +1,7 @@
 """Where the entries of decoding requests lie in the pool: one launch for all lists.
 
-A program goes through the candidates of one list in order, a block at a time: how many were there
-before is the place in the list.
+A program goes through the candidates of one list in order, a block at a time: the number cached
+before a candidate is its place in the list.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def entry_ids(
     *,
     block: int = 1024,
 ) -> torch.Tensor:
-    """Numbers of the key entries of B requests in the pool [E, D] that `storage` is.
+    """Key entries of B requests, as rows of the pool `storage` seen as [E, D].
 
-    As `entry_ids.entry_ids`, without reading a number of the device: that candidates are as many as
-    the lists are long is not checked; where they are more, those beyond are 0.
+    As `entry_ids.entry_ids`, but the host reads no tensor: the number of True in `there` is not
+    checked, and those beyond the length of a list give 0.
 
     Args:
-        block: candidates that a program looks at at a time, a power of two.
+        block: candidates that a program reads at a time, a power of two.
 
     Returns:
         int64 [B * L * G, M].
@@ -57,7 +57,7 @@ def _ids(
     there, made, padded, context, width,
     LAYERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One list."""
+    """Find the entries of one list."""
     this = tl.program_id(0)
     request, own = this // (LAYERS * GROUPS), this % (LAYERS * GROUPS)
     layer, group = own // GROUPS, own % GROUPS

@@ -13,12 +13,12 @@ from kvpolicy.kernels.entries.rounding import FLOAT8, movable
 
 
 class Apart(NamedTuple):
-    """What is known besides of listed entries, where layers are stored in pairs.
+    """Places of values, and factors of keys and values, where layers are stored in pairs.
 
     Attributes:
-        value_indices: [nnz] int64, where a value does not lie beside its key; default: it does.
+        value_indices: [nnz] int64, entries of the values. None: those of the keys.
         key_scale, value_scale: [nnz] float32; the j-th key is keys[indices[j]] * key_scale[j], the
-            value likewise. Default 1.
+            value likewise. None: 1.
     """
 
     value_indices: torch.Tensor | None = None
@@ -50,7 +50,7 @@ def paged_attention(
         indices: [nnz] int64 entries in position order. The last T of a list are those of the
             queries' own tokens: query t does not see the last T - 1 - t of them.
         scale: multiplies q.k, usually D ** -0.5.
-        apart: of keys and values that do not lie together, or not as they are read.
+        apart: where values do not lie with their keys, or keys or values are scaled.
 
     Returns:
         [B, T, H, D], dtype of q, computed in float32. Zero where a query sees no entry.
@@ -67,7 +67,8 @@ def paged_attention(
     at = unseen = None
     place = torch.arange(longest, device=q.device)
     if shortest < longest:
-        # A place past the end of a list repeats its first entry, so that no other list is touched.
+        # A place past the end of a list repeats its first entry, so that no other list is read; an
+        # empty one reads another's, and its result becomes zero below.
         inside = place < length[:, None]
         at = (indptr[:-1, None] + torch.where(inside, place, 0)).clamp_(max=indices.shape[0] - 1)
     if shortest < longest or tokens > 1:
@@ -76,7 +77,7 @@ def paged_attention(
         unseen = unseen.repeat_interleave(heads // groups, dim=1)
 
     def rows(of: torch.Tensor, listed: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
-        """[B * G, M, D] float32."""
+        """Listed rows, scaled: [B * G, M, D] float32, M the length of the longest list."""
         if at is not None:
             listed, by = listed[at].flatten(), None if by is None else by[at].flatten()
         found = movable(of).index_select(0, listed).view(of.dtype).float()
@@ -128,6 +129,6 @@ def check(
 
 
 def check_stored(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
-    """Refuses keys or values that are stored neither as queries are nor as 8-bit floats."""
+    """Refuse keys or values of another dtype than that of the queries or 8-bit floats."""
     if tensor.dtype not in (q.dtype, *FLOAT8):
         raise ValueError(f"{name}: expected {q.dtype} or 8-bit floats, got {tensor.dtype}")

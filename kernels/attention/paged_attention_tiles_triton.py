@@ -1,13 +1,13 @@
-"""What the attentions over ragged lists share: one tile of entries, and splits and their merge.
+"""Parts of attention over ragged lists: tiles of entries, splits of lists and their merge.
 
-A list is cut into splits that different programs read, each with an online softmax of its own in
-float32 (split-KV). The last of them to end merges them by their log-sum-exp, 16 at a time: of more
-splits the last of every 16 merges these, and the last of all what those have left. Splits are
-merged in their order, whoever merges. Scores are kept in units of log 2, so that the hardware's
-exp2 is all that is needed.
+A list is cut into splits that different programs read, each with its own online softmax in float32
+(split-KV). The last program to end merges them by their log-sum-exp. Of more than 16 splits, the
+last to end of every 16 merges these 16, and the last of all merges the results. The order of
+merging does not depend on which program merges. Scores are multiplied by log2 e, so that exp2,
+which the hardware has, replaces exp.
 
 Dimensions: R query rows of one list (tokens x heads of the group), N entries of a tile, D head
-size, padded to a power of two where it is none.
+size, padded to COLUMNS, a power of two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvpolicy.kernels.launch import occupancy, tuned
 LOG2_E = 1.4426950408889634
 
 _MOST_SPLITS = 256
-_FAN = tl.constexpr(16)  # splits that a program merges; at most its square are made of a list
-_MERGED_TOGETHER = 32  # float32 per thread that are under way while it does
+_FAN = tl.constexpr(16)  # most splits in one merge; a list has at most the square of it
+_MERGED_TOGETHER = 32  # float32 per thread that a merge loads at a time
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Tile:
     """How a program reads its share.
 
     Attributes:
-        entries: N.
+        entries: N, entries of a tile.
         warps, stages: Triton's num_warps and num_stages.
     """
 
@@ -45,11 +45,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What programs that read the same list leave for each other.
+    """Memory for the results of splits, until they are merged.
 
     Attributes:
-        partial: float32, what each has found; anything between calls.
-        arrived: int32, how many have ended: zeros between calls, as every call leaves them.
+        partial: float32, results of splits and their log-sum-exp; arbitrary between calls.
+        arrived: int32, numbers of splits that have ended; zeros between calls, as each call leaves
+            them.
     """
 
     partial: torch.Tensor
@@ -57,7 +58,7 @@ class Workspace:
 
     @classmethod
     def empty(cls, elements: tuple[int, int], device: torch.device | str) -> Workspace:
-        """Of so many elements, as `workspace_elements` says."""
+        """Allocate it for (partial, arrived) elements, as `workspace_elements` returns them."""
         partial, arrived = elements
         return cls(
             torch.empty(partial, dtype=torch.float32, device=device),
@@ -74,9 +75,9 @@ class Cut:
     """Into how many splits lists are cut.
 
     Attributes:
-        splits: at most so many of one list: a size of the grid.
-        shares: so many are aimed at for all lists together, of one length whatever the lengths of
-            the lists; 0: each list is cut into `splits` of its own.
+        splits: most splits of one list, a size of the grid.
+        shares: number of splits of one length to aim at for all lists together; 0: each list is
+            cut into `splits` splits.
     """
 
     splits: int
@@ -84,7 +85,7 @@ class Cut:
 
 
 def columns_of(size: int) -> int:
-    """Columns of a block that holds heads of D: a power of two, at least what a product takes."""
+    """D padded to a power of two, and to 16, the fewest columns that a product takes."""
     return max(triton.next_power_of_2(size), 16)
 
 
@@ -110,7 +111,7 @@ def way(
         splits, tile, programs: as of `decode_attention`.
 
     Raises:
-        ValueError: more splits than a program's merge goes over.
+        ValueError: splits is not from 1 to 256.
         TunedError: as `tuned.load`.
     """
     if splits is not None and not 1 <= splits <= _MOST_SPLITS:
@@ -132,33 +133,33 @@ def way(
 def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
     """Tile for heads of D columns and R query rows; reasoned from the sm_90 code.
 
-    Keys of a tile are 16 KiB, its values as much. Triton reads the ids one step ahead of what they
-    point to; with five stages either has two buffers, so that a tile is under way while another is
-    multiplied (three stages: one buffer, every tile waited for). Three programs per processor then
-    have some 96 KiB under way, more than the 40 KiB or so that cover the latency of HBM3e at
-    4.8 TB/s. Four warps share out the columns of the few query rows: 16 of 64 entries, 32 of 128
-    columns each. Eight where more rows, or float32 without tensor cores, would spill registers; and
-    with more rows at most 64 entries, since Triton 3.6 spills with 128. Tiles of 8 bits have as
-    many entries as those of halves, as which they are multiplied.
+    Keys of a tile take at most 16 KiB, values as much. Triton reads entry ids one step ahead of the
+    rows; with five stages keys and values have two buffers each, so that one tile is loaded while
+    another is multiplied (three stages: one buffer, every tile waited for). Three programs per
+    multiprocessor then load some 96 KiB at once, more than the 40 KiB or so that cover the latency
+    of HBM3e at 4.8 TB/s. With few query rows four warps divide the columns: 16 each of 64 entries,
+    32 each of 128 dimensions. Eight warps where more rows, or float32 without tensor cores, would
+    spill registers; with more rows at most 64 entries, since Triton 3.6 spills with 128. Tiles of 8
+    bits have as many entries as those of 16, to which they are converted.
     """
     row_bytes = columns_of(size) * max(dtype.itemsize, 2)
     entries = min(max(16384 // row_bytes, 16), 128 if rows <= 16 else 64)
     return Tile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
 
 
-_HELD: dict[tuple, int] = {}  # programs on a processor, of kernels that were launched
-_SEEN: set[str] = set()  # hashes of their variants
+_HELD: dict[tuple, int] = {}  # launched kernel -> programs at once on a multiprocessor
+_SEEN: set[str] = set()  # hashes of their compiled variants
 
 
 def at_once(
     kernel: str, device: torch.device, dtype: torch.dtype, size: int, rows: int, tile: Tile
 ) -> int:
-    """Programs of a kernel that run at once on a processor of the GPU; 1 without a GPU.
+    """Programs of a kernel that run at once on a multiprocessor of the GPU; 1 without a GPU.
 
-    As many as its compiled code allows, once it has been launched, which a server does before it is
-    ready. Before that, and never more than, as many as have room for two tiles of keys and two of
-    values, one of each where fewer than five stages read ahead: what splits leave for each other is
-    allocated before anything is compiled.
+    Once the kernel has been launched, which a server does before it is ready, its compiled code
+    decides. Before that, and as an upper limit, shared memory does: two tiles of keys and two of
+    values per program, one of each with fewer than five stages. The limit is needed because
+    workspaces are allocated before anything is compiled.
 
     Args:
         kernel, size, rows: as of `way`.
@@ -182,11 +183,11 @@ def launched(
     tile: Tile,
     compiled: Any,
 ) -> None:
-    """Notes how many programs of a kernel run at once; of its variants the least.
+    """Note how many programs of a kernel run at once, the fewest of its compiled variants.
 
     Args:
         kernel, size, rows: as of `way`.
-        compiled: what Triton returned of the launch; None in its interpreter.
+        compiled: what Triton returned from the launch; None in its interpreter.
     """
     if compiled is None or compiled.hash in _SEEN:
         return
@@ -204,15 +205,17 @@ def processors(device: torch.device) -> int:
 
 
 def cut(lists: int, device: torch.device, programs: int) -> Cut:
-    """Splits for so many lists, if there is no measurement.
+    """Splits of lists, if there is no measurement.
 
-    Few lists: as many shares as programs run at once, so that these end together; one per list is
-    set aside, because rounding up adds at most so many. More lists than that: two shares of an
-    average one, small enough to fill the gaps at the end. Very many: whole lists do that. The
-    longest list may have twice the average number of splits, its shares are longer beyond that.
+    Few lists: as many shares as programs run at once, so that all end together, less one per list,
+    because rounding up adds at most as many. More lists: two shares of an average list, small
+    enough to fill gaps at the end. Very many: whole lists are small enough. A list has at most
+    twice as many splits as an average one; the splits of a longer one are longer.
 
     Args:
-        programs: that run at once on a processor of the GPU. Without one every list has two shares.
+        lists: (request, KV head) lists, each once per block of its query rows.
+        programs: programs that run at once on a multiprocessor. Without a GPU an average list has
+            two shares, and none has more.
     """
     if device.type != "cuda":
         return Cut(splits=2, shares=2 * lists)
@@ -238,7 +241,7 @@ def elements_of_call(rows: int, size: int, lists: int, splits: int) -> tuple[int
 
 
 def _aligned(elements: int) -> int:
-    """So many float32, and as many more as let what follows begin at 16 bytes."""
+    """A number of float32, rounded up to a multiple of 16 bytes."""
     return triton.cdiv(elements, 4) * 4
 
 
@@ -248,7 +251,7 @@ def written(
     """Where `put_split` writes: result, found, lse, arrived.
 
     Args:
-        result: [..., D], one query row after the other.
+        result: [..., D], contiguous, one query row after the other.
         lists: as of `cut`.
         workspace: None: allocated.
 
@@ -256,7 +259,7 @@ def written(
         ValueError: the workspace is too small or of another dtype.
     """
     if splits == 1:
-        return result, result, result, result  # only the first is looked at
+        return result, result, result, result  # only the first is written
     size = result.shape[-1]
     rows = result.numel() // size
     needed = elements_of_call(rows, size, lists, splits)
@@ -274,7 +277,7 @@ def written(
 
 
 def merged_at_once(lines: int, size: int, warps: int) -> int:
-    """Splits whose results a program that merges so many query rows reads together."""
+    """Splits whose results a merge of `lines` query rows loads at a time."""
     elements = lines * columns_of(size)
     return min(max(_MERGED_TOGETHER * 32 * warps // elements, 1), _FAN.value)
 
@@ -306,13 +309,13 @@ def attend_tile(
     VALUE_SCALE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile more: top, total and out of the entries so far and these.
+    """Online softmax with one tile more: its new top, total and out.
 
-    q: [R, COLUMNS]. pools: of keys and of values, pointers to entries of SIZE columns. entries: of
-    both, int64 [N] each, and [N] which of them exist: others are not read. seen: [R, N] or [1, N].
-    scales: of q.k, times log2 e, and float32 [N] of keys if KEY_SCALE, of values if VALUE_SCALE.
-    so_far: top and total [R] and out [R, COLUMNS], float32, not yet divided by total. UPCAST:
-    multiply in float32.
+    q: [R, COLUMNS]. pools: pointers to keys and to values, of SIZE columns. entries: int64 [N] of
+    keys, int64 [N] of values, and [N] which of them exist: others are not read. seen: [R, N] or
+    [1, N], the entries that a query sees. scales: of q.k, times log2 e; float32 [N] of keys if
+    KEY_SCALE; of values if VALUE_SCALE. so_far: maximum of scores and sum of weights [R] and output
+    [R, COLUMNS], float32, not yet divided by that sum. UPCAST: multiply in float32.
     """
     keys, values = pools
     key_entry, value_entry, inside = entries
@@ -327,7 +330,7 @@ def attend_tile(
     if UPCAST:
         k = widened(k)
         v = widened(v)
-    elif k.dtype != q.dtype:  # of 8 bits, which fit into halves
+    elif k.dtype != q.dtype:  # 8 bits, which 16 bits hold exactly
         k = k.to(q.dtype)
         v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -335,7 +338,7 @@ def attend_tile(
         scores *= key_scale[None, :]
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
-    # Where nothing has been seen yet all is -inf, and -inf - -inf is no number.
+    # Before any entry is seen the maximum is -inf, and -inf - -inf would be NaN.
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - finite[:, None])
     before = tl.exp2(top - finite)
@@ -348,7 +351,7 @@ def attend_tile(
 
 @triton.jit
 def used_splits(length, share):
-    """How many splits of a list read something; the first one always takes part."""
+    """Number of splits of a list that have entries; the first one counts always."""
     return tl.maximum(tl.cdiv(length, tl.maximum(share, 1)), 1)
 
 
@@ -364,14 +367,14 @@ def put_split(
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write what a program has found; the last program of a list merges what all have.
+    """Write the result of a split; the last program of a list to end merges all.
 
     written: result [query rows, SIZE], float32 found [query rows, splits, SIZE] and lse
     [query rows, splits], and arrived: int32 [lists, groups of 16 splits + 1], zeros, and zeros
-    again afterwards. rows: int64 [R] query rows, and which of them exist. lines: the same, for the
-    merge, which wastes no row. part: list, split, splits, and how many of these are used.
+    again afterwards. rows: int64 [R] query rows, and which of them exist. lines: the same for the
+    merge, with less padding. part: list, split, splits, and how many of these are used.
     found_here: as `attend_tile` returns it. SPLIT: whether there may be several splits. AT_ONCE:
-    as of `merged_at_once`.
+    as `merged_at_once` returns it.
     """
     result, found, lse, arrived = written
     list_, split, splits, used = part
@@ -426,10 +429,10 @@ def _put_found(
 
 @triton.jit
 def _ends_last(counter, number):
-    """Whether this program is the last of so many: then it can read what the others have stored.
+    """Whether this program is the last of `number` to end, which may read what the others stored.
 
-    The barrier puts the stores of all threads before the count, whose release shows them to the
-    program that acquires it; the count reaches its threads by another barrier.
+    The barrier orders the stores of all threads before the atomic add, whose release shows them to
+    the program that acquires it; another barrier passes the count to that program's threads.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == number - 1
@@ -451,13 +454,13 @@ def _merged(
 ):
     """Log-sum-exp [R] and result [R, COLUMNS] of at most 16 splits of a list.
 
-    those: the first of them, the step to the next, and their number.
+    those: the first split, the step to the next, and the number of splits.
     """
     line, exists = lines
     first, step, number = those
     column = tl.arange(0, COLUMNS)
     every = tl.arange(0, _FAN)
-    # From L2: other processors have written it.
+    # From L2: other multiprocessors have written it.
     parts = tl.load(
         lse + line[None, :] * splits + (first + every * step)[:, None],
         mask=(every < number)[:, None] & exists[None, :],

@@ -48,12 +48,12 @@ def paged_attention(
     """As the reference; the host reads no tensor.
 
     Args:
-        apart: `value_scale` in float16 at most 65,504: it is multiplied into the weights.
+        apart: with q in float16 `value_scale` is at most 65,504: it multiplies the weights.
         splits, workspace, tile, programs: as of `decode_attention`.
 
     Raises:
-        ValueError: as the reference; keys or values are not contiguous; there are too many splits,
-            or workspace is too small.
+        ValueError: as the reference; keys or values are not contiguous; too many splits; workspace
+            too small or of another dtype.
         TunedError: as `tuned.load`.
     """
     groups = check(q, keys, values, indptr, indices, apart)
@@ -103,9 +103,9 @@ def paged_attention(
 
 
 def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
-    """Rows of a program's product for so many query rows of a list.
+    """Query rows of a program, for a list with `queries` of them.
 
-    At least the 16 of a tensor core, at most what fits the registers.
+    At least the 16 of a tensor core, at most as many as fit the registers.
     """
     most = 32 if dtype == torch.float32 or size > 128 else 64
     return min(max(triton.next_power_of_2(queries), 16), most)
@@ -114,10 +114,10 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
 def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart) -> int | None:
     """Most registers of a thread; None: as many as the compiler takes.
 
-    Left to itself it spills 4 to 16 bytes of some programs with heads of 128 columns. On Hopper
-    those of one token of 32 query heads need no more than let two of them share a processor, others
-    of 32 rows whose keys and values are found apart need more. Elsewhere one program of 64 rows
-    takes the shared memory of a processor, and may have all its registers.
+    Left to itself the compiler spills 4 to 16 bytes in some programs with heads of 128 columns. On
+    Hopper, programs for groups of 32 query heads need no more registers than let two of them share
+    a multiprocessor; others of 32 rows with `value_indices` need more. Elsewhere a program of 64
+    rows takes the shared memory of a multiprocessor, so it may have all registers.
     """
     size = q.shape[-1]
     if columns_of(size) != 128 or tile != tile_of(size, q.dtype, rows) or q.dtype == torch.float32:

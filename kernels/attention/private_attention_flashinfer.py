@@ -1,15 +1,15 @@
 """Attention over the private lists of a batch by FlashInfer, planned when lists change.
 
-A list of entries of one (request, KV head) is to FlashInfer a sequence with a single KV head, in
-pages of G tokens, which is what a private page is: B requests are B * G sequences, each layer's of
-lengths of its own. Lengths change where requests come, fold and go, so that is when FlashInfer
-plans; decode steps in between only read. What requests have generated since lies in ordinary slots:
-SGLang's own wrapper reads it, and `merged` puts both together.
+FlashInfer takes the list of one (request, KV head) as a sequence with a single KV head in pages of
+G tokens, which private pages are: B requests are B * G sequences, whose lengths differ by layer.
+Lengths change when requests come, fold and go, and FlashInfer plans then; decode steps in between
+only read. Tokens generated since lie in ordinary slots: SGLang's own wrapper reads them, and
+`merged` combines both.
 
-With CUDA graphs the kernels find everything in buffers that stay where they are: how the work is
-cut (the schedule), where each list's pages begin, their numbers, and what the last page holds. All
-batch sizes share them, because one batch is planned at a time. How the work is cut depends on
-nothing but lengths: layers whose lists are as long as another's get a copy of its schedule.
+With CUDA graphs the kernels read buffers that keep their addresses: how the work is cut (the
+schedule), where each list's pages begin, their numbers, and the entries of each last page. All
+batch sizes share them, because one batch is planned at a time. A schedule depends on nothing but
+lengths: layers whose lists are as long as another's get a copy of its schedule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpolicy.kernels.entries.tables import Tables
 
 _MOST_ENTRIES = 2**32  # FlashInfer's kernels count tokens of lists in uint32
 _ROWS = 16  # query rows of the smallest tile of its tensor-core kernel
-# Programs that its planners let run at once on a processor, at most.
+# Most programs that its planners let run at once on a multiprocessor, by `tensor_cores`.
 _PROGRAMS = {True: 2, False: 32}
 
 State = tuple[torch.Tensor, torch.Tensor]  # attention [B, H, D], base-2 log-sum-exp [B, H]
@@ -64,13 +64,13 @@ class PrivateAttention:
             storage: [L, 2, padded, G, D], the pool; of the queries' dtype or of 8-bit floats.
             heads: H.
             dtype: of queries, fp16 or bf16.
-            workspace: uint8, FlashInfer's for partial results; others that run before or after on
-                the same stream may use it too.
-            tensor_cores: which of FlashInfer's kernels reads.
+            workspace: uint8, FlashInfer's memory for partial results; may be shared with others on
+                the same stream.
+            tensor_cores: whether FlashInfer's tensor-core kernel reads, or the other one.
 
         Raises:
             ImportError: FlashInfer is not installed.
-            ValueError: it cannot number so many entries.
+            ValueError: the pool has more entries than it can count.
         """
         package()
         layers, _, padded, group, size = storage.shape
@@ -89,9 +89,9 @@ class PrivateAttention:
         self._copied = torch.cuda.Event() if storage.device.type == "cuda" else None
 
     def reserve(self, requests: int) -> None:
-        """Allocate what captured batches of at most so many requests share; forgets earlier ones.
+        """Allocate what captured batches of up to `requests` requests share; forget earlier ones.
 
-        `plan` makes what a batch size needs of its own when it is first asked for it.
+        The first `plan` for a batch size makes its wrappers.
         """
         layers, _, _, group, _ = self._storage.shape
         device, lists = self._storage.device, requests * group
@@ -105,11 +105,11 @@ class PrivateAttention:
         """Make `attend` read these lists from now on, on the current stream.
 
         Args:
-            tables: of which no layer of these requests is stored in a pair.
+            tables: no layer of these requests may be stored in a pair.
             rows: int [B], row of each request in SGLang's request pool.
-            counts: [L, B, G] entries of each list, as the host knows them.
-            captured: requests of the CUDA graph that is to be captured or replayed, those that pad
-                the batch among them; None: without a graph.
+            counts: integers [L, B, G], entries of each list in private pages.
+            captured: batch size of the CUDA graph to be captured or replayed, padding included;
+                None: without a graph.
 
         Raises:
             ValueError: the lists have more pages than the pool.
@@ -121,7 +121,7 @@ class PrivateAttention:
             raise ValueError(f"counts: {starts[-1, -1]} pages are more than the pool has")
         self._now = ()  # until all is done
         if self._copied is not None:
-            self._copied.synchronize()  # FlashInfer's schedules leave from memory that it reuses
+            self._copied.synchronize()  # schedules leave from memory that FlashInfer reuses
         host = torch.from_numpy(np.stack([starts, last], 1).astype(np.int32))
         if self._storage.device.type == "cuda":
             host = host.pin_memory()
@@ -149,11 +149,12 @@ class PrivateAttention:
         """Attention of each request's newest token over its private lists.
 
         Args:
-            q: [B, H, D], of the batch that was planned, padded as its graph is.
-            scale: multiplies q.k; value_scale: multiplies values.
+            q: [B, H, D], fp16 or bf16, of the planned batch, padded as its graph is.
+            scale: multiplies q.k.
+            value_scale: multiplies values.
 
         Returns:
-            [B, H, D], 0 where a head reads nothing; float32 [B, H] base-2 log-sum-exp, -inf there.
+            [B, H, D], 0 where a head reads no entry; float32 [B, H] base-2 log-sum-exp, -inf there.
 
         Raises:
             RuntimeError: nothing is planned.
@@ -167,7 +168,7 @@ class PrivateAttention:
         return out.view(q.shape), lse.view(q.shape[:2])
 
     def merged(self, one: State, other: State) -> torch.Tensor:
-        """[B, H, D] attention over the entries of both, of which one at least has some."""
+        """[B, H, D] attention over the entries of both; each head needs an entry in one of them."""
         group = self._heads // self._storage.shape[3]
         # A KV head's query heads at a time: FlashInfer's kernel takes no more than 64 together.
         parts = [
@@ -177,7 +178,7 @@ class PrivateAttention:
         return merged.view(one[0].shape)
 
     def _new_schedules(self, lists: int) -> torch.Tensor:
-        """uint8 [L, bytes] for FlashInfer's plans of so many lists."""
+        """uint8 [L, bytes] for FlashInfer's schedules of `lists` lists."""
         shape = (self._storage.shape[0], self._schedule_bytes(lists))
         return torch.zeros(shape, dtype=torch.uint8, device=self._storage.device)
 
@@ -186,7 +187,7 @@ class PrivateAttention:
         return schedule_bytes(lists, group, processors, tensor_cores=self._tensor_cores)
 
     def _wrappers(self, lists: int, captured: int | None) -> _Wrappers:
-        """Those that plan for so many lists."""
+        """Wrappers with room for `lists` lists, made if need be."""
         if captured is None:
             if self._eager.lists < lists:
                 room = self._new_schedules(lists)
@@ -216,7 +217,7 @@ class PrivateAttention:
         return made
 
     def _plan_layer(self, wrapper: Any, host: torch.Tensor, lists: int) -> None:
-        """Of the host, so that FlashInfer asks nothing of the device."""
+        """Plan from memory of the host, so that FlashInfer does not wait for the device."""
         page, size = self._storage.shape[3:]
         wrapper.plan(
             host[0],
@@ -228,11 +229,11 @@ class PrivateAttention:
             page,
             q_data_type=self._dtype,
             kv_data_type=self._storage.dtype,
-            sm_scale=1.0,  # `attend` brings it
+            sm_scale=1.0,  # `attend` passes the scale
         )
 
     def _copy_schedules(self, sources: Sequence[int]) -> None:
-        """Each layer's from the layer that was planned for it."""
+        """Copy to each layer the schedule of the layer that was planned for it."""
         if list(sources) == list(range(len(sources))):
             return
         host = torch.tensor(sources)
@@ -246,9 +247,9 @@ class _Wrappers:
     """FlashInfer's wrappers of all layers, for batches of one size or without a graph.
 
     Attributes:
-        layers: of each layer.
-        lists: for which there is room.
-        planned: whether each has planned for itself, and so has its kernels.
+        layers: one wrapper per layer.
+        lists: number of lists for which they have room.
+        planned: whether each has planned once, which gives it its kernels.
     """
 
     def __init__(self, layers: list[Any], lists: int) -> None:
@@ -256,13 +257,14 @@ class _Wrappers:
 
 
 def schedule_bytes(lists: int, group: int, processors: int, *, tensor_cores: bool) -> int:
-    """Bytes that suffice for one of FlashInfer's plans of so many lists.
+    """Bytes that suffice for a schedule of FlashInfer for `lists` lists.
 
-    A plan holds three numbers for each program that may run and a truth value, two for each list,
-    and a few of its own, each part on 16 bytes.
+    It has three integers and a truth value for each program that may run, two integers for each
+    list and a few others, each part aligned to 16 bytes.
 
     Args:
         group: query heads of a list.
+        processors: multiprocessors of the GPU.
     """
     programs = max(_PROGRAMS[tensor_cores] * processors, lists * (-(-group // _ROWS) + 1))
     return -(-(16 * programs + 16 * lists + 1024) // 256) * 256
@@ -271,9 +273,10 @@ def schedule_bytes(lists: int, group: int, processors: int, *, tensor_cores: boo
 def reserved_bytes(
     layers: int, slots: int, kv_heads: int, group: int, requests: int, device: torch.device
 ) -> int:
-    """Memory that suffices for captured batches of so many requests over a pool of so many slots.
+    """Bytes that suffice for captured batches of at most `requests` requests.
 
     Args:
+        slots: slots of the pool.
         group: query heads per KV head.
     """
     lists, processors = requests * kv_heads, _processors(device)
@@ -291,10 +294,11 @@ def _processors(device: torch.device) -> int:
 
 
 def _laid_out(counts: np.ndarray, lists: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Where each list's pages begin, [L, lists + 1], entries of its last page, and most pages.
+    """Where each list's pages begin, entries of its last page, and the most pages of a list.
 
-    Layers follow one another. The second is as wide as the first, for one copy; 0 where a list is
-    empty, as it is behind those of the requests.
+    Both arrays are int64 [L, lists + 1], the second so wide only for a common copy. Pages are
+    numbered on from layer to layer. Lists after those of the requests are empty; an empty list has
+    0 entries in its last page.
     """
     layers, requests, group = counts.shape
     own = counts.reshape(layers, requests * group)
@@ -306,6 +310,6 @@ def _laid_out(counts: np.ndarray, lists: int) -> tuple[np.ndarray, np.ndarray, i
 
 
 def _equal(counts: np.ndarray) -> list[int]:
-    """Of each layer the first one whose lists are as long."""
+    """For each layer, the first one whose lists have the same lengths."""
     first: dict[bytes, int] = {}
     return [first.setdefault(own.tobytes(), layer) for layer, own in enumerate(counts)]

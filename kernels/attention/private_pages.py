@@ -20,17 +20,17 @@ def private_pages(
     *,
     longest: int,
 ) -> None:
-    """Write the pages of every list, one list behind the other.
+    """Write the pages of every list to where `starts` says.
 
     Args:
         storage: [L, 2, padded slots, G, D].
-        tables: of R rows; no layer of these requests is stored in a pair.
+        tables: of R rows; no layer of these requests may be stored in a pair.
         rows: int [B], row of each request in SGLang's request pool.
         starts: int32 [L, N + 1] with N >= B * G, perhaps a part of a larger tensor: the list of
             layer l, request b and KV head g is `made[starts[l, b * G + g] : starts[l, b * G + g +
-            1]]`, as many pages as the list has. Lists behind those of the requests are empty.
-        made: int32 [C], written in place.
-        longest: pages that no list has more of, as the host knows them.
+            1]]`, as many pages as the list has. Lists after the first B * G are ignored.
+        made: int32 [C], the numbers of the keys' pages in the pool; written in place.
+        longest: most pages of a list, known to the host.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

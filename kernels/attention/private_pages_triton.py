@@ -37,7 +37,7 @@ def _pages(
     first_pages, slots_starts, slots, rows, starts, made, padded, stride,
     LAYERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one list's pages."""
+    """Write a block of one list's pages."""
     this, layer, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(rows + this // GROUPS).to(tl.int64)
     own = starts + layer * stride + this

@@ -39,7 +39,7 @@ def compact_in_place(
         req_to_token: int32 [>= R, context], the ordinary slot of each token.
         kept, there: bool [B * L * G, M], candidates that stay and that are cached: the j-th True
             in a row of `there` is the list's j-th entry. `kept` counts only where `there` is True.
-        proceed: bool [B, P]; nothing is written of a request of which one is False.
+        proceed: bool [B, P]; a request proceeds if all are True, else nothing of it is written.
 
     Returns:
         int32 [B, L, G], entries in the private pages of each list afterwards: those kept, or

@@ -41,8 +41,8 @@ def rotate(
         inv_freq: [R / 2] radians per position of each pair; R is at most D and the dimensions from
             R on do not turn.
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
-        tile: rows that a program turns; a power of two. None: as many as hold 2,048 numbers, or
-            512 in float64, which takes more registers. Not measured.
+        tile: rows that a program turns; a power of two. None: 2,048 numbers in all, or 512 in
+            float64, which takes more registers. Not measured.
 
     Returns:
         [..., M, D], contiguous, dtype of k; a row of shift 0 is unchanged.

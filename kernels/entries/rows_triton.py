@@ -98,8 +98,7 @@ def _launch(
     put: bool,
 ) -> None:
     pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x.numel() and y.numel()]
-    # Rows that begin at no multiple of 16 bytes are copied apart, so that others are read in words
-    # of 16 bytes.
+    # Rows of no multiple of 16 bytes are copied apart: others are read 16 bytes at a time.
     narrow = [pair for pair in pairs if _row_bytes(pair[0]) % 16]
     wide = [pair for pair in pairs if not _row_bytes(pair[0]) % 16]
     for function, alike in ((_copy_aligned, wide), (_copy_any, narrow)):

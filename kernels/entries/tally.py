@@ -21,8 +21,8 @@ def tally(
         kept, there: bool [S * G, M], entries that each list keeps and holds; `kept` counts only
             where `there` is True.
         finite: bool [S * G], whether a list was chosen by finite numbers; None: all were.
-        expected: int64 [S, 3 + 2 * G], numbers to compare with, of which only those of kept
-            entries are; None: not known.
+        expected: int64 [S, 3 + 2 * G], expected numbers; only those of kept entries are compared.
+            None: not known.
         group: G.
 
     Returns:

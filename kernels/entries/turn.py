@@ -22,7 +22,7 @@ def turn(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Move each key that `compact_in_place` kept later by the number of dropped entries after it.
+    """Rotate each key that `compact_in_place` kept forward by the number of later entries dropped.
 
     Args:
         storage, tables, rows, lengths, req_to_token, kept, there, proceed: as of

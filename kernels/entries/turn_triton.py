@@ -27,13 +27,13 @@ def turn(
     interleaved: bool = False,
     tile: int | None = None,
 ) -> None:
-    """Move each key that `compact_in_place` kept later by the number of dropped entries after it.
+    """Rotate each key that `compact_in_place` kept forward by the number of later entries dropped.
 
     As `turn.turn`, within the bound of `rotate_triton`.
 
     Args:
-        tile: entries that a program turns at a time; a power of two. None: as many as hold 2,048
-            numbers, 1,024 of 8 bits, or 512 in float64.
+        tile: entries that a program turns at a time; a power of two. None: 2,048 numbers, 1,024
+            of 8 bits, or 512 in float64, in all.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
