@@ -1,12 +1,13 @@
-"""Other layers' values: those of the layers done so far, and all of them after the last one.
+"""Values of other layers: of the layers computed so far, and of all layers after the last one.
 
-Every layer's values stay on its own tokens. Where layers have different ones, what compares layers
-sees them at the prompt's N positions, absent where a token did not reach the layer, and every layer
-reads its part of the result at its own tokens.
+A layer's values are held at the tokens that reached it. Where these differ between layers,
+operations that compare layers see all values at the prompt's N positions, absent where a token did
+not reach the layer; each layer reads its part of the result at its own tokens.
 
-Of several stages (`--pp`) each has some of the layers, and of the others only numbers.
+With several stages (`--pp-size`), each stage has the values of its own layers, and of the other
+layers only numbers.
 
-Dimensions: L layers, G KV heads, N tokens of the prompt, n tokens of one layer.
+Dimensions: L layers of the model, l layers here, N tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from kvpolicy.dsl.ir.split import MOST
 from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.operations import Kind
 
-# Kernels that reduce the layers' values where they lie.
+# Kernels that reduce a list of layers' values without stacking them.
 OF_LAYERS = {"var": "var_of_layers", "any": "any_of_layers"}
 
 
 def widened(x: Value, frame: Frame, prompt: int) -> Value:
-    """A layer's value at the prompt's positions; absent, or false, where there is no token."""
+    """A layer's value at all `prompt` positions; absent (a set: false) where it has no token."""
     if frame.positions is None or "token" not in x.axes:
         return x
     dim = x.axes.index("token")
@@ -60,28 +61,28 @@ def widened(x: Value, frame: Frame, prompt: int) -> Value:
 
 
 def narrowed(x: Value, places: torch.Tensor) -> Value:
-    """The value at some of its tokens, by index."""
+    """The value at the tokens with the indices `places`, int64."""
     return x.along("token", lambda own, at: own.index_select(at, places))
 
 
 def nowhere(x: Value, frame: Frame) -> Value:
-    """The value, absent everywhere."""
+    """A value of the same shape, absent everywhere."""
     data = as_tensor(x.data, frame)
     return Value(data, x.axes, torch.zeros_like(data, dtype=torch.bool), x.axes, finite=True)
 
 
 @dataclass
 class History:
-    """Values of the layers done so far, for `past` and `at`.
+    """Values of the layers computed so far, for `past` and `at`.
 
     Attributes:
-        values: by node and layer, with the positions of that layer's tokens.
+        values: node -> layer -> its value, and positions of the layer's tokens (None: all tokens).
     """
 
     values: dict[Node, dict[int, tuple[Value, torch.Tensor | None]]] = field(default_factory=dict)
 
     def record(self, node: Node, evaluation: Evaluation, layers: int | None) -> None:
-        """Notes a node's value at a layer; `layers`: how many are read later, None for all."""
+        """Stores a node's value; of the newest `layers` layers only, or of all if None."""
         frame = evaluation.frame
         own = self.values.setdefault(node, {})
         own[frame.layer] = (evaluation.value(node), frame.positions)
@@ -89,7 +90,7 @@ class History:
             own.pop(frame.layer - layers, None)
 
     def read(self, node: Node, layer: int, frame: Frame) -> Value:
-        """An earlier layer's value at the tokens that are still there."""
+        """The value at an earlier layer, at the tokens that reached the frame's layer."""
         x, positions = self.values[node][layer]
         if "token" not in x.axes or frame.positions is None:
             return x
@@ -100,7 +101,7 @@ class History:
 
 
 def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
-    """`past`, a reduction of it, or `at` over the layers done so far."""
+    """Value of `past`, a reduction of it, or `at`, from the layers computed so far."""
     return _look(
         node,
         evaluation,
@@ -116,11 +117,11 @@ def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
 def _look(
     node: Node, evaluation: Evaluation, layers: int, read: Callable[[Node, int], Value]
 ) -> Value:
-    """`past`, a reduction of it, or `at`, at a layer.
+    """Value of `past`, a reduction of it, or `at`, at the evaluation's layer.
 
     Args:
-        layers: so many layers `at` may name.
-        read: gives a node's value at another layer, on this one's tokens.
+        layers: `at` may name the layers below this number; at others it is absent.
+        read: gives a node's value at a layer, at the tokens of the evaluation's layer.
     """
     frame = evaluation.frame
     if node.op != "at":
@@ -137,7 +138,7 @@ def _look(
 
 
 def _past(node: Node, values: list[Value], frame: Frame) -> Value:
-    """Values of this layer and those before it along the axis `past`, or what they reduce to."""
+    """Values of this layer and the layers before it along the axis `past`, or their reduction."""
     if node.op == "past":
         return _along_past(values, frame)
     name = OF_LAYERS.get(node.op)
@@ -171,7 +172,7 @@ def _along_past(values: list[Value], frame: Frame) -> Value:
 
 
 def known_before(node: Node, evaluation: Evaluation) -> Value:
-    """A node over `layer` that needs no data, at the evaluation's layer."""
+    """Value, at the evaluation's layer, of a node that looks at other layers but not at data."""
     frame = evaluation.frame
     layers = range(frame.bound.shape.layers)
     each = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
@@ -182,14 +183,14 @@ class Layers(Evaluation):
     """All layers at once: values have the axis `layer` in front where layers differ.
 
     Args:
-        evaluations: [L], by layer; what they find of other layers comes from here, as long as this
-            is held.
+        evaluations: [l], one per layer here. As long as this object lives, they find values of
+            other layers by it.
         prompt: N.
-        later: nodes that follow from what compares layers. Where all layers have the same
-            tokens these are computed of all layers at once.
-        passing: those that are not held.
-        model: all layers of the model, of which only numbers are known, where these are a part of
-            them; l of L. What looks at other layers is found there.
+        later: nodes known only after the last layer. Where every layer has all tokens, each is
+            computed for all layers at once.
+        passing: nodes whose values are not held, see `Evaluation`.
+        model: all L layers of the model, with numbers only, by which nodes that look at other
+            layers are found; None: all layers are here.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Layers(Evaluation):
         self.evaluations, self.model = evaluations, model
         self._first = first.layer
         self._together = later if alike else frozenset()
-        # No circle: what layers hold goes with the run that holds this.
+        # A weak reference makes no cycle: tensors are freed with the run that holds this object.
         own = weakref.proxy(self)
         for each in evaluations:
             each.others = lambda node, evaluation: own.part(node, evaluation)
@@ -226,7 +227,7 @@ class Layers(Evaluation):
         return [of_layer(x, layer) for layer in range(len(self.evaluations))]
 
     def part(self, node: Node, evaluation: Evaluation) -> Value:
-        """The part of one layer in a node that looks at other layers."""
+        """Value, at the evaluation's layer, of a node that looks at other layers."""
         frame, layers = evaluation.frame, len(self.evaluations)
         if self.model is not None:
             return self.model.part(node, self.model.evaluations[frame.layer])
@@ -245,13 +246,13 @@ class Layers(Evaluation):
         made = stacked(
             [widened(x.value(node), x.frame, self.frame.tokens) for x in own], self.frame.device
         )
-        if self._together:  # what the layers held is held once
+        if self._together:  # the values are held once: layers now hold views
             for layer, each in enumerate(own):
                 each.known[node] = of_layer(made, layer)
         return made
 
     def _own(self, x: Value) -> Value:
-        """The part of these layers in a value of all layers of the model."""
+        """A value of all layers of the model, cut to the layers here."""
         number = len(self.evaluations)
         return x.along("layer", lambda every, at: every.narrow(at, self._first, number))
 
@@ -272,17 +273,17 @@ class Layers(Evaluation):
         return across_heads(node) and self._is_found_here(node)
 
     def ask_below(self, node: Node, done: dict[Node, bool]) -> bool:
-        # All else is a layer's own.
+        # Other nodes are stacked from values that each layer finds for itself.
         return not self._is_found_here(node) or super().ask_below(node, done)
 
     def _is_found_here(self, node: Node) -> bool:
-        """Whether a node is computed of all layers at once."""
+        """Whether a node is computed for all layers at once."""
         if node.operation.kind is Kind.LOOK or reduces_past(node):
             return False
         return _compares(node) or node in self._together
 
     def _divided(self, node: Node) -> torch.Tensor:
-        """float64 [L]: integers or labels for the layers."""
+        """float64 [L]: each layer's whole share (`split`, `cascade`) or label (`cluster`)."""
         static = [self.frame.bound.static.needs(x) is not None for x in node.args]
         if node.op != "cluster" and static == [True, False, True][: len(static)]:
             return self._by_kernel(node)
@@ -311,7 +312,7 @@ class Layers(Evaluation):
         return made
 
     def numbers(self, node: Node) -> list[Number]:
-        """A scalar of every layer as the host's number; it waits for the device at most once."""
+        """A scalar of every layer as the host's number; waits for the device at most once."""
         if self.frame.bound.static.needs(node) is not None:
             return [each.number(node) for each in self.evaluations]
         data = self.value(node).data
@@ -319,7 +320,7 @@ class Layers(Evaluation):
         return listed if isinstance(listed, list) else [listed] * len(self.evaluations)
 
     def _at(self, x: Node, layer: int, frame: Frame) -> Value:
-        """Another layer's value at a layer's tokens."""
+        """A node's value at `layer`, at the tokens of the frame's layer."""
         other = self.evaluations[layer]
         value = other.value(x)
         if layer == frame.layer or "token" not in value.axes:
@@ -330,5 +331,5 @@ class Layers(Evaluation):
 
 
 def _compares(node: Node) -> bool:
-    """Whether a node takes all layers into account."""
+    """Whether a node compares all layers."""
     return "layer" in node.axes or node.operation.kind is Kind.PARTITION

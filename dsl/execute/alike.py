@@ -1,4 +1,4 @@
-"""Whether the KV heads of several layers may be computed as those of one."""
+"""Whether the KV heads of several layers may be computed as KV heads of one layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def like_heads(
     apart: bool = False,
     numbers: bool = False,
 ) -> bool:
-    """Whether layers may stand for more KV heads in the computation of nodes.
+    """Whether nodes may be computed for several layers as for one layer with all their KV heads.
 
     Args:
-        nodes: all of them.
-        static: of the policy.
-        reads: whether a leaf may be read besides those that always may.
-        apart: whether reductions over KV heads are those of each layer, see `Frame.layered`.
-        numbers: whether numbers of the host may be others at other layers.
+        nodes: all nodes that are computed.
+        static: the policy's; says which nodes are numbers of the host.
+        reads: says of an operation that is not per KV head whether it is allowed all the same.
+        apart: allows reductions over KV heads: they are taken layer by layer, see `Frame.layered`.
+        numbers: allows numbers of the host that differ between layers.
     """
     for node in nodes:
         needs = static.needs(node)
@@ -38,7 +38,7 @@ def like_heads(
             return False
         if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
             return False
-        # `cached`, of each KV head, or the order of the queries.
+        # `cached`, counted per KV head, or the index of a query, the same in all layers.
         counted = node.op == "size" or (node.op == "index" and node.axes == ("query",))
         if not counted and not node.operation.per_head and not reads(node.operation):
             return False

@@ -1,4 +1,4 @@
-"""Values along an axis that follow from others there, in the torch program."""
+"""Cumulative sums and sorting along an axis, in the torch program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def cumsum(node: Node, frame: Frame, x: Value) -> Value:
-    """Sums of the present values up to each; what is absent adds nothing."""
+    """Cumulative sums; absent values add nothing."""
     data = (x.tensor if x.zero else filled(x, 0.0)).cumsum(x.axes.index(node.axes[0]))
     if not x.finite:
         data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
@@ -18,7 +18,7 @@ def cumsum(node: Node, frame: Frame, x: Value) -> Value:
 
 
 def sort(node: Node, frame: Frame, x: Value) -> Value:
-    """The present values, ascending, where there are any."""
+    """The present values in ascending order, at the places of present values."""
     along = x.axes.index(node.axes[0])
     data = filled(x, math.inf).sort(dim=along).values
     if x.mask is not None and set(node.axes) <= set(x.mask_axes):

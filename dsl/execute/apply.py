@@ -1,10 +1,10 @@
 """The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, the trial, and tests.
 
-It drives a prefill and its decode steps as a server does, with a store of entries of its own: steps
-between which nothing leaves are taken at once.
+It runs a prefill and decode steps as a server does, on entries that it stores itself; steps between
+which nothing leaves are evaluated together.
 
-Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, M cached positions, D head
-size, T steps.
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of the last
+prefill, M cached positions, D head size, T steps.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def apply(
     *,
     report: bool = True,
 ) -> Result:
-    """What `interpret` does, by the torch program on the CPU; the same arguments and result.
+    """As `interpret`, by the torch program on the CPU; takes the same arguments.
 
     Args:
-        report: without it only what is kept, as in a server: no scores, budgets or reported lets.
+        report: False leaves out scores, budgets and reported lets, as in a server.
+
+    Raises:
+        PolicyError: tensors hold NaN or infinity, or lack queries that the policy reads.
     """
     tokens = k.shape[2]
     made = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
@@ -68,8 +71,9 @@ class Prefilled:
     """A finished prefill of recorded tensors.
 
     Attributes:
-        run: whose entries are cached; `first`: the same, or the one that a restart replaced.
-        chosen: int64 [n], positions of the recording that `run` is over.
+        run: the last prefill, whose entries are cached.
+        first: the prefill before a restart; without one, `run`.
+        chosen: int64 [n], positions in the recording of the tokens of `run`.
         vectors: per layer float64 keys and values [G, n, D], as they are cached.
     """
 
@@ -86,10 +90,10 @@ def prefilled(
     v: np.ndarray,
     inv_freq: np.ndarray | None = None,
 ) -> Prefilled:
-    """Takes a program through the prefill, restarted where the policy says so; as `interpret`.
+    """Runs the prefill, and a second one where the policy restarts; as `interpret`.
 
     Args:
-        q, k, v: as of `interpret`, of the program's layers.
+        q, k, v, inv_freq: as in `interpret`, but of the program's layers only.
     """
     recording = _Recording(program, *(torch.tensor(x) for x in (q, k, v)))
     made = drive(program, k.shape[2], recording)
@@ -109,14 +113,14 @@ class _Recording:
     v: torch.Tensor
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """As of `Prompt`; all that are recorded."""
+        """As in `Prompt`; gives all queries that are recorded."""
         first, prompt = self.k.shape[2] - self.q.shape[2], self.k.shape[2]
         asking = tokens[tokens >= first] - first
         check_layer_queries(self.program.bound, prompt, layer, len(asking), len(tokens))
         return self.q[layer - self.program.layers.start][:, asking]
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Prompt`."""
+        """As in `Prompt`."""
         first = self.program.layers.start
         own = slice(layers.start - first, layers.stop - first)
         k, v = (x[own][:, :, tokens].flatten(0, 1) for x in (self.k, self.v))
@@ -124,7 +128,11 @@ class _Recording:
 
 
 def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
-    """Float64 keys [..., M, D] moved forward by `shift` [..., M]: RoPE on i and i + D / 2."""
+    """Keys, in float64, moved forward by `shift` positions: RoPE on pairs i and i + D / 2.
+
+    Args:
+        keys: [..., M, D]; shift: int64 [..., M]; inv_freq: [D / 2].
+    """
     angle = shift[..., None] * torch.tensor(inv_freq, dtype=torch.float64)
     x, y = keys.double().chunk(2, -1)
     cos, sin = angle.cos(), angle.sin()
@@ -137,7 +145,7 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 def _stored(
     run: Run, k_of_all: torch.Tensor, v_of_all: torch.Tensor, inv_freq: np.ndarray | None
 ) -> Vectors:
-    """Float64 keys and values [G, n, D] of every layer, as they are cached, of [L, G, n, D]."""
+    """Per layer float64 keys and values [G, n, D] as cached, from computed ones [L, G, n, D]."""
     stored: Vectors = []
     layers = list(zip(run.program.layers, k_of_all, v_of_all, strict=True))
     if run.merges_meet:
@@ -169,7 +177,7 @@ def _read_back(
     direction: torch.Tensor | None,
     apart: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both layers' vectors, from their common direction and their lengths."""
+    """Both layers' vectors as they read back: length times common direction, but for `apart`."""
     if direction is None or apart is None:
         return below, own
     below, own = (
@@ -252,7 +260,7 @@ def _on_prompt(
 
 
 def _spread(x: Value, axes: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Data repeated along missing axes, NaN where absent."""
+    """Float64 data repeated along missing axes, NaN where absent."""
     data = torch.as_tensor(x.data, dtype=torch.float64)
     data = aligned(data, x.axes, axes).expand(shape)
     if x.mask is None:
@@ -273,7 +281,7 @@ def _reported(x: Value | None) -> LayerValue:
 
 
 class _Cache:
-    """Keys and values of every layer, laid out as its `Memory` says."""
+    """Cached keys and values of every layer, in the layout of its `Memory`."""
 
     def __init__(self, run: Run, vectors: Vectors, dtype: torch.dtype) -> None:
         self.memory = Memory.after(run)
@@ -288,7 +296,7 @@ class _Cache:
             self.rows.append((k[:, some].to(dtype), v[:, some].to(dtype)))
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The step's token, [G, D]."""
+        """Adds the key and value [G, D] of the step's token."""
         positions, there = self.held[layer]
         new = torch.tensor([self.position])
         one = torch.ones(len(k), 1, dtype=torch.bool)
@@ -298,7 +306,7 @@ class _Cache:
         self.rows[layer] = (keys, values)
 
     def leave(self, layer: int, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Only the kept entries [G, M] stay, with these rows."""
+        """Drops all entries but `kept` [G, M]; the others get the rows `k` and `v` [G, M, D]."""
         some = kept.any(0)
         self.held[layer] = (self.held[layer][0][some], kept[:, some])
         self.rows[layer] = (k[:, some].to(self.dtype), v[:, some].to(self.dtype))
@@ -333,10 +341,10 @@ def _decode(
 def _follow(
     cache: _Cache, memory: Memory, queries: torch.Tensor, inv_freq: np.ndarray | None
 ) -> None:
-    """Takes the policy through the steps since it was followed last, as a server does it.
+    """Takes the policy through the pending steps, as a server does.
 
     Args:
-        queries: [T, L, H, D].
+        queries: [T, L, H, D] of these steps.
     """
     if not len(queries):
         return
@@ -363,7 +371,7 @@ def in_one_pool(rows: Vectors, there: torch.Tensor) -> tuple[Entries, Entries]:
     """Keys and values [G, m, D] of every layer as entries of one pool.
 
     Args:
-        there: bool [L * G, M], what each list holds; a layer's rows are of its last m columns.
+        there: bool [L * G, M], entries of each list; the m rows of a layer are its last m columns.
     """
     ids = torch.zeros(there.shape, dtype=torch.int64)
     first = 0

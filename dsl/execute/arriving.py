@@ -1,4 +1,4 @@
-"""Numbers of a device that the host reads later than it asks for them."""
+"""Numbers of a device that the host requests now and reads later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Arriving:
     """Numbers of a device on their way to the host.
 
     Args:
-        numbers: on any device; they are not written to any more.
+        numbers: on any device; must not be written to afterwards.
     """
 
     def __init__(self, numbers: torch.Tensor) -> None:
@@ -22,11 +22,11 @@ class Arriving:
             self._event.record()
 
     def arrived(self) -> bool:
-        """Whether they can be read without waiting."""
+        """Whether `read` would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """The numbers; the host waits for them."""
+        """The numbers; the host waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy()

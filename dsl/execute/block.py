@@ -1,7 +1,7 @@
-"""What all layers of B requests remember while they decode, as one layer with B x L x G KV heads.
+"""What the layers of B requests remember while they decode, as one layer with B x L x G KV heads.
 
-Every list has as many columns, its newest entry in the last; it stays on the device from fold to
-fold.
+A list holds the entries of one KV head of a layer of a request. All lists of a block have M
+columns, with the newest entry in the last one, and stay on the device from fold to fold.
 
 Dimensions: B requests, L layers, H query heads, G KV heads, M columns, W last queries, D head size.
 """
@@ -25,7 +25,7 @@ from kvpolicy.dsl.ir.nodes import Node
 AXES = ("kv", "token")
 HEADS = ("kv", "group", "token")
 _Number = TypeVar("_Number", bound=int)
-_FIRST = 3  # of a layer's numbers before those of its KV heads, see the kernel "tally"
+_FIRST = 3  # numbers of a layer before those of its KV heads, see the kernel "tally"
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,15 @@ class Landed:
     """How many entries of a request there were and how many stay, on the host.
 
     Attributes:
-        there, kept: int64 [L, G], of the KV heads of other ranks as well; the same where nothing
-            leaves.
+        there, kept: int64 [L, G], entries before and after, of the KV heads of all ranks; equal
+            where nothing leaves.
         finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
-        left: entries that leave, of all lists together; fewest: of the list that loses fewest.
-        dropped: per layer, how many entries the KV head drops that drops most.
-        positions, alike: per layer, what stays if all is finite, of the KV heads that are here:
-            positions that some head keeps, and whether all keep the same.
-        widest: positions of the layer that keeps most, on any rank.
+        left: number of entries that leave, over all lists.
+        fewest: number of entries that leave the list that loses fewest.
+        dropped: per layer, most entries that leave one KV head.
+        positions: per layer, number of positions that some KV head here keeps, if all is finite.
+        alike: per layer, whether all KV heads here keep the same positions, if all is finite.
+        widest: largest number of positions that a layer keeps, on any rank.
     """
 
     there: torch.Tensor
@@ -55,11 +56,11 @@ class Landed:
 
 
 class Counts:
-    """What stays of the lists of a block, as numbers on their way to the host.
+    """How many entries of a block's lists stay, as numbers on their way to the host.
 
     Args:
-        numbers: int64 [B * L, 3 + 2 * G] or more, as of `of_ranks`.
-        requests: B; kv: G.
+        numbers: int64 [B * L, 3 + 2 * G] or more columns, from `of_ranks`.
+        requests: B; kv: G, of all ranks.
     """
 
     def __init__(self, numbers: torch.Tensor, requests: int, kv: int) -> None:
@@ -72,7 +73,7 @@ class Counts:
         return self._arriving.arrived()
 
     def read(self) -> list[Landed]:
-        """Those of every request; the host waits for them."""
+        """The numbers of each request; the host waits for them."""
         if self._read is None:
             self._read = _landed(self._arriving.read(), self._requests, self._kv)
         return self._read
@@ -81,16 +82,16 @@ class Counts:
 def of_ranks(
     heads: Heads, numbers: torch.Tensor, good: torch.Tensor, *, alike: bool
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """What the kernel "tally" gives, of the KV heads of all ranks, asked for now.
+    """Results of the kernel "tally" for the KV heads of all ranks, which are asked now.
 
     Args:
-        numbers: int64 [S, 3 + 2 * g] of those that are here; good: bool [S].
-        alike: whether they are the same on all ranks, and of all KV heads of a layer.
+        numbers, good: int64 [S, 3 + 2 * g] and bool [S], results for the g KV heads here.
+        alike: whether they are the same on all ranks, and for all KV heads of a layer.
 
     Returns:
-        What gives int64 [S, 3 + 2 * G], of which the first two columns are those of the heads that
-        are here, behind them the first one of every rank, if there are several; and bool [S], what
-        holds on all ranks.
+        A function that gives int64 [S, 3 + 2 * G] and bool [S]. The first two columns are those of
+        the KV heads here, all else is of all ranks. Unless `alike`, R columns follow where there
+        are R ranks: the first column of each.
     """
     if not heads.divided:
         return lambda: (numbers, good)
@@ -112,7 +113,7 @@ def of_ranks(
 
 
 def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
-    """Those of every request, of numbers as of `of_ranks`; nothing is computed one by one."""
+    """The numbers of each request, from those of `of_ranks`; computed for all at once."""
     each, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
     there, stay = each[:, :, _FIRST : _FIRST + kv], each[:, :, _FIRST + kv : end]
     finite = each[:, :, _FIRST - 1].min(1) > 0
@@ -130,12 +131,12 @@ def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
 
 @dataclass(frozen=True)
 class Asked:
-    """The last queries of B requests, where decode steps read those of earlier ones.
+    """The last queries of B requests, where decode steps read queries of earlier steps.
 
     Attributes:
         queries: [B * L * H, W, D], the newest in the last column.
-        positions: int64 [B * L, W].
-        lengths: [B * L], how many of them there are.
+        positions: int64 [B * L, W], of the queries.
+        lengths: [B * L], number of queries, which stand in the last columns.
     """
 
     queries: torch.Tensor
@@ -143,7 +144,12 @@ class Asked:
     lengths: list[int]
 
     def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> Asked:
-        """With those of T more steps: [B * L * H, T, D], of the last int64 [B * L, M] positions."""
+        """These and the queries of T more steps.
+
+        Args:
+            queries: [B * L * H, T, D].
+            positions: int64 [B * L, M] of all entries; the last T are those of the steps.
+        """
         number = queries.shape[1]
         return Asked(
             torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
@@ -153,11 +159,11 @@ class Asked:
 
     @staticmethod
     def none(queries: torch.Tensor, positions: torch.Tensor) -> Asked:
-        """None so far, of layers whose entries are at int64 [B * L, M] positions."""
+        """No queries yet; of the arguments, as in `and_then`, sizes, dtypes and device are used."""
         return Asked(queries[:, :0], positions[:, :0], [0] * len(positions))
 
     def last(self, window: int) -> Asked:
-        """The last W of them; nothing is copied."""
+        """The last `window` queries, as views."""
         return Asked(
             self.queries[:, -window:], self.positions[:, -window:],
             [min(n, window) for n in self.lengths],
@@ -166,13 +172,13 @@ class Asked:
     def some(
         self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> Asked:
-        """As of `Block`."""
+        """As `Block.some`; `of` takes the requests at `places` from a tensor."""
         lengths = _listed(self.lengths, requests, places)
         return Asked(of(self.queries), of(self.positions), lengths)
 
     @staticmethod
     def joined(blocks: list[Block]) -> Asked | None:
-        """Those of several blocks, some of which may have none."""
+        """The queries of several blocks, some of which may have none; None if all have none."""
         found = next((each.asked for each in blocks if each.asked is not None), None)
         if found is None:
             return None
@@ -197,24 +203,28 @@ class Block:
     """What the layers of B requests remember.
 
     Attributes:
-        lengths: [B * L], positions of each layer that some KV head holds.
-        alike: [B * L], whether all its KV heads hold the same.
-        widest: [B], positions of the layer of each request that has most, on any rank.
+        requests: B; kv: G, of this rank.
+        lengths: [B * L], number of positions of a layer that some KV head holds.
+        alike: [B * L], whether all KV heads of a layer hold the same positions.
+        widest: [B], number of positions of a request's longest layer, on any rank.
         positions: int64 [B * L, M], -1 in front of a layer's first.
-        there: bool [B * L * G, M].
-        states: float64, per list [B * L * G] and along other axes; `token` is M columns.
-        merge_states: the same of the merge's, NaN of layers that have not merged.
-        decided: what the prefill decided of lets that decode reads, per list or one number.
-        budgets: float64 [B * L * G], the prefill's whole numbers; None where nothing reads them.
-        asked: last queries; None where no step reads those of others.
-        finite: bool [B * L * G], whether what was read so far was; None: nothing was read.
-        numbers: int64 [B * L, 3 + 2 * G] of the last fold, see `Counts`; None before the first.
-        used: `lengths` on the device, where entries that have left leave gaps; None: none have.
-        since: steps since every list was cut to as many entries as its rule wants, at most; None:
-            it is not known.
-        ends: by node that takes entries for their place int64 [N, 3], numbers by which
-            they stay, see the kernel "best", and by number that lasts float64 [N], as far
-            as they have been made.
+        there: bool [B * L * G, M], which entries a list holds.
+        states: name -> float64 value whose axis `kv` runs over lists, and `token` over columns.
+        merge_states: the same for states of the merge; NaN at layers that have not merged.
+        decided: name -> the prefill's value of a `let` that decode reads, per list or one number.
+        budgets: float64 [B * L * G], the prefill's floored budgets; None where nothing reads them.
+        asked: the last queries; None where no step reads queries of earlier steps.
+        finite: bool [B * L * G], whether what was read since the last fold was finite; None:
+            nothing was read.
+        numbers: int64 [B * L, 3 + 2 * G] of the last fold, result of the kernel "tally"; None
+            before the first fold.
+        used: int64 [B * L], `lengths` on the device, where columns of entries that have left are
+            still gaps; None: no gaps.
+        since: steps since every list was cut to at most the number of entries that its rule
+            keeps; None: unknown.
+        ends: tensors that hold at every step, made when they are needed first: for a node that
+            selects entries by their place, `numbers` of the kernel "best", int64 [N, 3]; for the
+            number of a `Stage`, float64 [N].
     """
 
     requests: int
@@ -246,33 +256,33 @@ class Block:
         return self.there.shape[1]
 
     def broad(self, request: int) -> int:
-        """Cached positions of the layer of a request that has most, on any rank."""
+        """Number of cached positions of a request's longest layer, on any rank."""
         return self.widest[request]
 
     def where(self, request: int, layer: int) -> tuple[slice, int]:
-        """The lists of one layer, and their first column."""
+        """The lists of one layer of a request, and their first column that holds an entry."""
         number = request * self.layers + layer
         heads = slice(number * self.kv, (number + 1) * self.kv)
         return heads, self.width - self.lengths[number]
 
     def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
-        """[G, M of the layer] of one layer's lists."""
+        """The rows of one layer of a request, without the empty columns in front."""
         heads, first = self.where(request, layer)
         return x[heads, first:]
 
     def left(self) -> Block:
-        """What goes on."""
+        """The block without entries that have left: none have."""
         return self
 
     @property
     def on_device(self) -> torch.Tensor:
-        """int64 [B * L], `lengths`."""
+        """`lengths` on the device, int64 [B * L]."""
         if self.used is not None:
             return self.used
         return sent(torch.tensor(self.lengths), self.there.device)
 
     def some(self, places: Sequence[int]) -> Block:
-        """Some of the requests, in this order."""
+        """The requests at `places`, in this order."""
         if list(places) == list(range(self.requests)):
             return self
         index = sent(torch.tensor(places), self.there.device)
@@ -300,13 +310,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Folded:
-    """A block after steps at which entries might leave.
+    """A block after steps at the last of which entries might leave.
 
     Attributes:
-        block: with the entries of the steps, as if none had left.
-        staying: bool [B * L * G, M], what stays of it.
-        counts: of that.
-        whole: what goes on if nothing leaves after all.
+        block: with all entries, those of the steps and those that leave included.
+        staying: bool [B * L * G, M], the entries that stay.
+        counts: how many stay.
+        whole: the block to go on with if nothing leaves after all.
     """
 
     block: Block
@@ -315,11 +325,11 @@ class Folded:
     whole: Block
 
     def broad(self, request: int) -> int:
-        """As of `Block`; the host waits for the numbers."""
+        """As in `Block`; the host waits for the numbers."""
         return self.counts.read()[request].widest
 
     def left(self) -> Block:
-        """What goes on; the host waits for the numbers. Entries stand where they stood before."""
+        """The block without entries that have left, which are gaps; the host waits for numbers."""
         landed = self.counts.read()
         return replace(
             self.block,
@@ -334,18 +344,18 @@ Remembered = Block | Folded
 
 
 def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
-    """What the host knows of some of the requests' layers."""
+    """The numbers of some requests, from a list with a number per layer of every request."""
     size = len(own) // requests
     return [x for place in places for x in own[place * size : (place + 1) * size]]
 
 
 def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
-    """Values per list, their tensors changed."""
+    """Values per list, with their tensors changed by `of`."""
     return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
 
 
 def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:
-    """What goes on of requests, each a place in a block, in this order; see `Folded.left`."""
+    """One block of requests, each given as a block and a place in it; see `Folded.left`."""
     taken = []
     for _, same in itertools.groupby(parts, lambda part: id(part[0])):
         own = list(same)
@@ -354,7 +364,7 @@ def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:
 
 
 def _joined(parts: list[Block]) -> Block:
-    """Requests of several blocks, the newest entries of all in the last columns."""
+    """The requests of several blocks in one, with the newest entries in the last columns."""
     first, width = parts[0], max(each.width for each in parts)
     device = first.there.device
     wide = partial(padded, width=width)
@@ -368,7 +378,7 @@ def _joined(parts: list[Block]) -> Block:
         return torch.cat(there) if len(there) == len(own) else None
 
     finite = [each.finite for each in parts]
-    if any(x is not None for x in finite):  # where nothing was read, all is
+    if any(x is not None for x in finite):  # where nothing was read, all is finite
         finite = [
             x if x is not None else each.there.new_ones(len(each.there))
             for x, each in zip(finite, parts, strict=True)
@@ -393,7 +403,7 @@ def _joined(parts: list[Block]) -> Block:
 
 
 def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor:
-    """A tensor with as many columns in front, in dimension `at`, as it lacks."""
+    """A tensor filled up to `width` columns in dimension `at`, with `nothing` in front."""
     missing = width - x.shape[at]
     after = 2 * (x.dim() - 1 - at)
     return x if not missing else F.pad(x, (*[0] * after, missing, 0), value=nothing)
@@ -402,11 +412,11 @@ def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor
 def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
     """Values of layers, or of groups of lists, as one value per list.
 
-    Those per token end in the last columns; in front of shorter ones is nothing. One number of the
-    host that is the same of all stays that.
+    Values per token end in the last column; shorter ones get zeros in front. If all are the same
+    number of the host, that number is the result.
 
     Args:
-        lists: how many each stands for.
+        lists: number of lists that each part stands for.
     """
     numbers = [x.data for x in parts if not isinstance(x.data, torch.Tensor) and x.mask is None]
     if len(numbers) == len(parts) and len(set(numbers)) == 1:
@@ -440,5 +450,5 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
 
 
 def without_heads(x: Value) -> Value:
-    """A value that all KV heads of a layer have, without that axis."""
+    """A value that is equal for all KV heads of a layer, without the axis `kv`."""
     return replace(x, data=x.tensor[0], axes=x.axes[1:]) if x.axes[:1] == ("kv",) else x

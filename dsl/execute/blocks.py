@@ -1,8 +1,8 @@
 """Reductions of attention and vectors in blocks of KV heads and queries, bounded in memory.
 
-A reduction over `query` or `dim` is split: what has neither axis is computed before, the rest for
-some KV heads and queries at a time. Sums, counts and extremes are joined exactly as they are
-defined; variances by pairs (Chan, Golub and LeVeque, 1979).
+A reduction over `query` or `dim` is split: values with neither axis are computed first, the rest
+for some KV heads and queries at a time. Sums, counts and extremes of blocks are combined by their
+definition, variances pairwise (Chan, Golub and LeVeque, 1979).
 
 Dimensions: G KV heads, n candidates of a layer, W queries, D head size.
 """
@@ -27,12 +27,12 @@ from kvpolicy.dsl.ops.table import OPERATIONS
 # From a node, a block of a layer and values known in it to the node's value there.
 Within = Callable[[Node, Frame, dict[Node, Value]], Value]
 
-# Bytes of float64 that one value of a block may take; on a CPU what its caches hold: a multiple of
-# this takes several times as long there.
+# Bytes of float64 that one value of a block may take; on a CPU what its caches hold: values beyond
+# them make it several times slower.
 BLOCK_BYTES = 64 << 20
 _CPU_BLOCK_BYTES = 4 << 20
-# A sum over all queries is computed in so many blocks, if these have so many queries each: a block
-# reads only the tokens up to its last query.
+# Number of blocks of a sum over all queries, and fewest queries in one: a block reads only the
+# tokens up to its last query, so that several blocks read less than one.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
 _INSIDE = frozenset((Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL, Kind.SELECTION))
@@ -48,12 +48,12 @@ class Region:
     """What a reduction computes in blocks.
 
     Attributes:
-        outside: nodes without the axes `query` and `dim`, computed before.
-        windows: its attention, logits and distances.
+        outside: nodes without the axes `query` and `dim`, computed before the blocks.
+        windows: its nodes `attn`, `logits` and `distance`.
         reads: which of `query`, `key` and `value` it reads.
-        by_head, by_query: along which axes blocks are independent.
-        vectors: whether values with the axis `dim` are in it.
-        causal: tokens after a block's last query add nothing, so that it leaves them out.
+        by_head, by_query: whether blocks may divide the KV heads, and the queries.
+        vectors: whether it has values with the axis `dim`.
+        causal: whether tokens after a block's last query add nothing, so that they are left out.
     """
 
     outside: tuple[Node, ...]
@@ -115,13 +115,14 @@ def _region(node: Node) -> Region | None:
 def in_blocks(
     node: Node, frame: Frame, value: Callable[[Node], Value], within: Within
 ) -> Value | None:
-    """The value of a reduction, computed in blocks; None where it is to be computed in one.
+    """The value of a reduction, computed in blocks; None where one block is enough.
 
     Args:
-        value: of nodes on all of the layer.
+        value: gives the value of a node for the whole layer.
+        within: gives the value of a node in a block.
     """
     region = _region(node)
-    # After the last layer what was computed of the tensors is held, not they themselves.
+    # After the last layer the tensors are gone; values computed from them are held.
     if region is None or not region.reads.issubset(frame.vectors):
         return None
     heads, rows = _sizes(region, frame)
@@ -145,7 +146,7 @@ def in_blocks(
 
 
 def _sizes(region: Region, frame: Frame) -> tuple[int, int | None]:
-    """KV heads and queries of a block; None: all queries."""
+    """Number of KV heads and of queries of a block; None: all queries."""
     head_dim, group = frame.bound.shape.head_dim, frame.bound.shape.group
     windows = {frame.window(each) for each in region.windows}
     longest = max(windows, default=1)
@@ -197,7 +198,7 @@ def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
 
 
 def _up_to(frame: Frame, later: int, rows: int) -> Frame:
-    """The frame without its `later` last tokens and queries, of which `rows` are asked."""
+    """The frame without its last `later` tokens and queries; the last `rows` queries left ask."""
     tokens = frame.tokens - later
     vectors = {name: frame.read(name) for name in frame.vectors}
     return replace(
@@ -210,7 +211,7 @@ def _up_to(frame: Frame, later: int, rows: int) -> Frame:
 
 
 def _first_tokens(values: dict[Node, Value], tokens: int) -> dict[Node, Value]:
-    """The values of the first tokens."""
+    """The values at the first `tokens` tokens."""
     return {
         node: x.along("token", lambda own, at: own.narrow(at, 0, tokens))
         for node, x in values.items()
@@ -221,8 +222,10 @@ def _first_tokens(values: dict[Node, Value], tokens: int) -> dict[Node, Value]:
 class _Partial:
     """A reduction of some of the values.
 
-    `data` are sums, counts or extremes, of a mean its sums, of a variance means; `number` counts
-    present values, `spread` sums squared deviations.
+    Attributes:
+        data: the sums, counts or extremes; of a mean the sums, of a variance the means.
+        number: of a mean or variance, the number of present values.
+        spread: of a variance, the sum of squared deviations from the mean.
     """
 
     op: str
@@ -248,13 +251,13 @@ class _Partial:
         mean = reduce(replace(node, op="mean"), frame, x)
         spread = as_tensor(reduce(node, frame, x).data, frame) * number
         if not x.finite:
-            # A variance with an infinite value is none, whatever the other blocks hold.
+            # The variance of infinite values is NaN, whatever the other blocks hold.
             infinite = ~filled(x, 0.0).isfinite()
             spread = spread.masked_fill(infinite.sum(dims) > 0, math.nan)
         return cls(node.op, mean.axes, mean.tensor, mean.finite, number, spread)
 
     def of_all(self, tokens: int) -> _Partial:
-        """A sum over the first tokens, with 0 for those after them."""
+        """The same at all `tokens` tokens, with 0 at those that a causal block left out."""
         if "token" not in self.axes or self.data.shape[self.axes.index("token")] == tokens:
             return self
         at = self.axes.index("token")
@@ -263,7 +266,7 @@ class _Partial:
         return replace(self, data=F.pad(self.data, [*after, 0, missing]))
 
     def with_more(self, other: _Partial) -> _Partial:
-        """Both taken together."""
+        """The reduction of the values of both."""
         finite = self.finite and other.finite
         if self.number is None or other.number is None:
             return replace(self, data=_joined(self.op, self.data, other.data), finite=finite)
@@ -288,7 +291,7 @@ class _Partial:
 
 
 def _joined(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A reduction of two parts of the values."""
+    """The results of `op` on two parts of the values, combined."""
     row = OPERATIONS[op]
     if row.result == "truth":
         return torch.logical_or(a, b)
@@ -302,7 +305,7 @@ def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def cut_heads(values: dict[Node, Value], start: int, number: int) -> dict[Node, Value]:
-    """The values for `number` KV heads from `start` on."""
+    """The values for `number` KV heads, from `start` on."""
     return {
         node: x.along("kv", lambda own, at: own.narrow(at, start, number))
         for node, x in values.items()
@@ -310,7 +313,7 @@ def cut_heads(values: dict[Node, Value], start: int, number: int) -> dict[Node, 
 
 
 def concatenated(parts: list[Value]) -> Value:
-    """Blocks of KV heads joined again."""
+    """The values of blocks of KV heads as one."""
     first = parts[0]
     if len(parts) == 1 or "kv" not in first.axes:
         return first

@@ -10,11 +10,11 @@ from kvpolicy.dsl.execute.heads import Heads
 
 
 class Checks:
-    """Checks of what has been read so far, of one layer's KV heads or of those of several layers.
+    """Checks of the tensors read so far, for the KV heads of one layer or of several.
 
     Attributes:
-        own: bool tensors, false if what was read is not finite: 0-d, or one per KV head; or 0-d
-            numbers that are then not finite themselves, so that all are looked at in one go.
+        own: a tensor per check: bool, 0-d or one per KV head, false if NaN or infinity was read; or
+            a 0-d float that is NaN or infinite itself then. All these are tested in one operation.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Checks:
         self._asked: tuple[int, Callable[[], list[torch.Tensor]]] | None = None
 
     def extend(self, checks: Sequence[torch.Tensor]) -> None:
-        """More of them."""
+        """Adds checks."""
         self.own.extend(checks)
 
     def here(self, kv: int) -> torch.Tensor | None:
-        """Bool [kv], whether all is finite of each KV head here; None: nothing was read."""
+        """Bool [kv], per KV head here whether what was read is finite; None: nothing was read."""
         each = [x for x in self.own if x.ndim]
         whole = [x for x in self.own if not x.ndim]
         numbers = [x for x in whole if x.is_floating_point()]
@@ -38,21 +38,22 @@ class Checks:
         return reduce(torch.logical_and, each) if each else None
 
     def ask(self, heads: Heads, kv: int) -> None:
-        """Asks other ranks about theirs, together with what is exchanged next."""
+        """Asks other ranks for their checks, in the next exchange."""
         own = None if self.told else self.here(kv)
         if own is not None:
             self._asked = len(self.own), heads.later([(own, 0)])
 
     @property
     def told(self) -> bool:
-        """Whether other ranks have been asked since the last check, or nothing was read."""
+        """Whether other ranks have been asked since the last check; True if there are no checks."""
         return len(self.own) == (0 if self._asked is None else self._asked[0])
 
     def everywhere(self, heads: Heads, kv: int, total: int) -> torch.Tensor | None:
-        """As of `here`, whether all is finite of all KV heads of each one's layer, on all ranks.
+        """As `here`; where other ranks hold KV heads, a layer's result is that of all its heads.
 
         Args:
-            kv: KV heads here; total: those of a layer of the model.
+            kv: number of KV heads here, over all layers.
+            total: number of KV heads of one layer of the model.
         """
         if not heads.divided:
             return self.here(kv)

@@ -1,10 +1,10 @@
-"""Expressions over two vectors per entry as sums of both: what needs few passes over them.
+"""Expressions over two vectors per entry, computed from inner products in few passes over them.
 
-The two are those of two layers in `share`, of a dropped entry and its receiver in `merge`. An
-expression that adds them, multiplies and divides them by numbers per entry, and multiplies them
-with each other only below `sum[dim]`, is known from three inner products per entry: a vector is
-a * first + b * second, and an inner product of two such is made of the three. `angle`, `slerp`,
-`cosine`, `unit` and `norm2` are of this kind; what is not is left to torch.
+The two vectors are those of two layers in `share`, of a dropped entry and its receiver in `merge`.
+An expression that adds them, multiplies and divides them by numbers per entry, and multiplies them
+with each other only below `sum[dim]`, needs three inner products per entry: each vector in it is
+a * first + b * second, and the inner product of two such vectors follows from the three. `angle`,
+`slerp`, `cosine`, `unit` and `norm2` are of this kind; torch computes all others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Side = Callable[[Node], int | None]
 
 
 def is_combination(node: Node, side: Side) -> bool:
-    """Whether a vector is a sum of both, whatever they hold.
+    """Whether a node is a vector a * first + b * second with numbers a and b.
 
     Args:
-        side: as of `Combinations`.
+        side: as in `Combinations`.
     """
 
     def number(each: Node) -> bool:
@@ -53,7 +53,7 @@ def is_combination(node: Node, side: Side) -> bool:
 
 
 def is_product(node: Node, side: Side) -> bool:
-    """Whether a node is an inner product of two sums of both."""
+    """Whether a node is the inner product of two vectors that are combinations."""
     if node.op != "sum" or node.axes != ("dim",):
         return False
     inside = node.args[0]
@@ -65,13 +65,13 @@ def is_product(node: Node, side: Side) -> bool:
 
 @dataclass(frozen=True)
 class Combination:
-    """a * first + b * second; values without the axis `dim`, None for 0."""
+    """The vector a * first + b * second; a and b have no axis `dim`, None stands for 0."""
 
     a: Value | None
     b: Value | None
 
     def each(self, function: Callable[[Value], Value]) -> Combination:
-        """The same done to both."""
+        """The combination with `function` applied to a and b."""
         return Combination(*(None if x is None else function(x) for x in (self.a, self.b)))
 
 
@@ -80,10 +80,10 @@ class Combinations:
     """Values of expressions over two vectors per entry.
 
     Attributes:
-        evaluation: it finds here the inner products that it needs.
+        evaluation: gives other values, and gets the inner products by `prepare`.
         side: 0 for a node that is the first vector, 1 for the second, None for any other.
-        inner: makes the inner products of the first with itself, with the second, and of the second
-            with itself; called at most once.
+        inner: makes the inner products of the first with itself, of the first with the second, and
+            of the second with itself, in this order; called at most once.
     """
 
     evaluation: Evaluation
@@ -93,13 +93,13 @@ class Combinations:
     _known: dict[Node, Combination] = field(default_factory=dict)
 
     def prepare(self, nodes: Iterable[Node]) -> None:
-        """Makes the inner products among some nodes, arguments first, known to the evaluation."""
+        """Puts the inner products among nodes, given arguments first, into the evaluation."""
         for node in nodes:
             if is_product(node, self.side):
                 self.evaluation.put(node, self._product(node.args[0]))
 
     def weights(self, node: Node) -> tuple[Value, Value] | None:
-        """a and b of a vector; None where it is not of this kind."""
+        """a and b of a vector; None if it is no combination."""
         if not is_combination(node, self.side):
             return None
         found = self._vector(node)
@@ -117,7 +117,7 @@ class Combinations:
         if node.op == "choose":
             return self._chosen(node)
         x, *rest = node.args
-        if not rest:  # its opposite
+        if not rest:  # `negate`
             return self._vector(x).each(lambda value: self._call(node, value))
         if node.operation.sums:
             return self._joined(node, self._vector(x), self._vector(*rest))
@@ -137,7 +137,7 @@ class Combinations:
         x, y = self._vector(node.args[0]), self._vector(node.args[2])
         condition = self.evaluation.value(node.args[1])
         pairs = ((x.a, y.a), (x.b, y.b))
-        # The choice is between vectors, here it is between their weights.
+        # The node chooses between vectors; here it chooses between their weights.
         axes = tuple(axis for axis in node.type.axes if axis != "dim")
         node = replace(node, type=replace(node.type, axes=axes))
         return Combination(
@@ -160,7 +160,7 @@ class Combinations:
                 total = part if total is None else self._call("add", total, part)
         if total is None:
             return _ZERO
-        # As any sum, that of absent numbers is 0.
+        # As any sum, an inner product of absent values is 0.
         data = filled(replace(total, data=as_tensor(total.data, self.evaluation.frame)), 0.0)
         return Value(data, total.axes, finite=total.finite)
 

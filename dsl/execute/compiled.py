@@ -20,10 +20,10 @@ from kvpolicy.dsl.ir.heads import heads_last
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.once import once
 
-# Plans kept for prompt lengths seen last.
+# Number of plans kept, for the prompt lengths seen last.
 _PLANS = 8
-# Of a model with 32 layers of 8 KV heads: scores of 131,072 tokens; or of 32,768, and all that
-# `snapkv` computes for them and the queries of its window.
+# With 32 layers of 8 KV heads: the scores of 131,072 tokens; or of 32,768 tokens all that `snapkv`
+# computes, and the queries of its window.
 _DEFERRED_BYTES = 256 << 20
 
 
@@ -32,27 +32,26 @@ class Compiled:
 
     Args:
         bound: the policy.
-        report: also keep budgets and scores, for `Run.result`.
-        kernels: what computes, see `execute/kernels.py`; None: torch, as installed.
+        report: also compute budgets, scores and reported lets, for `Run.result`.
+        kernels: the table of `execute/kernels.py`; None: the installed one of torch.
         heads: which of the model's KV heads are here, and how the others are reached.
-        layers: of the model that are here; None: all. A part of them can be computed as
-            `bind/stages.py` says.
-        keys_stay: keys and values of all layers can be read when the last one has been computed.
-        deferred_bytes: that may be held of all layers until then, and what is computed of them at
-            once.
+        layers: the model's layers that are here; None: all. `bind/stages.py` says whether a part
+            can be computed apart.
+        keys_stay: whether keys and values of all layers can still be read after the last one.
+        deferred_bytes: most bytes that are held until the last layer, and most bytes that scoring
+            all layers together takes.
 
     Attributes:
-        bound: the policy, reductions across KV heads as `ir/heads.py` writes them where others are
-            elsewhere.
+        bound: the policy; where other ranks hold KV heads, with reductions across heads rewritten
+            by `ir/heads.py`.
         steps: what decode steps compute; None without `decode:`.
-        exchanged: numbers of each layer that have to be known of all layers of the model, where
-            some of these are elsewhere.
-        accumulates: whether earlier chunks of a prompt may be handed over by `Run.accumulate`.
-        generated: the prefill's generated kernels.
-        reads_lse: whether a prefill that is given the log-sum-exp of its logits computes less.
+        exchanged: numbers of each layer that stages tell each other; empty if all layers are here.
+        accumulates: whether earlier chunks of a prompt may be passed to `Run.accumulate`.
+        generated: the prefill's generated kernels; None if there are none.
+        reads_lse: whether a prefill computes less if it is given the log-sum-exp of its logits.
 
     Raises:
-        PolicyError: the policy needs data that a prefill does not offer; or as of `installed`.
+        PolicyError: the policy needs data that a prefill does not offer; or as in `installed`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Compiled:
         self.exchanged: tuple[Node, ...] = () if whole else exchanged(bound)
         self._deferred_bytes = deferred_bytes
         self._prefill = Prefill(bound, report, heads, defers=False)
-        # Where a layer chooses what deeper ones compute, nothing can wait for those.
+        # Where a layer chooses the tokens of deeper layers, nothing can wait for the last one.
         self._deferring = None if bound.propagates else Prefill(bound, report, heads, defers=True)
         self.accumulates = self._prefill.accumulates
         self.steps = None
@@ -88,7 +87,7 @@ class Compiled:
         self.keys_stay = keys_stay
 
     def prefill(self, prompt: int) -> Prefill:
-        """What the prefill of a prompt of so many tokens computes."""
+        """What the prefill of a prompt of `prompt` tokens computes."""
         held = 8 * self._lists * prompt
         if self._deferring is None or held > self._deferred_bytes:
             return self._prefill
@@ -96,27 +95,27 @@ class Compiled:
 
     @property
     def _lists(self) -> int:
-        """KV heads of all layers that are here."""
+        """Number of KV heads here, over all layers here."""
         return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
 
     def scores_at_end(self, prompt: int) -> bool:
         """Whether a prompt's layers are scored together, after the last one; see `Run.score`.
 
-        That takes as many launches as one layer.
+        All layers together take as many launches as one layer.
         """
         if not prompt or not self.keys_stay or not self.prefill(prompt).layers_alike:
             return False
         if self.generated is None or self.generated.fusion.reasons:
             return False
         shape = self.bound.shape
-        # Queries have two bytes as a rule, and four at most.
+        # A number of a query has two bytes as a rule, and four at most.
         queries = 4 * self.bound.queries(prompt) * shape.group * shape.head_dim
         held = self._lists * (self.generated.token_bytes * prompt + queries)
         return held <= self._deferred_bytes
 
     @once.at_most(_PLANS)
     def plan(self, prompt: int, device: torch.device) -> Plan:
-        """What only the prompt's length N decides."""
+        """The values that only the prompt's length N decides."""
         nodes = self.prefill(prompt).planned
         return Plan.make(self.bound, nodes, prompt, device, self.kernels, self.heads)
 
@@ -124,9 +123,9 @@ class Compiled:
         """Compiles the generated kernels before a request waits for them.
 
         Args:
-            keys, values: rows of a pool as a server hands them over, whatever they hold; they stay
-                as they are.
-            queries: their type.
+            keys, values: rows of a pool as a server passes them, with any contents, which are not
+                changed.
+            queries: dtype of the queries.
         """
         decode = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
         for generated in (self.generated, *decode):
