@@ -4,8 +4,7 @@ A layer's values are held at the tokens that reached it. Where these differ betw
 operations that compare layers see all values at the prompt's N positions, absent where a token did
 not reach the layer; each layer reads its part of the result at its own tokens.
 
-With several stages (`--pp-size`), each stage has the values of its own layers, and of the other
-layers only numbers.
+With several stages (`--pp-size`), only numbers are known of other stages' layers.
 
 Dimensions: L layers of the model, l layers here, N tokens of the prompt.
 """
@@ -101,7 +100,7 @@ class History:
 
 
 def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
-    """Value of `past`, a reduction of it, or `at`, from the layers computed so far."""
+    """`past`, a reduction of it, or `at`, over the layers computed so far."""
     return _look(
         node,
         evaluation,
@@ -117,11 +116,11 @@ def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
 def _look(
     node: Node, evaluation: Evaluation, layers: int, read: Callable[[Node, int], Value]
 ) -> Value:
-    """Value of `past`, a reduction of it, or `at`, at the evaluation's layer.
+    """`past`, a reduction of it, or `at`, at the evaluation's layer.
 
     Args:
-        layers: `at` may name the layers below this number; at others it is absent.
-        read: gives a node's value at a layer, at the tokens of the evaluation's layer.
+        layers: number of layers, from 0, that `at` may name; at others it is absent.
+        read: gives a node's value at a layer, at this layer's tokens.
     """
     frame = evaluation.frame
     if node.op != "at":
@@ -138,7 +137,7 @@ def _look(
 
 
 def _past(node: Node, values: list[Value], frame: Frame) -> Value:
-    """Values of this layer and the layers before it along the axis `past`, or their reduction."""
+    """This layer's value and earlier ones along the axis `past`, or their reduction."""
     if node.op == "past":
         return _along_past(values, frame)
     name = OF_LAYERS.get(node.op)
@@ -172,7 +171,7 @@ def _along_past(values: list[Value], frame: Frame) -> Value:
 
 
 def known_before(node: Node, evaluation: Evaluation) -> Value:
-    """Value, at the evaluation's layer, of a node that looks at other layers but not at data."""
+    """A node that looks at other layers but needs no data, at the evaluation's layer."""
     frame = evaluation.frame
     layers = range(frame.bound.shape.layers)
     each = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
@@ -183,14 +182,14 @@ class Layers(Evaluation):
     """All layers at once: values have the axis `layer` in front where layers differ.
 
     Args:
-        evaluations: [l], one per layer here. As long as this object lives, they find values of
-            other layers by it.
+        evaluations: [l], by layer here; they find values of other layers through this object, as
+            long as it is held.
         prompt: N.
         later: nodes known only after the last layer. Where every layer has all tokens, each is
             computed for all layers at once.
         passing: nodes whose values are not held, see `Evaluation`.
-        model: all L layers of the model, with numbers only, by which nodes that look at other
-            layers are found; None: all layers are here.
+        model: all L layers, with numbers only, where some are on other stages; nodes that look at
+            other layers are found there.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class Layers(Evaluation):
         self.evaluations, self.model = evaluations, model
         self._first = first.layer
         self._together = later if alike else frozenset()
-        # A weak reference makes no cycle: tensors are freed with the run that holds this object.
+        # No reference cycle: tensors are freed with the run that holds this object.
         own = weakref.proxy(self)
         for each in evaluations:
             each.others = lambda node, evaluation: own.part(node, evaluation)
@@ -227,7 +226,7 @@ class Layers(Evaluation):
         return [of_layer(x, layer) for layer in range(len(self.evaluations))]
 
     def part(self, node: Node, evaluation: Evaluation) -> Value:
-        """Value, at the evaluation's layer, of a node that looks at other layers."""
+        """A node that looks at other layers, at the evaluation's layer."""
         frame, layers = evaluation.frame, len(self.evaluations)
         if self.model is not None:
             return self.model.part(node, self.model.evaluations[frame.layer])
@@ -246,7 +245,7 @@ class Layers(Evaluation):
         made = stacked(
             [widened(x.value(node), x.frame, self.frame.tokens) for x in own], self.frame.device
         )
-        if self._together:  # the values are held once: layers now hold views
+        if self._together:  # layers hold views, so that values are held once
             for layer, each in enumerate(own):
                 each.known[node] = of_layer(made, layer)
         return made
@@ -273,7 +272,7 @@ class Layers(Evaluation):
         return across_heads(node) and self._is_found_here(node)
 
     def ask_below(self, node: Node, done: dict[Node, bool]) -> bool:
-        # Other nodes are stacked from values that each layer finds for itself.
+        # Other nodes are found layer by layer.
         return not self._is_found_here(node) or super().ask_below(node, done)
 
     def _is_found_here(self, node: Node) -> bool:
@@ -283,7 +282,7 @@ class Layers(Evaluation):
         return _compares(node) or node in self._together
 
     def _divided(self, node: Node) -> torch.Tensor:
-        """float64 [L]: each layer's whole share (`split`, `cascade`) or label (`cluster`)."""
+        """float64 [L]: whole shares (`split`, `cascade`) or labels (`cluster`) of layers."""
         static = [self.frame.bound.static.needs(x) is not None for x in node.args]
         if node.op != "cluster" and static == [True, False, True][: len(static)]:
             return self._by_kernel(node)
@@ -331,5 +330,4 @@ class Layers(Evaluation):
 
 
 def _compares(node: Node) -> bool:
-    """Whether a node compares all layers."""
     return "layer" in node.axes or node.operation.kind is Kind.PARTITION

@@ -17,13 +17,13 @@ def like_heads(
     apart: bool = False,
     numbers: bool = False,
 ) -> bool:
-    """Whether nodes may be computed for several layers as for one layer with all their KV heads.
+    """Whether nodes may be computed for several layers as for one with all their KV heads.
 
     Args:
         nodes: all nodes that are computed.
-        static: the policy's; says which nodes are numbers of the host.
-        reads: says of an operation that is not per KV head whether it is allowed all the same.
-        apart: allows reductions over KV heads: they are taken layer by layer, see `Frame.layered`.
+        static: of the policy.
+        reads: whether an operation that is not per KV head is allowed all the same.
+        apart: allows reductions over KV heads, taken layer by layer, see `Frame.layered`.
         numbers: allows numbers of the host that differ between layers.
     """
     for node in nodes:

@@ -1,7 +1,7 @@
 """The torch program on recorded tensors: for `kvpolicy run`, `test`, `diff`, the trial, and tests.
 
-It runs a prefill and decode steps as a server does, on entries that it stores itself; steps between
-which nothing leaves are evaluated together.
+It runs a prefill and decode steps as a server does, on entries that it stores itself; several steps
+are evaluated together if nothing leaves between them.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of the last
 prefill, M cached positions, D head size, T steps.
@@ -128,11 +128,7 @@ class _Recording:
 
 
 def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> torch.Tensor:
-    """Keys, in float64, moved forward by `shift` positions: RoPE on pairs i and i + D / 2.
-
-    Args:
-        keys: [..., M, D]; shift: int64 [..., M]; inv_freq: [D / 2].
-    """
+    """Float64 keys [..., M, D] moved forward by int64 `shift` [..., M]: RoPE on i and i + D / 2."""
     angle = shift[..., None] * torch.tensor(inv_freq, dtype=torch.float64)
     x, y = keys.double().chunk(2, -1)
     cos, sin = angle.cos(), angle.sin()
@@ -145,7 +141,7 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 def _stored(
     run: Run, k_of_all: torch.Tensor, v_of_all: torch.Tensor, inv_freq: np.ndarray | None
 ) -> Vectors:
-    """Per layer float64 keys and values [G, n, D] as cached, from computed ones [L, G, n, D]."""
+    """Keys and values as they are cached, float64 [G, n, D] per layer, from [L, G, n, D]."""
     stored: Vectors = []
     layers = list(zip(run.program.layers, k_of_all, v_of_all, strict=True))
     if run.merges_meet:
@@ -177,7 +173,7 @@ def _read_back(
     direction: torch.Tensor | None,
     apart: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both layers' vectors as they read back: length times common direction, but for `apart`."""
+    """Both layers' vectors as they read back; where `apart`, they are unchanged."""
     if direction is None or apart is None:
         return below, own
     below, own = (
@@ -306,7 +302,7 @@ class _Cache:
         self.rows[layer] = (keys, values)
 
     def leave(self, layer: int, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Drops all entries but `kept` [G, M]; the others get the rows `k` and `v` [G, M, D]."""
+        """Drops all entries but `kept` [G, M], which get the rows `k` and `v` [G, M, D]."""
         some = kept.any(0)
         self.held[layer] = (self.held[layer][0][some], kept[:, some])
         self.rows[layer] = (k[:, some].to(self.dtype), v[:, some].to(self.dtype))

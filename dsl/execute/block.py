@@ -36,11 +36,10 @@ class Landed:
         there, kept: int64 [L, G], entries before and after, of the KV heads of all ranks; equal
             where nothing leaves.
         finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
-        left: number of entries that leave, over all lists.
-        fewest: number of entries that leave the list that loses fewest.
-        dropped: per layer, most entries that leave one KV head.
-        positions: per layer, number of positions that some KV head here keeps, if all is finite.
-        alike: per layer, whether all KV heads here keep the same positions, if all is finite.
+        left, fewest: entries that leave all lists together; the list that loses fewest.
+        dropped: per layer, most entries that one KV head drops.
+        positions, alike: per layer, for the KV heads here and if all is finite: number of positions
+            that some head keeps; whether all heads keep the same.
         widest: largest number of positions that a layer keeps, on any rank.
     """
 
@@ -89,9 +88,8 @@ def of_ranks(
         alike: whether they are the same on all ranks, and for all KV heads of a layer.
 
     Returns:
-        A function that gives int64 [S, 3 + 2 * G] and bool [S]. The first two columns are those of
-        the KV heads here, all else is of all ranks. Unless `alike`, R columns follow where there
-        are R ranks: the first column of each.
+        A function that gives int64 [S, 3 + 2 * G] and bool [S]: of all ranks, but for the first two
+        columns. Unless `alike`, R more columns hold the first one of each of several ranks.
     """
     if not heads.divided:
         return lambda: (numbers, good)
@@ -144,12 +142,7 @@ class Asked:
     lengths: list[int]
 
     def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> Asked:
-        """These and the queries of T more steps.
-
-        Args:
-            queries: [B * L * H, T, D].
-            positions: int64 [B * L, M] of all entries; the last T are those of the steps.
-        """
+        """With [B * L * H, T, D] of T more steps, at the last T of int64 [B * L, M] positions."""
         number = queries.shape[1]
         return Asked(
             torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
@@ -159,7 +152,7 @@ class Asked:
 
     @staticmethod
     def none(queries: torch.Tensor, positions: torch.Tensor) -> Asked:
-        """No queries yet; of the arguments, as in `and_then`, sizes, dtypes and device are used."""
+        """No queries yet; arguments as in `and_then`, for their sizes and dtypes."""
         return Asked(queries[:, :0], positions[:, :0], [0] * len(positions))
 
     def last(self, window: int) -> Asked:
@@ -172,13 +165,13 @@ class Asked:
     def some(
         self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> Asked:
-        """As `Block.some`; `of` takes the requests at `places` from a tensor."""
+        """As `Block.some`; `of` does it to a tensor."""
         lengths = _listed(self.lengths, requests, places)
         return Asked(of(self.queries), of(self.positions), lengths)
 
     @staticmethod
     def joined(blocks: list[Block]) -> Asked | None:
-        """The queries of several blocks, some of which may have none; None if all have none."""
+        """The queries of several blocks; None if no block has any."""
         found = next((each.asked for each in blocks if each.asked is not None), None)
         if found is None:
             return None
@@ -213,18 +206,14 @@ class Block:
         merge_states: the same for states of the merge; NaN at layers that have not merged.
         decided: name -> the prefill's value of a `let` that decode reads, per list or one number.
         budgets: float64 [B * L * G], the prefill's floored budgets; None where nothing reads them.
-        asked: the last queries; None where no step reads queries of earlier steps.
+        asked: None where no step reads queries of earlier steps.
         finite: bool [B * L * G], whether what was read since the last fold was finite; None:
             nothing was read.
-        numbers: int64 [B * L, 3 + 2 * G] of the last fold, result of the kernel "tally"; None
-            before the first fold.
-        used: int64 [B * L], `lengths` on the device, where columns of entries that have left are
-            still gaps; None: no gaps.
-        since: steps since every list was cut to at most the number of entries that its rule
-            keeps; None: unknown.
-        ends: tensors that hold at every step, made when they are needed first: for a node that
-            selects entries by their place, `numbers` of the kernel "best", int64 [N, 3]; for the
-            number of a `Stage`, float64 [N].
+        numbers: int64 [B * L, 3 + 2 * G], kernel "tally" at the last fold; None before the first.
+        used: int64 [B * L], `lengths` on the device, if entries that left are gaps; None: no gaps.
+        since: steps since every list was cut to at most what its rule keeps; None: unknown.
+        ends: made so far, for all steps: int64 [N, 3] `numbers` of the kernel "best" by node that
+            selects entries by their place, and float64 [N] by number of a `Stage`.
     """
 
     requests: int
@@ -260,18 +249,18 @@ class Block:
         return self.widest[request]
 
     def where(self, request: int, layer: int) -> tuple[slice, int]:
-        """The lists of one layer of a request, and their first column that holds an entry."""
+        """The lists of one layer of a request, and their first column."""
         number = request * self.layers + layer
         heads = slice(number * self.kv, (number + 1) * self.kv)
         return heads, self.width - self.lengths[number]
 
     def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
-        """The rows of one layer of a request, without the empty columns in front."""
+        """[G, M of the layer] of one layer of a request."""
         heads, first = self.where(request, layer)
         return x[heads, first:]
 
     def left(self) -> Block:
-        """The block without entries that have left: none have."""
+        """As in `Folded`; nothing has left."""
         return self
 
     @property
@@ -329,7 +318,7 @@ class Folded:
         return self.counts.read()[request].widest
 
     def left(self) -> Block:
-        """The block without entries that have left, which are gaps; the host waits for numbers."""
+        """The block, with gaps for entries that have left; the host waits for the numbers."""
         landed = self.counts.read()
         return replace(
             self.block,
@@ -344,18 +333,18 @@ Remembered = Block | Folded
 
 
 def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
-    """The numbers of some requests, from a list with a number per layer of every request."""
+    """Numbers per layer, of the requests at `places`."""
     size = len(own) // requests
     return [x for place in places for x in own[place * size : (place + 1) * size]]
 
 
 def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
-    """Values per list, with their tensors changed by `of`."""
+    """Values per list, their tensors changed."""
     return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
 
 
 def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:
-    """One block of requests, each given as a block and a place in it; see `Folded.left`."""
+    """One block of requests, given by block and place, in this order; see `Folded.left`."""
     taken = []
     for _, same in itertools.groupby(parts, lambda part: id(part[0])):
         own = list(same)
@@ -364,7 +353,7 @@ def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:
 
 
 def _joined(parts: list[Block]) -> Block:
-    """The requests of several blocks in one, with the newest entries in the last columns."""
+    """The requests of several blocks, with all newest entries in the last columns."""
     first, width = parts[0], max(each.width for each in parts)
     device = first.there.device
     wide = partial(padded, width=width)
@@ -412,8 +401,8 @@ def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor
 def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
     """Values of layers, or of groups of lists, as one value per list.
 
-    Values per token end in the last column; shorter ones get zeros in front. If all are the same
-    number of the host, that number is the result.
+    Values per token end in the last column; shorter ones get zeros in front. One number of the host
+    that all parts have stays that.
 
     Args:
         lists: number of lists that each part stands for.
@@ -450,5 +439,5 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
 
 
 def without_heads(x: Value) -> Value:
-    """A value that is equal for all KV heads of a layer, without the axis `kv`."""
+    """A value that all KV heads of a layer share, without the axis `kv`."""
     return replace(x, data=x.tensor[0], axes=x.axes[1:]) if x.axes[:1] == ("kv",) else x

@@ -27,12 +27,12 @@ from kvpolicy.dsl.ops.table import OPERATIONS
 # From a node, a block of a layer and values known in it to the node's value there.
 Within = Callable[[Node, Frame, dict[Node, Value]], Value]
 
-# Bytes of float64 that one value of a block may take; on a CPU what its caches hold: values beyond
-# them make it several times slower.
+# Bytes of float64 that one value of a block may take; on a CPU few enough for its caches, beyond
+# which it is several times slower.
 BLOCK_BYTES = 64 << 20
 _CPU_BLOCK_BYTES = 4 << 20
-# Number of blocks of a sum over all queries, and fewest queries in one: a block reads only the
-# tokens up to its last query, so that several blocks read less than one.
+# Number of blocks of a sum over all queries, and fewest queries of one: blocks save reading the
+# tokens after their last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
 _LONG = frozenset(("query", "dim"))
 _INSIDE = frozenset((Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL, Kind.SELECTION))
@@ -53,7 +53,7 @@ class Region:
         reads: which of `query`, `key` and `value` it reads.
         by_head, by_query: whether blocks may divide the KV heads, and the queries.
         vectors: whether it has values with the axis `dim`.
-        causal: whether tokens after a block's last query add nothing, so that they are left out.
+        causal: whether tokens after a block's last query add nothing and are left out.
     """
 
     outside: tuple[Node, ...]
@@ -119,7 +119,6 @@ def in_blocks(
 
     Args:
         value: gives the value of a node for the whole layer.
-        within: gives the value of a node in a block.
     """
     region = _region(node)
     # After the last layer the tensors are gone; values computed from them are held.
@@ -198,7 +197,7 @@ def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
 
 
 def _up_to(frame: Frame, later: int, rows: int) -> Frame:
-    """The frame without its last `later` tokens and queries; the last `rows` queries left ask."""
+    """The frame without its last `later` tokens and queries; `rows` queries ask."""
     tokens = frame.tokens - later
     vectors = {name: frame.read(name) for name in frame.vectors}
     return replace(
@@ -223,9 +222,9 @@ class _Partial:
     """A reduction of some of the values.
 
     Attributes:
-        data: the sums, counts or extremes; of a mean the sums, of a variance the means.
-        number: of a mean or variance, the number of present values.
-        spread: of a variance, the sum of squared deviations from the mean.
+        data: sums, counts or extremes; of a mean sums, of a variance means.
+        number: of a mean or variance, number of present values.
+        spread: of a variance, sum of squared deviations.
     """
 
     op: str
@@ -257,7 +256,7 @@ class _Partial:
         return cls(node.op, mean.axes, mean.tensor, mean.finite, number, spread)
 
     def of_all(self, tokens: int) -> _Partial:
-        """The same at all `tokens` tokens, with 0 at those that a causal block left out."""
+        """The same at all `tokens` tokens, 0 at those that the block left out."""
         if "token" not in self.axes or self.data.shape[self.axes.index("token")] == tokens:
             return self
         at = self.axes.index("token")
@@ -291,7 +290,7 @@ class _Partial:
 
 
 def _joined(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The results of `op` on two parts of the values, combined."""
+    """The results of two parts of the values, combined."""
     row = OPERATIONS[op]
     if row.result == "truth":
         return torch.logical_or(a, b)

@@ -1,4 +1,4 @@
-"""Expressions over two vectors per entry, computed from inner products in few passes over them.
+"""Expressions over two vectors per entry, from inner products found in few passes over them.
 
 The two vectors are those of two layers in `share`, of a dropped entry and its receiver in `merge`.
 An expression that adds them, multiplies and divides them by numbers per entry, and multiplies them
@@ -53,7 +53,7 @@ def is_combination(node: Node, side: Side) -> bool:
 
 
 def is_product(node: Node, side: Side) -> bool:
-    """Whether a node is the inner product of two vectors that are combinations."""
+    """Whether a node is the inner product of two combinations."""
     if node.op != "sum" or node.axes != ("dim",):
         return False
     inside = node.args[0]
@@ -71,7 +71,7 @@ class Combination:
     b: Value | None
 
     def each(self, function: Callable[[Value], Value]) -> Combination:
-        """The combination with `function` applied to a and b."""
+        """`function` applied to a and b."""
         return Combination(*(None if x is None else function(x) for x in (self.a, self.b)))
 
 
@@ -82,8 +82,8 @@ class Combinations:
     Attributes:
         evaluation: gives other values, and gets the inner products by `prepare`.
         side: 0 for a node that is the first vector, 1 for the second, None for any other.
-        inner: makes the inner products of the first with itself, of the first with the second, and
-            of the second with itself, in this order; called at most once.
+        inner: makes the inner products of the first with itself, of both, and of the second with
+            itself; called at most once.
     """
 
     evaluation: Evaluation

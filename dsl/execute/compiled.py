@@ -38,8 +38,7 @@ class Compiled:
         layers: the model's layers that are here; None: all. `bind/stages.py` says whether a part
             can be computed apart.
         keys_stay: whether keys and values of all layers can still be read after the last one.
-        deferred_bytes: most bytes that are held until the last layer, and most bytes that scoring
-            all layers together takes.
+        deferred_bytes: most bytes held until the last layer, or taken by scoring all layers then.
 
     Attributes:
         bound: the policy; where other ranks hold KV heads, with reductions across heads rewritten

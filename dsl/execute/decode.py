@@ -31,11 +31,11 @@ from kvpolicy.dsl.execute.values import Value, as_given, union
 
 @dataclass(frozen=True)
 class Known:
-    """What the host knows of what a prefill keeps.
+    """What the host knows of the entries that a prefill keeps.
 
     Attributes:
-        held: per layer that is here, of the KV heads that are here.
-        widest: positions of the layer that keeps most, on any rank.
+        held: per layer here, for the KV heads here.
+        widest: largest number of positions that a layer keeps, on any rank.
     """
 
     held: Sequence[Held]
@@ -48,12 +48,12 @@ def _held(kept: torch.Tensor) -> Held:
 
 
 class Memory:
-    """What a request remembers while it decodes; not changed in place, so that copies go on alone.
+    """What a request remembers while it decodes; tensors are not changed, so copies go on alone.
 
     Attributes:
-        generated: decode steps so far.
-        not_finite: the model's tensors held NaN or infinity; from then on nothing leaves. It is
-            known when entries may leave next.
+        generated: number of decode steps so far.
+        not_finite: whether the model's tensors held NaN or infinity; from then on nothing leaves.
+            `land` finds it after the next fold.
         steps: what a decode step computes.
     """
 
@@ -72,10 +72,10 @@ class Memory:
 
     @classmethod
     def after(cls, run: Run, known: Known | None = None) -> Memory | None:
-        """What decoding remembers of a finished prefill (and all `merged`); None: nothing leaves.
+        """The memory after a prefill that is finished and `merged`; None: nothing leaves.
 
         Args:
-            known: about what is kept; None: the host waits for the device.
+            known: what the host knows of kept entries; None: the host waits for the device.
         """
         bound, steps = run.program.bound, run.program.steps
         if steps is None:
@@ -86,11 +86,13 @@ class Memory:
 
     @property
     def block(self) -> tuple[Remembered, int]:
-        """What is remembered, as a place in a block of requests."""
+        """The block that holds what is remembered, and the request's place in it."""
         return self._block, self._place
 
     def together(self, steps: int, *, leaves: bool) -> Hashable:
-        """What is the same of requests that can be taken through so many steps together.
+        """A key, equal for requests that can be taken through `steps` steps together.
+
+        The host waits for numbers, see `land`.
 
         Args:
             leaves: whether entries may leave at the last step.
@@ -99,29 +101,29 @@ class Memory:
         generated = self.generated + steps
         leaves = leaves and self.bound.leaves_at(generated, self.prompt)
         same = self.steps.same(self.steps.rule(self.prompt), self.prompt, generated)
-        # Lists of a block are as wide as the longest: at most twice what a request needs.
+        # A block is as wide as its longest list: less than twice what each request needs.
         size = (self.width + steps).bit_length()
         return id(self.steps), self.not_finite, steps, leaves, same, size
 
     @property
     def width(self) -> int:
-        """Cached positions of the layer that has most, on any rank; `land` has been called."""
+        """Number of cached positions of the longest layer, on any rank; call `land` before."""
         return self._block.broad(self._place)
 
     def followed(
         self, block: Remembered, place: int, steps: int, reported: dict[str, dict[int, Value]]
     ) -> None:
-        """Has been taken through so many steps: its place in a block now, and reported lets."""
+        """Takes over the result of `steps` steps: block, place in it, and reported lets."""
         self.generated += steps
         self._block, self._place, self._landed = block, place, None
         self._reported = reported
 
     def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
-        """As of `FixedSize`, for numbers that a step kept."""
+        """As `FixedSize.holds`, for counts after a step."""
         return self.steps.fixed_size.holds(self.prompt, counts)
 
     def landed(self) -> bool:
-        """Whether `land` would not wait for the device; of several ranks all say the same."""
+        """Whether `land` would not wait for the device; the same on all ranks."""
         if not isinstance(self._block, Folded):
             return True
         counts = self._block.counts
@@ -130,10 +132,12 @@ class Memory:
         return counts.arrived()
 
     def land(self) -> Landed | None:
-        """Takes up what has left; the host waits for the numbers.
+        """Reads how many entries left at the last steps; the host waits for the numbers.
+
+        If the model's tensors were not finite, none have.
 
         Returns:
-            The numbers of the last steps; None where nothing could leave at them.
+            The numbers; None if nothing could leave at the last steps.
         """
         if self._landed is None and isinstance(self._block, Folded):
             self._landed = self._block.counts.read()[self._place]
@@ -143,10 +147,10 @@ class Memory:
         return self._landed
 
     def withdraw(self, *, finite: bool) -> None:
-        """Nothing leaves at the last steps after all, at which entries might have left.
+        """Keeps all entries that would have left at the last steps.
 
         Args:
-            finite: whether the model's tensors were; if not, nothing leaves any more.
+            finite: whether the model's tensors were finite; if not, nothing leaves any more.
         """
         if isinstance(self._block, Folded):
             self._block, self._place = self._block.whole.some([self._place]), 0
@@ -154,7 +158,7 @@ class Memory:
         self.not_finite |= not finite
 
     def numbers(self) -> Landed:
-        """As `land`, of steps at which entries might leave.
+        """As `land`, after steps at which entries might leave.
 
         Raises:
             TypeError: nothing could leave.
@@ -165,11 +169,11 @@ class Memory:
         return landed
 
     def reported(self) -> dict[str, dict[int, Value]]:
-        """Per reported let its value at the layers where the last step computed it."""
+        """Reported let -> layer -> value, at the layers where the last step computed it."""
         return self._reported
 
     def thresholds(self) -> dict[str, list[Value | None]]:
-        """Per state of the merge its value at every layer, None where it has not begun."""
+        """State of the merge -> its value at each layer, None where it has not begun."""
         merge = self.steps.rules.merge
         states = merge.states if merge is not None else {}
         return {
@@ -190,7 +194,7 @@ class Memory:
 
 
 def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
-    """What is remembered of a prefill, whose dropped entries are forgotten."""
+    """The block of one request after its prefill, without the dropped entries."""
     bound, kept = run.program.bound, run.finish()
     kv = run.program.heads.number(bound.shape.kv_heads)
     layers = run.program.layers
@@ -232,7 +236,7 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
             size = [sizes[axis] for axis in axes]
             data = torch.full(size, first, dtype=torch.float64, device=device)
             block.states[name] = Value(data, axes, finite=True)
-    nothing = Value(math.nan, finite=True)  # what has not begun is not read
+    nothing = Value(math.nan, finite=True)  # marks a state that has not begun
     before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
     block.merge_states = {
         name: all_layers([own.get(name, nothing) for own in before]) for name in steps.merge_updates
@@ -248,14 +252,14 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
 
 
 def _as_wide(x: Value, width: int) -> Value:
-    """A state with so many columns."""
+    """A state padded in front to `width` columns."""
     if "token" not in x.axes:
         return x
     return replace(x, data=padded(x.tensor, x.axes.index("token"), width, 0.0))
 
 
 def _chosen(x: Value, some: torch.Tensor) -> Value:
-    """A state at some of its tokens."""
+    """A state at the tokens with the indices `some`."""
     data = x.tensor
     if "token" in x.axes:
         data = data.index_select(x.axes.index("token"), some)
@@ -263,7 +267,7 @@ def _chosen(x: Value, some: torch.Tensor) -> Value:
 
 
 def _asked(run: Run, device: torch.device) -> Asked | None:
-    """The prompt's last queries, where decode steps read queries of earlier ones."""
+    """The prompt's last queries; None where decode steps read none of them."""
     layers = run.program.layers
     tails = [run.last_queries(number) for number in layers]
     found = [x for x in tails if x is not None]

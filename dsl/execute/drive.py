@@ -1,6 +1,7 @@
-"""A whole prefill at once, as commands, warming and benchmarks have it; a server has it by layers.
+"""Runs a whole prefill, for commands, warming and benchmarks; servers show layers one by one.
 
-Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n of a layer, D head size.
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of one layer, T
+queries, D head size.
 """
 
 from __future__ import annotations
@@ -18,44 +19,45 @@ from kvpolicy.dsl.execute.values import HOST
 
 
 class Prompt(Protocol):
-    """Queries, keys and values of a prompt, at those of its tokens that are asked for."""
+    """Queries, keys and values of a prompt, at the tokens asked for."""
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """[H, T, D] of the last `number` of int64 [n] tokens, or of more, after RoPE."""
+        """Queries after RoPE, [H, T, D], of the last `number` of int64 [n] tokens, or of more."""
         ...
 
     def entries(
         self, layers: range, tokens: torch.Tensor
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots]:
-        """Keys, after RoPE, and values [L * G, n, D] of some layers, or where a pool has them."""
+        """Keys after RoPE and values, [l * G, n, D] of l `layers`, or where a pool has them."""
         ...
 
 
 class InPools(NamedTuple):
-    """A prompt: queries [L, H, N, D], keys and values in pools [L, N, G, D]."""
+    """A prompt with queries [L, H, N, D], and keys and values in pools [L, N, G, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """As of `Prompt`."""
+        """As in `Prompt`."""
         own = self.q[layer]
         return own if len(tokens) == own.shape[1] else own[:, tokens]
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
-        """As of `Prompt`."""
+        """As in `Prompt`."""
         k, v = (Slots(pool[layers.start : layers.stop], tokens) for pool in (self.k, self.v))
         return k, v
 
 
 @dataclass(frozen=True)
 class Driven:
-    """A prefill of which all layers have been observed, or scored together.
+    """A prefill whose layers have all been observed, or scored together.
 
     Attributes:
-        run: the prefill; `first`: the same, or the one that a restart replaced.
-        tokens: int64 [n], positions in the prompt of the tokens that `run` is over.
+        run: the last prefill.
+        first: the prefill before a restart; without one, `run`.
+        tokens: int64 [n], positions in the prompt of the tokens of `run`.
     """
 
     run: Run
@@ -70,10 +72,12 @@ def drive(
     device: torch.device = HOST,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Driven:
-    """Takes a prompt of N tokens through a prefill, begun again where the policy says so.
+    """Runs the prefill of a prompt, and a second one where the policy restarts.
 
     Args:
-        within: entered for each layer, and for scoring them together after the last one.
+        prompt: N.
+        shown: gives the prompt's tensors.
+        within: makes a context for each layer, and for scoring all layers after the last one.
     """
     first = run = program.start(prompt)
     chosen = torch.arange(prompt, device=device)
@@ -95,7 +99,7 @@ def _observed(
     chosen: torch.Tensor,
     within: Callable[[], AbstractContextManager[None]],
 ) -> torch.Tensor:
-    """Shows a run its layers; int64 [m] which of its tokens go deepest, or begin again."""
+    """Shows a run its layers; int64 [m], which of its tokens pass the last one, or begin again."""
     there = torch.arange(run.size, device=chosen.device)
     for layer in run.program.layers:
         tokens = chosen if len(there) == run.size else chosen[there]

@@ -28,12 +28,12 @@ from kvpolicy.dsl.ir.nodes import Node
 def elementwise(
     function: Callable[..., torch.Tensor], *, safe: bool = False, clean: bool = False
 ) -> Callable[..., Value]:
-    """An operation by name of axes; absent in, absent out.
+    """An operation on values, aligned by name of axes; absent in, absent out.
 
     Args:
-        function: on tensors that broadcast.
-        safe: finite numbers give finite ones, whatever the operation may do.
-        clean: it gives no NaN, of numbers none of which is.
+        function: of tensors that broadcast, and of numbers of the host.
+        safe: finite values give finite ones, even if not in all uses of the operation.
+        clean: the function gives NaN only from NaN.
     """
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
@@ -81,12 +81,12 @@ def _at_most(a: Any, b: Any) -> torch.Tensor:
 
 
 def divide(node: Node, frame: Frame, a: Value, b: Value) -> Value:
-    """Division; by a number known to the host it cannot give NaN."""
+    """Division; a divisor that is known to the host and not 0 keeps values finite."""
     safe = not isinstance(b.data, torch.Tensor) and b.data != 0
     return (_DIVIDE_SAFE if safe else _DIVIDE)(node, frame, a, b)
 
 
-# -0 is 0: adding 0 makes it so.
+# A divisor of -0 counts as 0: adding 0 makes it so.
 _DIVIDE = elementwise(binary(lambda a, b: a / (b + 0.0)))
 _DIVIDE_SAFE = elementwise(binary(operator.truediv), safe=True)
 
@@ -96,7 +96,7 @@ def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _power(a: Any, b: Any) -> torch.Tensor:
-    """Of a negative base only whole powers exist, also of -inf."""
+    """Powers; NaN for a negative base and an exponent that is not whole."""
     made = binary(lambda x, y: torch.pow(x + 0.0, y))(a, b)
     if not isinstance(b, torch.Tensor):
         whole = math.isinf(b) or float(b).is_integer()
@@ -109,7 +109,7 @@ _POWER_EVEN = elementwise(torch.pow, clean=True)
 
 
 def power(node: Node, frame: Frame, a: Value, b: Value) -> Value:
-    """A power; of an even number from 0 that the host knows the base's sign means nothing."""
+    """Powers; an even exponent from 0 that the host knows ignores the base's sign."""
     known = not isinstance(b.data, torch.Tensor) and isinstance(a.data, torch.Tensor)
     even = known and b.data >= 0 and b.data % 2 == 0
     return (_POWER_EVEN if even else _POWER)(node, frame, a, b)

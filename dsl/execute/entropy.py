@@ -1,6 +1,6 @@
-"""What computes a node, and of which operands.
+"""The function that computes a node, and the operands that it takes.
 
-An entropy is found in what `entropy[a](x)` is written out to, so that one kernel gives it.
+The nodes that `entropy[a](x)` is expanded to are recognized, so that one kernel computes them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from kvpolicy.dsl.execute.ops import TORCH_FORMS, layer_by_layer
 from kvpolicy.dsl.execute.values import Frame, Value, there_of
 from kvpolicy.dsl.ir.nodes import Node
 
-# Attention and vectors are reduced by generated kernels, or in blocks; layers come one by one.
+# Axes reduced elsewhere: in generated kernels or blocks, across layers, in merges.
 _ELSEWHERE = frozenset("query dim layer past dropped".split())
 
 
 def operands(node: Node) -> tuple[Node, ...]:
-    """What a node is computed of; a window is a number that `bind` knows, an entropy one step."""
+    """Operands of a node: of an entropy its x; of a window none, as `bind` knows its argument."""
     if node.operation.is_window:
         return ()
     x = distribution(node)
@@ -24,7 +24,7 @@ def operands(node: Node) -> tuple[Node, ...]:
 
 
 def operation(node: Node) -> Callable[..., Value]:
-    """What computes a node of its operands."""
+    """The function that computes a node from its frame and operands."""
     return TORCH_FORMS[node.op] if distribution(node) is None else entropy
 
 

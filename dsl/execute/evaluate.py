@@ -1,7 +1,7 @@
 """Values of nodes at one layer, computed when they are asked for.
 
-Prefills, merges, shares and decode steps are evaluated by this; what looks at other layers is found
-in `across.py`.
+Prefills, merges, shares and decode steps are evaluated here; nodes that look at other layers, in
+`across.py`.
 
 Dimensions: L layers, G KV heads, n candidates of a layer.
 """
@@ -35,12 +35,12 @@ from kvpolicy.dsl.ir.nodes import Node, State, Type
 
 
 def reduces_past(node: Node) -> bool:
-    """Whether a node reduces `past(...)`, which a kernel may do where the layers' values lie."""
+    """Whether a node reduces `past(...)`, which a kernel may do without stacking layers."""
     return node.axes == ("past",) and node.args[0].op == "past"
 
 
 def updating(states: Mapping[str, State]) -> dict[str, State]:
-    """States ready to be computed: in `next`, the state's own value is the leaf `before`."""
+    """States ready to be evaluated: in `next`, the state's own name is the leaf `before`."""
     return {name: _from_before(state) for name, state in states.items()}
 
 
@@ -74,21 +74,19 @@ class Evaluation:
 
     Attributes:
         frame: the layer's tensors.
-        updates: the states that its nodes may name, as of `updating`.
-        before: values of states before this step; those that lack begin.
-        after: values of states after this step, as far as they were needed.
-        known: values by node.
-        passing: nodes whose values are not held: one other value reads them.
-        others: gives the value of a node that looks at other layers, or past ones.
-        extra: operations that mean something only here, as in a merge, or are found otherwise; None
-            of one that is not.
-        budget: the prefill's whole numbers, in decode.
-        decided: what the prefill decided of lets, in decode.
-        whole: False inside a block of `torch_blocks`.
-        dropped: in a merge, bool [G, P]: heads drop different numbers, and the rest of the axis
-            `dropped` is no entry.
-        generated: kernels that take the place of torch.
-        asked: by node that looks at KV heads of other ranks what gives its value.
+        updates: the states that nodes may name, from `updating`.
+        before: name -> value before this step; a state without one begins.
+        after: name -> value after this step, of the states needed so far.
+        known: node -> value, of the nodes computed so far.
+        passing: nodes whose values are not held, because one node alone reads them.
+        others: gives the value of a node that looks at other layers.
+        extra: operation -> what computes it here, as in a merge; None for a node computed as usual.
+        budget: in decode, the prefill's floored budget.
+        decided: in decode, name -> the prefill's value of a `let`.
+        whole: False inside a block of `in_blocks`.
+        dropped: in a merge, bool [G, P], which places of the axis `dropped` hold an entry.
+        generated: kernels that are used in place of torch.
+        asked: node -> what gives its value, once other ranks were asked for its operands.
     """
 
     frame: Frame
@@ -116,11 +114,11 @@ class Evaluation:
         return found
 
     def put(self, node: Node, x: Value) -> None:
-        """The value of a node that has been found otherwise."""
+        """Sets the value of a node that has been computed elsewhere."""
         self.known[node] = self._held(node, x)
 
     def _held(self, node: Node, x: Value) -> Value:
-        """Absent, or false, where there is no entry: another head's, not dropped, or later."""
+        """The value, absent (a set: false) where a KV head has no entry, and after the query."""
         step = self.frame.step
         if step is not None and step.number > 1 and not node.operation.is_window:
             x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
@@ -142,14 +140,14 @@ class Evaluation:
         return replace(x, mask=mask, mask_axes=mask_axes, zero=False)
 
     def number(self, node: Node) -> Fraction | float | bool:
-        """A scalar as the host's number: exact where no data decide it."""
+        """A scalar as the host's number, exact where no data decide it; may wait for the device."""
         if self.frame.bound.static.needs(node) is not None:
             return self.frame.number(node)
         data = self.value(node).data
         return data.item() if isinstance(data, torch.Tensor) else data
 
     def holds(self, node: Node) -> bool:
-        """Whether a condition holds for the layer; of `and`, `or` only what decides."""
+        """Whether a condition holds for the layer; `and`, `or` stop at the operand that decides."""
         if node.op == "and" and self.frame.bound.static.needs(node) is None:
             return all(self.holds(each) for each in self._cheap_first(node.args))
         if node.op == "or" and self.frame.bound.static.needs(node) is None:
@@ -160,7 +158,7 @@ class Evaluation:
         return sorted(nodes, key=lambda node: self.frame.bound.static.needs(node) is None)
 
     def tensor(self, node: Node, axes: tuple[str, ...]) -> torch.Tensor:
-        """A value repeated along those of `kv`, `token` that it lacks; a set: false if absent."""
+        """A node's data, repeated as by `spread`."""
         return spread(self.value(node), axes, self.frame)
 
     def _find(self, node: Node) -> Value:
@@ -203,7 +201,7 @@ class Evaluation:
         return operation(node)(node, self.frame, *self.given(node))
 
     def _taken(self, node: Node) -> Node | None:
-        """Of a choice that the host knows what it takes."""
+        """The branch that a choice takes, if the host knows its condition; None otherwise."""
         if node.op != "choose" or self.frame.bound.static.needs(node.args[1]) is None:
             return None
         holds = self.value(node.args[1]).data
@@ -214,22 +212,25 @@ class Evaluation:
         return [self.value(x) for x in operands(node)]
 
     def of_ranks(self, node: Node) -> Value:
-        """A node that looks at KV heads of other ranks."""
+        """The value of a node that looks at KV heads of other ranks."""
         self._ask([node])
         return self.asked.pop(node)()
 
     def ask(self, roots: Iterable[Node]) -> None:
-        """Asks other ranks for what roots need of their KV heads and nothing decides before."""
+        """Asks other ranks for what roots need of their KV heads, if no other answer decides it."""
         if self.frame.heads.divided:
             done: dict[Node, bool] = {}
             for root in roots:
                 self.ask_below(root, done)
 
     def ask_below(self, node: Node, done: dict[Node, bool]) -> bool:
-        """Asks for what a node needs of other ranks; whether that is nothing.
+        """As `ask`, for one node.
 
         Args:
-            done: what this gave of other nodes.
+            done: results for the nodes seen so far.
+
+        Returns:
+            Whether the node needs nothing of other ranks.
         """
         if node in self.known or self.frame.bound.static.needs(node) is not None:
             return True
@@ -243,17 +244,17 @@ class Evaluation:
         return done[node]
 
     def _ask(self, nodes: Iterable[Node]) -> None:
-        """Asks other ranks for what those of the nodes read that look at their KV heads."""
+        """Asks other ranks for the operands of the nodes that look at their KV heads."""
         for node in nodes:
             if self.reaches(node) and node not in self.known and node not in self.asked:
                 self.asked[node] = of_all_heads(node, self.frame, self.given(node))
 
     def reaches(self, node: Node) -> bool:
-        """Whether a node looks at KV heads, which may be other ranks', of this layer alone."""
+        """Whether a node looks across KV heads, also of other ranks, of this layer alone."""
         return across_heads(node) and not node.across_layers
 
     def _by_kernels(self, node: Node) -> bool:
-        """Whether a reduction leaves nothing that is as large as attention to torch."""
+        """Whether generated kernels compute all that a reduction reads of attention's size."""
         if self.generated is None or not node.operation.is_reduction:
             return False
         return self.generated.covers(node, self.frame)
@@ -292,12 +293,12 @@ class Evaluation:
             return self._longer(old, first)
         if not isinstance(old.data, torch.Tensor):
             return first if math.isnan(old.data) else old
-        # Of many layers, of which some may not have begun.
+        # A state of several layers, NaN at those where it has not begun.
         data = torch.where(old.data.isnan(), aligned(first.data, first.axes, old.axes), old.data)
         return Value(data, old.axes, finite=first.finite and old.finite)
 
     def _longer(self, old: Value, first: Value) -> Value:
-        """A state with the first values of entries that are new."""
+        """A state, with first values appended for new entries."""
         frame, at, rows = self.frame, old.axes.index("token"), old.tensor
         missing = frame.tokens - rows.shape[at]
         shape = [*rows.shape[:at], frame.tokens, *rows.shape[at + 1 :]]
@@ -310,7 +311,7 @@ class Evaluation:
         return Value(torch.cat([rows, fresh], at), old.axes, finite=old.finite)
 
     def _whole(self, x: Value, state: State) -> Value:
-        """A state with all its axes, so that it can follow its entries."""
+        """A state in float64 with all its axes, so that it can follow its entries."""
         frame = self.frame
         axes = union(x.axes, state.type.axes)
         sizes = {
@@ -325,12 +326,12 @@ class Evaluation:
         return Value(data, axes, x.mask, x.mask_axes, finite=x.finite)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Value]:
-        """Some states after this step."""
+        """Name -> value after this step, of some states."""
         return {name: self.state(name) for name in names}
 
 
 def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:
-    """Data repeated along those of `kv`, `token` that they lack; a set is false where absent."""
+    """Data repeated along the axes, of `kv` and `token`, that they lack; a set: false if absent."""
     data = as_tensor(x.data, frame)
     if data.dtype == torch.bool and x.mask is not None and not x.zero:
         data = data & aligned(x.mask, x.mask_axes, x.axes)

@@ -1,10 +1,9 @@
 """What the stages of a model tell each other at a prompt's end, where a policy compares layers.
 
-Each says a few numbers of its layers (`bind/stages.py`). With those of all, every stage compares
-the layers of the model as one process does, and knows how many entries each of them keeps.
+Each sends a few numbers of its layers (`bind/stages.py`). With the numbers of all layers, every
+stage compares layers as one process would, and knows how many entries each layer keeps.
 
-Dimensions: L layers of the model, l those that are here, S numbers of a layer, N tokens of the
-prompt.
+Dimensions: L layers of the model, l layers here, S numbers of a layer, N tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.values import Value, as_tensor
 from kvpolicy.dsl.ir.nodes import Node
 
-PARTS = 3  # that a number is sent in: whether it is there, and the halves of its 64 bits
+PARTS = 3  # integers for a number: whether it is present, and the halves of its 64 bits
 _HALF = 32
 _LOW = 2**_HALF - 1
 
 
 def said(nodes: Sequence[Node], here: Sequence[Evaluation]) -> torch.Tensor:
-    """int64 [l, S, PARTS], none negative: numbers of the layers that are here."""
+    """The numbers of the layers here as int64 [l, S, PARTS], none negative."""
     rows = [torch.stack([_bits(x.value(node), x) for node in nodes]) for x in here]
     return torch.stack(rows)
 
@@ -40,11 +39,11 @@ def _bits(x: Value, evaluation: Evaluation) -> torch.Tensor:
 
 
 def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list[dict[Node, Value]]:
-    """Numbers of every layer by their node.
+    """The numbers of every layer, by node.
 
     Args:
-        numbers: int64 [L, S, PARTS] of all stages.
-        own: of a layer that is here, whose values are such as the others'.
+        numbers: int64 [L, S, PARTS], from `said` of all stages.
+        own: evaluation of a layer here, for axes and masks.
     """
     numbers = numbers.to(own.frame.device)
     there = numbers[..., 0].bool()
@@ -62,10 +61,11 @@ def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list
 
 
 def entries_of_layers(bound: Bound, prompt: int, model: Layers) -> list[int]:
-    """[L] entries that each list of a layer keeps of a prompt of N tokens, finite or not.
+    """[L], number of entries that each list of a layer keeps if all is finite.
 
     Args:
-        model: all layers of a policy that `stages.apart` has nothing against.
+        prompt: N.
+        model: all layers, of a policy for which `apart` of `bind/stages.py` is None.
     """
     keep = keep_of(bound.lowered.prefill)
     numbers = {node: model.numbers(node) for node in counting(keep) or ()}

@@ -1,15 +1,13 @@
-"""Lists of a block taken through decode steps: all of them at once, or those of one layer.
+"""Takes lists of a block through decode steps: all lists at once, or those of one layer.
 
-Between two steps at which entries may leave nothing leaves, so that states can be brought up to
-date later, from the queries alone: the keys and values of all steps are then cached, and what came
-after a step's token is left out of that step.
+Nothing leaves between folds, so at a fold states can advance through all pending steps, from their
+queries: keys and values are still cached, and each step leaves out entries after its token.
 
-All lists stand for the KV heads of one layer where no number of one enters another's, or only that
-of a layer's own KV heads. What looks at the layer, or would take too much memory, is computed of
-one layer after the other, from the same block.
+All lists are evaluated as KV heads of one layer if a list's values depend on it alone, or on lists
+of its layer. Otherwise, or if that takes too much memory, layers are evaluated one by one.
 
-Dimensions: B requests, L layers, H query heads, G KV heads, M columns of a block, T steps, D head
-size.
+Dimensions: B requests, L layers, H query heads, G KV heads, M columns of a block, T steps, W last
+queries, D head size.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ from kvpolicy.dsl.ir.nodes import Node
 
 @dataclass(frozen=True)
 class Shown:
-    """What T decode steps show of B requests.
+    """The data of T decode steps of B requests.
 
     Attributes:
-        block: with the entries of the steps; its states are those before them, then those after.
-        prompts: [B]; generated: [B] decode steps so far, these included; number: T.
-        k, v: of all lists, or None where nothing reads them.
-        q: [B * L * H, T, D], or of the last steps those that are read; None where none are.
-        asked: the last queries, those of the steps included, where steps read earlier ones.
-        heads: as of `steps`, joined.
+        block: with the entries of the steps; its states are at first those before the steps.
+        prompts: [B], tokens; generated: [B], decode steps so far, these included; number: T.
+        k, v: of all lists; None where nothing reads them.
+        q: [B * L * H, T, D], or the last of these, as far as they are read; None where none are.
+        asked: the last queries, the steps' included; None where no step reads earlier ones.
+        heads: `steps.heads`, joined.
     """
 
     bound: Bound
@@ -63,7 +61,7 @@ class Shown:
 
     @cached_property
     def apart(self) -> dict[Node, Value]:
-        """Numbers of the host that differ between requests, or layers, by node, sent at once."""
+        """Node -> number of the host per list, where requests or layers differ; sent at once."""
         found = {}
         for node in self.steps.apart(self.steps.rule(self.prompts[0])):
             layers = "layer" in (self.bound.static.needs(node) or ())
@@ -94,12 +92,13 @@ class Lists:
     """Lists that are evaluated at once.
 
     Args:
-        layer: of the request, from 0 of those that are here; None: all lists of all requests.
+        request: place in the block.
+        layer: from 0, among the layers here; None: all lists of all requests.
 
     Attributes:
-        heads: which lists of the block; first: the first of their columns.
-        cut: whether each has been cut to as many entries as its rule wants, at most.
-        checks: whether the model's tensors are finite, of each list.
+        heads: rows of these lists in the block; first: their first column.
+        cut: whether each list has been cut to at most the number of entries that its rule keeps.
+        checks: whether the model's tensors are finite, per list.
     """
 
     def __init__(self, shown: Shown, request: int = 0, layer: int | None = None) -> None:
@@ -110,7 +109,7 @@ class Lists:
         self.cut = False
         self.checks = Checks()
         if shown.heads.divided and shown.block.finite is not None:
-            self.checks.extend([shown.block.finite[self.heads]])  # goes along with an exchange
+            self.checks.extend([shown.block.finite[self.heads]])  # sent with the next exchange
 
     @property
     def where(self) -> tuple[int, int | None]:
@@ -119,19 +118,19 @@ class Lists:
 
     @property
     def number(self) -> int:
-        """How many lists."""
+        """Number of lists."""
         return self.heads.stop - self.heads.start
 
     @property
     def finite(self) -> torch.Tensor | None:
-        """Bool, one per list, whether what was read so far is finite; None: nothing was."""
+        """Bool per list, as from `Checks`: whether what was read is finite; None: nothing was."""
         heads, total = self.shown.heads, self.shown.bound.shape.kv_heads
         if heads.divided and self.checks.told:
             return self.checks.everywhere(heads, self.number, total)
         return self.checks.here(self.number)
 
     def advanced(self) -> dict[str, Value]:
-        """The states after the steps."""
+        """Name -> state after the steps."""
         shown = self.shown
         steps, number = shown.steps, shown.number
         if steps.at_once:
@@ -153,11 +152,11 @@ class Lists:
         return evaluation
 
     def best(self, evaluation: Evaluation, rules: Sequence[Ends]) -> torch.Tensor:
-        """What the ends of a list and the best of the rest are, bool per list and column.
+        """The ends of lists and the best of the rest, bool [B * L * G, M].
 
         Args:
             evaluation: of the last step, of all lists.
-            rules: of each request, all with the same score.
+            rules: [B], all with the same score.
         """
         score, present = None, None
         if rules[0].score is not None:
@@ -166,14 +165,14 @@ class Lists:
         return self._by_place(self.shown.steps.keep, rules, evaluation, score, present)
 
     def _top(self, node: Node, evaluation: Evaluation) -> Value | None:
-        """The operation `top`, where it takes the first entries or the last."""
+        """The operation `top`, where it takes the first or last entries."""
         ends = end_of(self.shown.bound, node)
         if ends is None:
             return None
         return self._chosen(self._by_place(node, [ends] * len(self.shown.prompts), evaluation))
 
     def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
-        """The operations `or` and `fill`, where they take further entries."""
+        """The operations `or` and `fill`, where they are a `Stage`."""
         stage, there = Stage.of(node), self.shown.block.there
         if stage is None:
             return None
@@ -184,21 +183,21 @@ class Lists:
         return self._chosen(kernel(taken, score, present, there, number, in_all=stage.in_all))
 
     def _narrowed(self, stage: Stage, evaluation: Evaluation) -> Evaluation:
-        """The evaluation of a score, of which ranks exchange no more than what competes."""
+        """An evaluation of a score for which ranks exchange only tokens that compete."""
         frame, among = evaluation.frame, None
         if frame.heads.divided:
             among = stage.competing(self.shown.bound, self.shown.prompts)
         if among is None:
             return evaluation
         start, stop = (max(frame.tokens - number, 0) for number in among)
-        # Others may want more of the same values.
+        # A copy of `known`: other nodes may read more tokens.
         frame = replace(frame, wanted=slice(min(start, stop), stop))
         return replace(evaluation, frame=frame, known=dict(evaluation.known))
 
     def _competing(
         self, node: Node, evaluation: Evaluation
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A score per list and column, and where it is present of what is there; None: all."""
+        """A score per list and column, and where it is present; None: at all entries."""
         x = evaluation.value(node)
         score = spread(x, AXES, evaluation.frame)
         if x.mask is None or x.mask is self.shown.block.there:
@@ -206,10 +205,10 @@ class Lists:
         return score, aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
 
     def _number(self, stage: Stage, evaluation: Evaluation) -> torch.Tensor:
-        """float64 [N], the number of a stage; made once for a block where it lasts."""
+        """float64 [N], the number of a stage; made once for a block if it lasts."""
         node, ends, static = stage.number, self.shown.block.ends, self.shown.bound.static
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
-            (node,) = node.args  # the kernel counts
+            (node,) = node.args  # the kernel rounds it down
         lasts = static.follows(node, "prompt")
         if lasts and node in ends:
             return ends[node]
@@ -219,7 +218,7 @@ class Lists:
         return data
 
     def _chosen(self, kept: torch.Tensor) -> Value:
-        """A set of entries that are there."""
+        """The set of kept entries as a value."""
         return Value(kept, AXES, self.shown.block.there, AXES, zero=True, finite=True)
 
     def _by_place(
@@ -230,10 +229,11 @@ class Lists:
         score: torch.Tensor | None = None,
         present: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As of the kernel "best", whose numbers are made once for a block.
+        """Result of the kernel "best", whose `numbers` are made once for a block.
 
         Args:
-            node: that takes entries for their place; rules: by which, of each request.
+            node: selects entries by their place; rules: [B], by which.
+            score, present: from `_competing`; without a score only the ends stay.
         """
         block = self.shown.block
         if node not in block.ends:
@@ -243,7 +243,7 @@ class Lists:
         return kept
 
     def _numbers(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
-        """int64 [N, 3], by which entries stay for their place, of all requests or of all lists."""
+        """int64 [N, 3], `numbers` of the kernel "best"; N is 1, B, B * L or B * L * G."""
         shown = self.shown
         block, pairs = shown.block, zip(rules, shown.prompts, strict=True)
         own = [each.rows(shown.bound, prompt, shown.steps.layers) for each, prompt in pairs]
@@ -257,12 +257,12 @@ class Lists:
             numbers = numbers.repeat_interleave(len(block.there) // len(rows), 0)
         for place, node in data.items():
             given = shown.steps.kernels["whole"](evaluation.value(node).tensor.double())
-            # Where the rule does not hold all entries are wanted.
+            # Where the rule does not hold, the row says that all entries stay.
             numbers[:, place] = torch.maximum(numbers[:, place], given)
         return numbers
 
     def part(self, x: Value, later: int = 0) -> Value:
-        """What a value of the block is of these lists, without the last columns."""
+        """A value of the block, cut to these lists, without the last `later` columns."""
         if self.layer is None and not later:
             return x
 
@@ -272,10 +272,10 @@ class Lists:
         return x.along("kv", lambda own, at: own[self.heads]).along("token", columns)
 
     def _before(self, later: int = 0) -> dict[str, Value]:
-        """The states before the steps, without the last entries or, if it is known, with those.
+        """The states before the steps; without new entries where data decide their first value.
 
         Args:
-            later: how many are left out in any case.
+            later: number of last columns to leave out of all states.
         """
         shown = self.shown
         fresh, states = shown.steps.fresh, shown.block.states
@@ -305,14 +305,14 @@ class Lists:
         )  # fmt: skip
 
     def _frame(self, later: int, steps: int | None = None) -> Frame:
-        """Of a step after which so many more came, or of all steps."""
+        """The frame of the step that `later` steps follow, or of all `steps` at once."""
         shown, block = self.shown, self.shown.block
         columns = slice(self.first, block.width - later)
         tokens = columns.stop - columns.start
-        whole = self.layer is None and not later  # the same tensor, so that masks are the same
+        whole = self.layer is None and not later  # keeps the tensor: masks are told by identity
         there: torch.Tensor | None = block.there if whole else block.there[self.heads, columns]
         if self.layer is None:
-            # The order of the entries is enough to say which come after a query.
+            # Columns stand for positions: only the order of entries and queries matters.
             positions = shown.steps.places(block.width, block.there.device)[columns]
         else:
             row = self.request * block.layers + self.layer
@@ -344,10 +344,12 @@ class Lists:
     def _asking(
         self, number: int, later: int, *, steps: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The last so many queries before the `later` last ones, and where earlier steps' were.
+        """The `number` queries before the last `later` ones, and their positions.
+
+        With all lists at once columns stand for positions. None: the frame's last positions.
 
         Args:
-            steps: of these steps alone.
+            steps: take the queries of these steps alone.
         """
         q, asked, places, heads = self.shown.q, self.shown.asked, None, self.heads
         if q is None:
@@ -368,13 +370,13 @@ class Lists:
         return q[:, max(first, end - number) : end], places
 
     def _columns(self, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [B * L, W], the last column of each layer that queries at such positions see."""
+        """int64 [B * L, W], the last column that queries at `positions` see."""
         return (
             torch.searchsorted(self.shown.block.positions, positions.contiguous(), right=True) - 1
         )
 
     def _position(self, node: Node, evaluation: Evaluation) -> Value:
-        """The operation `position`; in front of a layer's first entry it is -1."""
+        """The operation `position`; -1 in front of a layer's first entry."""
         block = self.shown.block
         return Value(block.positions.repeat_interleave(block.kv, 0).double(), AXES, finite=True)
 
