@@ -33,10 +33,10 @@ class Landed:
     """How many entries of a request there were and how many stay, on the host.
 
     Attributes:
-        there, kept: int64 [L, G], entries before and after, of the KV heads of all ranks; equal
-            where nothing leaves.
+        there, kept: int64 [L, G], numbers of entries before and after, of the KV heads of all
+            ranks; equal where nothing leaves.
         finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
-        left, fewest: entries that leave all lists together; the list that loses fewest.
+        left: number of entries that leave, over all lists; fewest: of the list that loses fewest.
         dropped: per layer, most entries that one KV head drops.
         positions, alike: per layer, for the KV heads here and if all is finite: number of positions
             that some head keeps; whether all heads keep the same.
@@ -142,7 +142,7 @@ class Asked:
     lengths: list[int]
 
     def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> Asked:
-        """With [B * L * H, T, D] of T more steps, at the last T of int64 [B * L, M] positions."""
+        """With queries [B * L * H, T, D] of T more steps, at the last T of [B * L, M] positions."""
         number = queries.shape[1]
         return Asked(
             torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
@@ -165,7 +165,7 @@ class Asked:
     def some(
         self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> Asked:
-        """As `Block.some`; `of` does it to a tensor."""
+        """As `Block.some`; `of` takes these requests from a tensor."""
         lengths = _listed(self.lengths, requests, places)
         return Asked(of(self.queries), of(self.positions), lengths)
 
@@ -206,7 +206,7 @@ class Block:
         merge_states: the same for states of the merge; NaN at layers that have not merged.
         decided: name -> the prefill's value of a `let` that decode reads, per list or one number.
         budgets: float64 [B * L * G], the prefill's floored budgets; None where nothing reads them.
-        asked: None where no step reads queries of earlier steps.
+        asked: the last queries; None where no step reads those of earlier steps.
         finite: bool [B * L * G], whether what was read since the last fold was finite; None:
             nothing was read.
         numbers: int64 [B * L, 3 + 2 * G], kernel "tally" at the last fold; None before the first.
@@ -255,7 +255,7 @@ class Block:
         return heads, self.width - self.lengths[number]
 
     def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
-        """[G, M of the layer] of one layer of a request."""
+        """The rows of one layer of a request, without the empty columns in front."""
         heads, first = self.where(request, layer)
         return x[heads, first:]
 

@@ -205,7 +205,7 @@ class Lists:
         return score, aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
 
     def _number(self, stage: Stage, evaluation: Evaluation) -> torch.Tensor:
-        """float64 [N], the number of a stage; made once for a block if it lasts."""
+        """float64 [N], the number of a stage; made once per block if steps do not change it."""
         node, ends, static = stage.number, self.shown.block.ends, self.shown.bound.static
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
             (node,) = node.args  # the kernel rounds it down
@@ -232,7 +232,7 @@ class Lists:
         """Result of the kernel "best", whose `numbers` are made once for a block.
 
         Args:
-            node: selects entries by their place; rules: [B], by which.
+            node: selects entries by their place; rules: [B], its rule for each request.
             score, present: from `_competing`; without a score only the ends stay.
         """
         block = self.shown.block
@@ -272,7 +272,7 @@ class Lists:
         return x.along("kv", lambda own, at: own[self.heads]).along("token", columns)
 
     def _before(self, later: int = 0) -> dict[str, Value]:
-        """The states before the steps; without new entries where data decide their first value.
+        """The states before the steps; without new entries whose first value is not known.
 
         Args:
             later: number of last columns to leave out of all states.
