@@ -1,4 +1,4 @@
-"""Operations that look across KV heads of which some are on other ranks."""
+"""Operations across KV heads, some of which other ranks hold."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvpolicy.dsl.ops.operations import Kind
 
 
 def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[[], Value]:
-    """The value of a node, computed of all KV heads of the model, as far as it is of those here.
+    """A function that gives the value of a node, computed over all KV heads of the model.
 
-    What it reads is exchanged when the value is asked for, or with what is exchanged before that;
-    whether the model's tensors are finite goes along.
+    The operands are exchanged when the value is first asked for, or with an earlier exchange;
+    whether the model's tensors are finite is sent along. The value is that of the heads here.
 
     Args:
-        values: of its operands, of the heads that are here. Those of tokens that the frame does
-            not want are not exchanged, and are 0 then.
+        values: values of the operands, for the heads here. Unless the node selects entries or
+            works along tokens, only `frame.wanted` tokens are exchanged; at others the value is 0.
     """
     selects = node.operation.kind is Kind.SELECTION
     wanted = None if selects or "token" in node.axes else frame.wanted
@@ -55,7 +55,7 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
 
 
 def _of_all(frame: Frame, wanted: slice | None, there: torch.Tensor | None) -> Frame:
-    """The frame with all KV heads of the model, and the tokens that are wanted."""
+    """The frame with all KV heads of the model and the wanted tokens only."""
     kv = frame.kv // frame.heads.number(frame.bound.shape.kv_heads) * frame.bound.shape.kv_heads
     return replace(
         frame, kv=kv, kv_start=0, vectors={}, there=there, heads=ALL, fixed={}, memo={},
@@ -68,13 +68,13 @@ def _some(wanted: slice, x: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _among_all(wanted: slice, tokens: int, x: torch.Tensor, at: int) -> torch.Tensor:
-    """The tensor with the other tokens, 0 or false."""
+    """The tensor padded from the wanted tokens to all of them, with 0 or false."""
     ends = (*[0] * 2 * (x.dim() - 1 - at), wanted.start, tokens - wanted.stop)
     return functional.pad(x, ends)
 
 
 def _with_mask(x: Value, frame: Frame) -> Value:
-    """The value as every rank sends it: at a decode step what one lacks may be there on another."""
+    """The value with a mask at a decode step: every rank sends one, whether it needs it or not."""
     if frame.step is None or "kv" not in x.axes:
         return x
     own = torch.ones((), dtype=torch.bool, device=x.tensor.device) if x.mask is None else x.mask
@@ -83,7 +83,7 @@ def _with_mask(x: Value, frame: Frame) -> Value:
 
 
 def _parts(x: Value) -> list[tuple[torch.Tensor, int]]:
-    """What of a value runs along KV heads, in the order of `Value.along`."""
+    """The value's tensors with the axis `kv`, and its dimension, in the order of `Value.along`."""
     parts = [(x.tensor, x.axes.index("kv"))] if "kv" in x.axes else []
     if x.mask is not None and "kv" in x.mask_axes:
         parts.append((x.mask, x.mask_axes.index("kv")))

@@ -1,7 +1,7 @@
-"""Generated kernels in the torch program: what a bundle needs, and its values.
+"""Generated kernels in the torch program: the inputs of a bundle, and its values.
 
-Kernels compute in float32; what they give is stored as float64. Those of a prefill serve whole
-layers, those of decode steps entries of which every KV head may hold others.
+Kernels compute in float32; their results are stored as float64. Kernels of a prefill read whole
+layers, those of decode steps read entries, which may differ between KV heads.
 
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
 size.
@@ -28,7 +28,7 @@ from kvpolicy.dsl.ir.nodes import Node, State
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ops.operations import Kind, Operation
 
-# Compiled source: from its arguments to its results, and what says that the tensors were finite.
+# Compiled source: from arguments to results and checks, which say whether tensors were finite.
 Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
 
 _EIGHT_BITS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
@@ -40,7 +40,8 @@ class Generated:
     """The generated kernels of one bound policy.
 
     Attributes:
-        fusion: what they compute.
+        fusion: the bundles that they compute.
+        compiled: from the policy's name and a generated source to its `Run`.
     """
 
     bound: Bound
@@ -59,10 +60,10 @@ class Generated:
         *,
         steps: bool = False,
     ) -> Generated | None:
-        """Those of a policy; None if it has none, or the table of kernels cannot compile.
+        """The kernels of a policy; None if it has none, or the table lacks "generated".
 
         Args:
-            bound, roots, states, steps: as of `Fusion`.
+            bound, roots, states, steps: see `Fusion`.
         """
         if "generated" not in kernels:
             return None
@@ -77,22 +78,22 @@ class Generated:
 
     @cached_property
     def token_bytes(self) -> int:
-        """What kernels write for a token of a KV head."""
+        """Bytes that the kernels write per token and KV head."""
         return sum(self._file(each, single=False).token_bytes for each in self.fusion.bundles)
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
-        """The bundle that gives a node at a frame, if its kernels can serve there."""
+        """The bundle that computes a node; None if there is none, or it cannot serve the frame."""
         found = self.fusion.of.get(node)
         return found if found is not None and self.serves(found, frame) else None
 
     def covers(self, node: Node, frame: Frame) -> bool:
-        """Whether kernels give whatever a node's arguments read of queries, keys and values."""
+        """Whether kernels do all that a node's operands read of queries, keys and values."""
         found = self._all_of(node)
         return bool(found) and all(self.serves(each, frame) for each in found)
 
     @once
     def _all_of(self, node: Node) -> list[Bundle]:
-        """The bundles that stand for all such reads; none where torch reads as well."""
+        """The bundles that do all of these reads; empty if torch has to read as well."""
         found: list[Bundle] = []
         waiting, seen = list(operands(node)), set()
         while waiting:
@@ -109,7 +110,7 @@ class Generated:
         return found
 
     def serves(self, bundle: Bundle, frame: Frame) -> bool:
-        """Whether a frame is a whole layer at its time, in a type that kernels read."""
+        """Whether kernels can serve a frame: its phase, all its queries at once, its dtypes."""
         if (frame.step is not None) != self.fusion.steps or frame.rows is not None:
             return False
         needed = ["key"]
@@ -126,9 +127,9 @@ class Generated:
         """The bundle's outputs, by node.
 
         Args:
-            frame: of a layer.
-            value: gives the values that the bundle reads.
-            options: of the source's `run`.
+            frame: the layer's.
+            value: gives the value of a node that the bundle reads.
+            options: for the source's `run`.
         """
         vectors = frame.vectors
         single = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
@@ -141,11 +142,11 @@ class Generated:
         return _completed(bundle, source.results, made, frame)
 
     def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
-        """Compiles the kernels before a request waits for them, by a run whose results are lost.
+        """Compiles the kernels before a request waits for them, by a run on dummy queries.
 
         Args:
-            keys, values: rows of a pool as a server hands them over, whatever they hold.
-            queries: their type.
+            keys, values: rows of a pool as a server passes them; their content does not matter.
+            queries: dtype of the queries.
         """
         bound, (heads, tokens, size) = self.bound, keys.shape
         number = 1 if self.fusion.steps else tokens
@@ -162,7 +163,7 @@ class Generated:
             for bundle in self.fusion.bundles:
                 if not self.serves(bundle, frame):
                     continue
-                # What puts the pieces of long lists together is compiled, too.
+                # `split` cuts the lists, so that the kernel that joins the pieces is compiled too.
                 for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
                     self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
@@ -183,7 +184,7 @@ class Generated:
 
 
 def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) -> list[Frame]:
-    """Decode steps in the place of a prefill; in one of them KV heads hold different entries."""
+    """The frame as a decode step, twice: second as if KV heads held different entries."""
     vectors = dict(frame.vectors)
     for name, x in (("key", keys), ("value", values)):
         ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
@@ -194,7 +195,7 @@ def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) ->
 
 
 def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
-    """A value of zeros in the place of one that a kernel reads."""
+    """Zeros in place of a value that a kernel reads."""
     window = 0 if bundle.window is None else frame.window(bundle.window)
     sizes = {
         "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, "query": window,
@@ -209,10 +210,10 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
-    """Queries, keys, values, what is known of tokens and their number, as kernels take them.
+    """Queries, keys, values, facts about tokens, and their number, as kernels take them.
 
     Args:
-        ordered: whether the order of a KV head's own entries is needed.
+        ordered: whether kernels read the order of each KV head's entries.
     """
     step, vectors = frame.step, frame.vectors
     rows = _in_slots if step is None else _by_id
@@ -220,7 +221,7 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
     if bundle.window is not None:
         window = frame.window(bundle.window)
         q = _last(frame.read("query"), 1, window)
-        if "lse" in vectors:  # a copy begins where kernels expect tensors to begin
+        if "lse" in vectors:  # a copy starts at an aligned address, as kernels expect
             lse = frame.read("lse")
             lse = lse.narrow(1, lse.shape[1] - window, window)
             lse = lse.clone(memory_format=torch.contiguous_format)
@@ -246,21 +247,21 @@ _Vectors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def _in_slots(x: Keys) -> _Vectors:
-    """Keys or values [L, *, G, D], in which row each token lies, and their scale."""
+    """Keys or values [L, *, G, D], the row of each token (None: its index), and their scale."""
     if isinstance(x, Slots):
         return _unit(x.pool), x.slots, x.scale
     return _unit(dense(x).transpose(0, 1))[None], None, None
 
 
 def _by_id(x: Keys) -> _Vectors:
-    """Keys or values, in which row each entry lies if they are not dense, and their scale."""
+    """Keys or values, the row of each entry (None if they are dense), and their scale."""
     if isinstance(x, Entries):
         return _unit(x.pool), x.ids.contiguous(), x.scale
     return _unit(dense(x)), None, None
 
 
 def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:
-    """An input with all axes of `to`: float32 or int8 data, or int8 where it is present."""
+    """An input with all axes of `to`: float32 or int8 data, or with `there` its mask as int8."""
     sizes = {
         "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
     }  # fmt: skip
@@ -316,7 +317,7 @@ def _completed(
 
 
 def _joined(row: Operation, parts: torch.Tensor) -> torch.Tensor:
-    """A reduction of parts of the values, which come first."""
+    """A reduction of the results of parts, which lie along the first dimension."""
     if parts.dtype == torch.bool:
         return parts.any(0)
     if row.infinite_of_none:
@@ -340,13 +341,13 @@ def _rest(
     bounded: bool,
 ) -> Value:
     """The reduction over the axes that the kernel left, in float64."""
-    # KV heads of each layer.
+    # KV heads per layer, where each layer is reduced apart.
     apart = frame.bound.shape.kv_heads if frame.layered and "kv" in rest else None
     over = tuple(axis for axis in rest if axis in axes)
     dims = [axes.index(axis) for axis in over]
     left = tuple(axis for axis in axes if axis not in over)
     if node.op in ("mean", "count"):
-        # What a KV head does not hold was stored as 0.
+        # Kernels stored 0 for entries that a KV head does not hold.
         total = torch.stack(list(parts.values()))
         if apart is not None:
             total = total.unflatten(1, (-1, apart))

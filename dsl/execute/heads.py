@@ -1,13 +1,13 @@
-"""Which KV heads of the model an execution holds, and how it gets what the others found.
+"""The KV heads of the model that an execution holds, and exchange with ranks that hold others.
 
-Where a server divides the KV heads over ranks (tensor parallelism), each rank computes what its own
-heads need. An operation that looks across KV heads gets the values of all of them: they are
-gathered in order, every rank carries out the operation on all, and goes on with its own part. What
-enters such an operation has no axis of queries (ir/heads.py), so that no attention is ever sent.
+With tensor parallelism each rank computes what its own KV heads need. For an operation across KV
+heads the values of all heads are gathered in order; every rank computes the operation on all of
+them and goes on with its own part. Operands of such an operation have no axis `query`
+(ir/heads.py), so no attention is ever sent.
 
-Of more ranks than KV heads several hold the same one, each with some of the query heads that read
-it. What a KV head decides is decided from all of these: their queries are gathered before a policy
-sees them, so that such ranks compute the same.
+With more ranks than KV heads, several ranks hold the same KV head, each with some of the query
+heads that read it. Their queries are gathered before a policy sees them, so that these ranks
+compute the same.
 
 Dimensions: G KV heads of the model, g of one rank, H query heads, h of one rank, R ranks.
 """
@@ -19,11 +19,10 @@ from copy import copy
 
 import torch
 
-# From bytes [n] to those of all ranks [R, n], in the order of their heads.
+# From uint8 [n] of this rank to uint8 [R, n] of all ranks, in the order of their KV heads.
 Exchange = Callable[[torch.Tensor], torch.Tensor]
-# A tensor, and the dimension that runs along its KV heads, which are those of one layer or of
-# several, one after the other. Without one what each rank has is wanted, of ranks that hold the
-# same of one.
+# A tensor and its dimension of KV heads: those of one layer, or of several layers one after the
+# other. Without a dimension, each rank's tensor is wanted, once for ranks that hold the same head.
 Part = tuple[torch.Tensor, int | None]
 
 
@@ -31,68 +30,71 @@ class Heads:
     """All KV heads of the model: nothing is exchanged.
 
     Attributes:
-        divided: whether other heads are held elsewhere.
-        shared: whether those that are here are held elsewhere too, with other query heads.
-        first: of the model's heads that is held here.
+        divided: whether other ranks hold other KV heads.
+        shared: whether other ranks hold the same KV heads, with other query heads.
+        first: number of the first KV head that is here, counted in the model.
     """
 
     divided, shared, first = False, False, 0
 
     def number(self, total: int) -> int:
-        """How many of a model's KV heads are held here."""
+        """Number of KV heads that are here, of `total` in the model."""
         return total
 
     def total(self, number: int) -> int:
-        """How many the model has, of which so many are held here."""
+        """Number of KV heads in the model, of which `number` are here."""
         return number
 
     def joined(self) -> Heads:
-        """The same, whose exchanges take along what has been asked for by `later`."""
+        """The same heads with a queue of their own: what waits in it is exchanged at once."""
         return self
 
     def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
-        """Tensors with the KV heads of all ranks; of those without, [R, ...].
+        """A function that gives tensors with the KV heads of all ranks.
 
-        They are exchanged when they are needed, or with what is needed first.
+        The exchange takes place when the result of any waiting request is first needed, for all.
 
         Args:
-            parts: all ranks give tensors of these shapes, in the same order.
+            parts: every rank gives tensors of the same shapes in the same order.
+
+        Returns:
+            Function that gives a tensor per part; [R, ...] of a part without KV heads.
         """
         found = [x[None] if at is None else x for x, at in parts]
         return lambda: found
 
     def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-        """As of `later`, at once: tensors with the KV heads of all ranks."""
+        """Tensors with the KV heads of all ranks, exchanged at once; see `later`."""
         return self.later(parts)()
 
     def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         """Tensors with all query heads that read the KV heads held here, in one exchange.
 
         Args:
-            parts: as of `gathered`, with a dimension of the h query heads that are here.
+            parts: tensors, each with its dimension of the h query heads that are here.
         """
         return [x for x, _ in parts]
 
     def everyone(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, ...], what each rank has of a tensor; of ranks that hold the same, one."""
+        """[R, ...], the tensor of each rank, once for ranks that hold the same KV head."""
         return self.later([(x, None)])()[0]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
-        """What is held here of a tensor with all KV heads in dimension `at`, as of `gathered`."""
+        """The KV heads that are here, of a tensor with all KV heads in dimension `at`."""
         return x
 
     def agree(self) -> None:
-        """Every rank has come as far; if one has failed, all raise."""
+        """Waits until every rank has come this far; if one has failed, all raise."""
 
 
 ALL = Heads()
 
 
 class _Asked:
-    """What is to be exchanged.
+    """A request to exchange tensors.
 
     Attributes:
-        found: as of `Heads.later`; None: not yet.
+        found: the result of `Heads.later`; None before the exchange.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -104,10 +106,11 @@ class Divided(Heads):
     """The KV heads of one rank of several.
 
     Args:
-        rank: of R.
-        total: G; a multiple of R, or R is one of G.
-        exchange: with the other ranks. Each calls it as often, with as many bytes.
-        agree: as the method.
+        rank: this rank, from 0.
+        ranks: R.
+        total: G; a multiple of R, or a divisor of it.
+        exchange: with the other ranks, which call it equally often, with equally many bytes.
+        agree: see `Heads.agree`.
     """
 
     divided = True
@@ -116,7 +119,7 @@ class Divided(Heads):
         self, rank: int, ranks: int, total: int, exchange: Exchange, agree: Callable[[], None]
     ) -> None:
         self.first, self._own, self._total = rank * total // ranks, max(total // ranks, 1), total
-        self._holders = max(ranks // total, 1)  # of each KV head, one after the other
+        self._holders = max(ranks // total, 1)  # consecutive ranks per KV head
         self.shared = self._holders > 1
         self._exchange, self._agree = exchange, agree
         self._waiting: list[_Asked] = []
@@ -161,9 +164,9 @@ class Divided(Heads):
     def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         if not self.shared:
             return super().queries(parts)
-        if not any(x.numel() for x, _ in parts):  # a policy that reads none
+        if not any(x.numel() for x, _ in parts):  # the policy reads no queries
             return [torch.cat([x] * self._holders, at) for x, at in parts]
-        first = self.first * self._holders  # rank that holds the same
+        first = self.first * self._holders  # first rank that holds the same KV head
         return [
             each[first : first + self._holders].movedim(0, at).flatten(at, at + 1)
             for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True)
@@ -178,8 +181,8 @@ class Divided(Heads):
         self._agree()
 
     def _all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[R, ...] of each tensor, all of them sent at once as bytes."""
-        # Of one number `contiguous` leaves a stride of 0, which bytes cannot have.
+        """[R, ...] of each tensor, all in one exchange of bytes."""
+        # `contiguous` leaves one number its stride of 0, which a view as bytes refuses.
         flat = [
             x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             for x in tensors

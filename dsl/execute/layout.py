@@ -1,4 +1,4 @@
-"""What is cached of a request at a layer while it decodes, and what stays after a step.
+"""The entries of a layer that stay after a decode step, and by how far their keys move.
 
 Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, D head size.
 """
@@ -13,13 +13,13 @@ import torch
 
 
 def shift_of(kept: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """How many entries after each kept one are dropped.
+    """Number of dropped entries after each kept one.
 
     Args:
-        kept, there: bool [G, n], in order of position.
+        kept, there: bool [G, n], in order of position: the entries that stay, and all entries.
 
     Returns:
-        int64 [G, n]; 0 where nothing is kept.
+        int64 [G, n]; 0 where the entry is not kept.
     """
     dropped = (there & ~kept).long()
     after = dropped.flip(-1).cumsum(-1).flip(-1)
@@ -31,8 +31,8 @@ class Held:
     """What the host knows of a layer's kept entries.
 
     Attributes:
-        positions: M, how many positions some KV head keeps.
-        alike: whether all KV heads keep the same.
+        positions: number of positions that some KV head keeps.
+        alike: whether all KV heads keep the same positions.
     """
 
     positions: int
@@ -40,7 +40,7 @@ class Held:
 
     @staticmethod
     def of(kept: torch.Tensor) -> torch.Tensor:
-        """int64 [..., 2], positions and alike, on the device of kept: bool [..., G, N]."""
+        """int64 [..., 2], positions and alike, from bool [..., G, N], on the same device."""
         some = kept.any(-2)
         alike = (kept == some.unsqueeze(-2)).all(-1).all(-1)
         return torch.stack([some.sum(-1), alike.long()], -1)
@@ -55,10 +55,10 @@ class Choice:
     """What stays at a layer after a step.
 
     Attributes:
-        kept: bool [G, M], of the layout before the step's entries left.
+        kept: bool [G, M], over the entries before any left.
         shift: int64 [G, M]: by how many positions each kept key moves forward, for `positions:
             slots`; None otherwise.
-        there: bool [G, M], which entries there were; None where all KV heads held all.
+        there: bool [G, M], the entries that each KV head held before; None if all held all.
         merged: makes `rows`.
     """
 
@@ -69,5 +69,5 @@ class Choice:
 
     @cached_property
     def rows(self) -> Rows:
-        """Float64, after a merge, made of what is cached when they are asked for first."""
+        """Float64 keys and values after a merge, computed from the cache at the first access."""
         return self.merged()

@@ -1,4 +1,4 @@
-"""What the torch program begins with: places of tokens, cached vectors, attention."""
+"""Leaves of the torch program: positions of tokens, cached vectors, attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def newest(node: Node, frame: Frame) -> Value:
 
 
 def size(node: Node, frame: Frame) -> Value:
-    """The one size that the host does not know: entries of each KV head."""
+    """`cached`, the entries of each KV head: the only size that the host does not know."""
     if frame.held is None and frame.there is not None:
         return Value(frame.there.sum(-1, dtype=torch.float64), ("kv",), finite=True)
     number = frame.candidates()
@@ -80,7 +80,7 @@ def _cached(vectors: torch.Tensor, frame: Frame) -> Value:
 
 
 def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
-    """Which of the last queries are computed now, counted from the end, and their positions."""
+    """The window's queries that are computed now, as a slice from the end, and their positions."""
     rows = range(window)[frame.rows or slice(None)]
     chosen = slice(rows.start - window, rows.stop - window or None)
     positions = frame.query_places
@@ -88,7 +88,7 @@ def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
 
 
 def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
-    """q.k / sqrt(D), [G, H/G, W, n]; where there is a value, and the axes of that."""
+    """q.k / sqrt(D), float64 [G, H/G, W, n]; the mask of present values, and its axes."""
     window = frame.window(node)
     keys, queries = frame.read("key"), frame.read("query")
     kv, tokens, size = keys.shape
