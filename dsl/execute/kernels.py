@@ -45,10 +45,10 @@ whole(x) -> int64
 
 carry(kept, positions, used, newest, states, fresh, *, steps, width) -> positions, there, states
     Of S layers of G KV heads: the entries that some head of bool `kept` [S * G, M] keeps, in order,
-    then `steps` new ones, which end in the last of `width` columns. The results are int64 [S,
-    width] positions, -1 where there is no entry; bool [S * G, width], the entries of each list; and
-    each float64 state [S * G, width], or [S * G, C, width] with C numbers per entry, its float in
-    `fresh` for new entries. int64 `newest` [N] is the last position of S / N layers each, int64
+    then `steps` new ones, which end in the last of `width` columns. The results are int64
+    [S, width] positions, -1 where there is no entry; bool [S * G, width], the entries of each list;
+    and each float64 state [S * G, width], or [S * G, C, width] with C numbers per entry, its float
+    in `fresh` for new entries. int64 `newest` [N] is the last position of S / N layers each, int64
     `used` [S] the number of positions that some head of a layer keeps.
 
 tally(kept, there, finite, expected, group) -> int64 [S, 3 + 2 * G], bool [S]
@@ -60,10 +60,10 @@ tally(kept, there, finite, expected, group) -> int64 [S, 3 + 2 * G], bool [S]
 nearest(x, places, real, kept, ids) -> int64 [G, P], bool [G, P]
     For each dropped entry the column of the kept one with the highest cosine, among equal ones the
     first, and whether there is one; column 0 if not. Cosines are of float64 unit vectors (zero for
-    vectors of zeros, and for those with NaN or infinity), compared as float32. places are int64 [G,
-    P] columns of dropped entries, valid where bool `real` [G, P] is true; kept is bool [G, n]. x is
-    [G, n, D] of any float dtype; with int64 `ids` [G, n], else None, x is a pool [E, D] and ids are
-    the rows.
+    vectors of zeros, and for those with NaN or infinity), compared as float32. places are int64
+    [G, P] columns of dropped entries, valid where bool `real` [G, P] is true; kept is bool [G, n].
+    x is [G, n, D] of any float dtype; with int64 `ids` [G, n], else None, x is a pool [E, D] and
+    ids are the rows.
 
 pairs(x, places, real, receivers, found, ids) -> float64 [4, G, P]
     Inner products of a dropped entry with itself, of it with its receiver, and of the receiver with
@@ -114,9 +114,9 @@ merge_rows(x, links, own, divide) -> float64 [G, n, D]
     float64 [G, n], or None for "merge_mass". Sums are float64 and the same for the same arguments.
 
 merge_entries(pool, ids, links, own, divide, proceed)
-    The same in the pool itself, rounded once, for R lists with rows int64 ids [R, n] of pool [E,
-    D]. bool `proceed` [B, P] has a row for R / B lists each; if any value of it is false, nothing
-    is written to these lists.
+    The same in the pool itself, rounded once, for R lists with rows int64 ids [R, n] of pool
+    [E, D]. bool `proceed` [B, P] has a row for R / B lists each; if any value of it is false,
+    nothing is written to these lists.
 
 merge_mass(links, own) -> float64 [G, n]
     own plus the weights of each receiver's links.

@@ -1,10 +1,10 @@
 """Merging in the torch program: what dropped entries add to those that stay.
 
-All reads precede all writes. With Triton's kernels nothing waits for the device, if the caller says
-how many entries the KV heads drop at most and no data decide how many receivers an entry has.
+All reads precede all writes. With Triton's kernels the host does not wait for the device, if the
+caller bounds the number of entries that a KV head drops and no data decide the number of receivers.
 
-Dimensions: G KV heads, n candidates of a layer, P dropped and C kept entries of a KV head, S
-receivers of a dropped entry at most, D head size.
+Dimensions: G KV heads, n candidates of a layer, P dropped entries of a KV head at most, S receivers
+of a dropped entry at most, D head size, B requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpolicy.dsl.ops.operations import Kind
 _DROPPED = ("kv", "dropped")
 _TOKENS = ("kv", "token")
 
-# What is added to whom, as of the kernel "links".
+# Sources and weights of each receiver, see the kernel "links".
 Links = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -37,15 +37,15 @@ class Receivers:
     """The receivers of each dropped entry.
 
     Attributes:
-        index: int64 [G, P, S], among the n candidates; 0 where there is none.
-        there: bool [G, P, S].
+        index: int64 [G, P, S], columns among the n candidates; 0 where there is no receiver.
+        there: bool [G, P, S], whether there is one.
     """
 
     index: torch.Tensor
     there: torch.Tensor
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """One receiver of each after the other, [G, P]."""
+        """`index` and `there` [G, P] of every entry's first receiver, then of its second, ..."""
         return zip(self.index.unbind(2), self.there.unbind(2), strict=True)
 
 
@@ -54,7 +54,7 @@ class Merging:
     """The merge of one layer: `begun`, then `finished`.
 
     Attributes:
-        states: states of the merge after it.
+        states: values of the merge's states after it.
     """
 
     merge: Merge
@@ -78,15 +78,15 @@ class Merging:
         before: Mapping[str, Value],
         most: int,
     ) -> Merging:
-        """Finds receivers, and asks other ranks for what weights need of their KV heads.
+        """Begins a merge: finds receivers, and asks other ranks for what weights need.
 
         Args:
             merge: the section.
-            evaluation: of the layer, with its keys and values.
+            evaluation: the layer's, with its keys and values.
             kept: bool [G, n].
-            updates: the merge's own states.
-            before: their values before this step, as far as there are any.
-            most: at least how many entries the KV head drops that drops most.
+            updates: the merge's states, see `updating`.
+            before: their values before this step; states that have not begun are left out.
+            most: P, an upper bound of the entries that a KV head drops.
         """
         made = cls(merge, evaluation, kept)
         made.evaluation = replace(
@@ -111,17 +111,17 @@ class Merging:
         return made
 
     def waiting(self) -> Merging:
-        """The same, which holds no keys, values or other vectors until it is `finished`."""
+        """Releases keys, values and other vectors until the merge is `finished`; returns it."""
         frame = replace(self.evaluation.frame, vectors={})
         known = {name: x for name, x in self.evaluation.known.items() if "dim" not in x.axes}
         self.evaluation.frame, self.evaluation.known = frame, known
         return self
 
     def finished(self, vectors: Mapping[str, Keys] | None = None) -> Merging:
-        """Finds weights.
+        """Computes states and weights; returns the merge.
 
         Args:
-            vectors: the layer's keys and values, after `waiting`.
+            vectors: the layer's keys and values; only after `waiting`.
         """
         if vectors is not None:
             self.evaluation.frame = replace(self.evaluation.frame, vectors=dict(vectors))
@@ -130,10 +130,11 @@ class Merging:
         return self
 
     def of_layers(self, before: Mapping[str, Value], heads: int) -> dict[str, Value]:
-        """Its states, per KV head, of layers with so many KV heads each.
+        """States after a merge of several layers, a number per KV head.
 
         Args:
-            before: the same before the merge; so they stay where nothing leaves a layer.
+            before: the same before the merge, which stay in layers that nothing leaves.
+            heads: KV heads per layer.
         """
         kernel, made = self.evaluation.frame.kernels["updated"], {}
         for name, old in before.items():
@@ -153,13 +154,14 @@ class Merging:
         """Merges keys or values [G, n, D] in the pool itself.
 
         Args:
-            proceed: bool [B, P], of G / B KV heads each; where one is false nothing is written.
+            proceed: bool [B, *], a row for G / B KV heads each, to which nothing is written if any
+                value of the row is false.
         """
         kernel = self.evaluation.frame.kernels["merge_entries"]
         kernel(entries.pool, entries.ids, self._links, self._own, self._divide, proceed)
 
     def of_some(self, heads: slice, first: int) -> Merging:
-        """The merge of some KV heads, whose first candidates, nobody's, are left out."""
+        """The merge of some KV heads, without the columns before `first`, which hold no entry."""
         made = Merging(self.merge, self.evaluation, self.kept[heads, first:])
         sources, weights, offsets = (x[heads] for x in self._links)
         made._links = sources - first, weights, offsets[:, first:]
@@ -169,7 +171,7 @@ class Merging:
         return made
 
     def keep_links(self) -> None:
-        """Lets go of what is not needed to change rows."""
+        """Releases what `rows` and `write` do not need."""
         self.evaluation = Evaluation(replace(self.evaluation.frame, vectors={}))
 
     # Who receives.
@@ -188,15 +190,15 @@ class Merging:
             self._receivers = self._nearest(into.args[0])
 
     def _vectors(self, node: Node) -> torch.Tensor:
-        """[G, n, D] what is compared."""
+        """float64 [G, n, D], vectors that are compared."""
         frame = self.evaluation.frame
         x = filled(self.evaluation.value(node), 0.0)
         return x.expand(frame.kv, frame.tokens, -1)
 
     def _nearest(self, node: Node) -> Receivers:
-        """The kept entry of the highest cosine.
+        """For each dropped entry the kept one with the highest cosine.
 
-        Keys and values are read where they lie, in the type of the cache.
+        Keys and values are read where they lie, in the dtype of the cache.
         """
         frame = self.evaluation.frame
         cached = node.operation.kind is Kind.VECTOR
@@ -227,20 +229,20 @@ class Merging:
             )
 
     def _inner(self, x: Keys) -> list[Value]:
-        """Of dropped entries and their receivers, as of the kernel "pairs"."""
+        """Inner products of dropped entries and their receivers, see the kernel "pairs"."""
         ((to, there),) = self._receivers
         vectors, ids = _vectors(x)
         given = (vectors, self._index, self._present, to, there, ids)
         made = self.evaluation.frame.kernels["pairs"](*given)
         if isinstance(x, Entries) and x.scale is not None:
-            # Of numbers as they lie in the pool; a cosine is the same of both.
+            # The kernel reads numbers without their scale, which a cosine does not depend on.
             made[:3] *= (x.scale.double() ** 2)[:, None]
         return [Value(each, _DROPPED, finite=True) for each in made]
 
     def _read(
         self, x: Value, index: torch.Tensor, there: torch.Tensor
     ) -> tuple[Value, torch.Tensor]:
-        """A value per token, read at other tokens, and its mask with a dimension per axis."""
+        """A value per token, read at columns `index`, and its mask with a dimension per axis."""
         frame = self.evaluation.frame
         axes = union(x.axes, ("kv",))
         sizes = {**sizes_of(x), "kv": frame.kv}
@@ -251,7 +253,7 @@ class Merging:
         places = places.expand([*shape[:at], index.shape[1], *shape[at + 1 :]])
         data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(at, places)
         present = aligned(there, _DROPPED, wide)
-        if x.mask is None or x.mask is frame.there:  # what is dropped, and receives, is there
+        if x.mask is None or x.mask is frame.there:  # entries that are dropped or receive are there
             return Value(data, wide, there, _DROPPED, finite=x.finite), present
         mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(at, places)
         mask = mask & present
@@ -271,7 +273,7 @@ class Merging:
             return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
         parts = [(to.index, to.there)]
         if to.index.shape[2] > 1 and not set(x.axes) <= {"kv", "token"}:
-            # Of vectors one receiver at a time is read.
+            # Vectors of one receiver at a time, so that P * S of them are never held.
             parts = [(index[..., None], there[..., None]) for index, there in to]
         totals, numbers = [], []
         for index, there in parts:
@@ -284,7 +286,7 @@ class Merging:
         return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
 
     def _mean(self, node: Node, evaluation: Evaluation) -> Value:
-        """The operation `mean`; of many layers' entries as if each layer were alone."""
+        """The operation `mean`; over several layers' entries as if each layer were alone."""
         x, frame = evaluation.value(node.args[0]), evaluation.frame
         columns = node.axes == ("kv",) and x.axes == _DROPPED and x.mask is self._present
         if not frame.layered or not (columns or "dropped" in node.axes):
@@ -324,7 +326,7 @@ class Merging:
         return self._of_each(self.evaluation.value(node), _TOKENS, self.evaluation.frame.there)
 
     def _of_each(self, x: Value, axes: tuple[str, ...], there: torch.Tensor | None) -> torch.Tensor:
-        """Numbers of entries, [G, n] or [G, P]: 0 where absent; where nothing is, anything."""
+        """A number per entry, [G, n] or [G, P]: 0 where absent, undefined where no entry is."""
         if x.mask is there:
             x = replace(x, mask=None, mask_axes=())
         return self._spread(x, axes, 0.0)
@@ -339,23 +341,23 @@ class Merging:
 
 
 def _vectors(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Vectors [G, n, D], or a pool of them and which rows those are, as kernels take it."""
+    """Vectors [G, n, D] and None, or a pool [E, D] and rows int64 [G, n], as kernels take them."""
     return (x.pool, x.ids) if isinstance(x, Entries) else (dense(x), None)
 
 
 def compares(node: Node) -> bool:
-    """Whether a node is known from inner products of dropped entries and their receivers."""
+    """Whether a node follows from inner products of dropped entries and their receivers."""
     return any(is_product(node, partial(_side, name)) for name in ("key", "value"))
 
 
 def _side(name: str, node: Node) -> int | None:
-    """Whether a node is the key (or value) of the dropped entries, or that of their receivers."""
+    """0 for the key (or value) of the dropped entries, 1 for that of receivers, else None."""
     sides = ("dropped", "target")
     return sides.index(node.op) if node.op in sides and node.args[0].op == name else None
 
 
 def _is_cosine(node: Node, side: Callable[[Node], int | None]) -> bool:
-    """Whether a node is the cosine of both vectors, as it is written out."""
+    """Whether a node is the cosine of both vectors, as the language writes it out."""
     if node.op != "divide" or node.args[1].op != "multiply":
         return False
     product, lengths = node.args
@@ -368,7 +370,7 @@ def _is_cosine(node: Node, side: Callable[[Node], int | None]) -> bool:
 
 
 def _measured(length: Node) -> Node | None:
-    """The x of `sqrt(sum[dim](x ^ 2))`."""
+    """The x of `sqrt(sum[dim](x ^ 2))`; None of another node."""
     if length.op != "sqrt" or length.args[0].op != "sum" or length.args[0].axes != ("dim",):
         return None
     square = length.args[0].args[0]

@@ -23,7 +23,7 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
 def layer_by_layer(
     over: tuple[str, ...], frame: Frame, x: Value, made: Callable[[Frame, Value], Value]
 ) -> Value:
-    """What is made of a value over axes: of each layer's KV heads, where there are several's."""
+    """`made` of a frame and a value; over KV heads of several layers, of each layer apart."""
     if not frame.layered or "kv" not in over:
         return made(frame, x)
     plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
@@ -39,7 +39,7 @@ def _reduce(node: Node, frame: Frame, x: Value) -> Value:
 
 
 def _of_each_layer(x: Value, heads: int) -> Value:
-    """KV heads of several layers, `heads` of each, with an axis `layer` of their own."""
+    """A value over KV heads of several layers, `heads` each, with an axis `layer` in front."""
     mask, axes = x.mask, x.mask_axes
     if mask is not None and "kv" in axes:
         mask, axes = mask.unflatten(0, (-1, heads)), ("layer", *axes)
@@ -48,12 +48,12 @@ def _of_each_layer(x: Value, heads: int) -> Value:
 
 
 def _for_each_head(x: Value, heads: int) -> Value:
-    """A value of several layers, the same for all `heads` KV heads of each."""
+    """A value with the axis `layer`, repeated for the `heads` KV heads of each layer."""
     data = torch.as_tensor(x.data).repeat_interleave(heads, 0)
     return Value(data, ("kv", *x.axes[1:]), finite=x.finite)
 
 
-# What makes an operation by name of axes of a function of tensors.
+# What turns a function of tensors into an operation on named axes.
 _OF_TENSORS: dict[Kind, Callable[..., Callable[..., Value]]] = {
     Kind.ARITHMETIC: elementwise,
     Kind.COMPARISON: compare,
@@ -67,7 +67,7 @@ def _form(row: Operation, path: str) -> Callable[..., Value]:
     found, library = form(path, "execute"), path.rpartition(".")[0]
     if library not in LIBRARIES:
         return found
-    # Signs of Python take numbers of the host as they are: these need not be sent.
+    # Python's operators take numbers of the host, which need not be sent to the device.
     return _OF_TENSORS[row.kind](binary(found) if library == "torch" and row.most == 2 else found)
 
 
@@ -75,10 +75,10 @@ TORCH_FORMS = {
     name: _form(row, row.torch) for name, row in OPERATIONS.items() if row.torch is not None
 }
 
-# What is computed where its operands are found: other layers, a merge, what is remembered.
+# Kinds that are computed elsewhere: what looks at other layers, merges and states.
 _ELSEWHERE = frozenset((Kind.LOOK, Kind.PARTITION, Kind.MERGE, Kind.REMEMBERED))
 
 
 def is_computed(node: Node) -> bool:
-    """Whether the torch program knows an operation."""
+    """Whether the torch program can compute a node's operation."""
     return node.op in TORCH_FORMS or node.operation.kind in _ELSEWHERE

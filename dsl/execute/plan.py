@@ -1,4 +1,4 @@
-"""What only the prompt's length decides: values that an evaluation of a layer knows beforehand.
+"""Values that the prompt's length alone decides, known before any layer is evaluated.
 
 Dimensions: L layers, G KV heads, N tokens of the prompt.
 """
@@ -22,14 +22,14 @@ from kvpolicy.dsl.ir.traverse import nodes_of
 
 
 def plannable(bound: Bound, nodes: Sequence[Node], roots: Iterable[Node]) -> list[Node]:
-    """Those of the nodes that a plan holds: roots, and what all else reads.
+    """The nodes that a plan holds: roots, and operands of nodes that are not planned.
 
-    They are numbers and values per token; what differs by query or KV head as well is computed
-    where it is needed, in blocks.
+    They are numbers and values per token; values that differ by query or KV head too are computed
+    where they are needed, in blocks.
 
     Args:
-        nodes: arguments before users.
-        roots: those among them that are asked for.
+        nodes: all nodes, operands before the nodes that read them.
+        roots: the nodes that are asked for.
     """
     phases = Phases(bound.propagates)
     small: set[Node] = set()
@@ -44,11 +44,11 @@ def plannable(bound: Bound, nodes: Sequence[Node], roots: Iterable[Node]) -> lis
 
 @dataclass
 class Plan:
-    """Values that only the prompt's length decides.
+    """Values that the prompt's length alone decides.
 
     Attributes:
-        frame: of no layer; what layers have in common is made once.
-        values: [L], by node.
+        frame: from which frames of layers are made; holds what layers have in common.
+        values: [L], values by node.
     """
 
     frame: Frame
@@ -64,7 +64,7 @@ class Plan:
         kernels: Kernels,
         heads: Heads,
     ) -> Plan:
-        """Computes `plannable` nodes on the host: numbers come out of sets of tokens."""
+        """Computes `plannable` nodes on the host, since numbers may count sets of tokens."""
         kv = heads.number(bound.shape.kv_heads)
         frame = Frame(bound, prompt, device, kv, prompt, kernels=kernels, heads=heads)
         host = Frame(bound, prompt, HOST, kv, prompt, heads=heads)
@@ -90,7 +90,7 @@ class Plan:
 
 
 def _on(x: Value, frame: Frame) -> Value:
-    """The value with tensors on the frame's device that live as long as the plan."""
+    """The value on the frame's device, its tensors noted as living as long as the plan."""
     if isinstance(x.data, torch.Tensor):
         x = replace(x, data=sent(x.data, frame.device))
     if x.mask is not None:

@@ -25,25 +25,28 @@ class Prefill:
     """The values that a prefill has to compute, and when.
 
     Args:
-        heads: which of the model's KV heads are here.
-        defers: what each layer chooses among its tokens is chosen for all layers at once, after the
-            last one; until then their scores are held.
+        report: also compute budgets, scores and reported `let`s.
+        heads: the model's KV heads that are here.
+        defers: whether selections among a layer's tokens are made for all layers at once, after the
+            last one; scores are held until then.
 
     Attributes:
-        roots: what `Run.result` gives after `finish`.
-        updates, merge_updates: states of the prefill and of its merge.
-        handed: what each layer computes at once and keeps for later.
-        later: what is known only after the last layer, or in a merge.
-        planned: what the prompt's length decides.
-        passing: values of one layer that one other value reads and nothing asks for.
-        looks, early_looks: values that later layers read by `past` and `at`, with the numbers of
-            layers of `past`, or None where any layer may be read. `early_looks` are those that the
-            propagation reads, for as long as it is tested.
-        meets: whether layers look across KV heads, or tokens leave, before the last one is there.
+        roots: nodes whose values `Run.result` gives after `finish`.
+        tested: name -> reported `let` on which propagation is decided.
+        updates, merge_updates: states of the prefill and of its merge, see `updating`.
+        handed: nodes that each layer computes while its tensors are at hand, and keeps.
+        later: nodes that are computed after the last layer, or in a merge.
+        planned: nodes that the prompt's length decides, see `plannable`.
+        passing: nodes whose values are not held: one other node reads them, nothing else does.
+        looks, early_looks: node that later layers read -> how many layers each `past` of it reads;
+            None: any layer may be read. `early_looks` are read by propagation or states, and
+            recorded as long as propagation is tested.
+        meets: whether layers look across KV heads, or propagate tokens, before the last one.
         merges_meet: whether merges look across KV heads.
-        sums: per sum state (`name + R`), its reduction R over all queries so far.
-        scored: what of it the prompt's length does not decide.
-        layers_alike: whether this may be computed of the KV heads of all layers as of one.
+        sums: sum state, by name -> R of its `name + R`, a reduction over queries.
+        accumulates: whether chunks of a prompt can be summed up, see `Run.accumulate`.
+        scored: nodes of `handed` that the prompt's length does not decide.
+        layers_alike: whether these may be computed for all layers as for more KV heads of one.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer.
@@ -83,7 +86,7 @@ class Prefill:
         asked = {*self.everything, *self.looks, *self.early_looks}
         self.passing = frozenset(name for name in readers if readers[name] == 1) - asked
         self.sums = {} if bound.propagates else self._sums(rules.states)
-        # Whatever else reads all queries cannot be put together from chunks.
+        # Other nodes that read all queries cannot be computed chunk by chunk.
         whole = [n for n in every if n.operation.is_window and not n.args]
         inside = {n for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(n in inside for n in whole)
@@ -111,7 +114,7 @@ class Prefill:
                 )
 
     def _handed(self, roots: list[Node], merge: list[Node]) -> list[Node]:
-        """The largest values that need nothing but their own layer and those before it."""
+        """The outermost nodes that need only their own layer and those before it."""
         found = [node for root in roots for node in self._now(root)]
         for root in merge:
             # Keys and values are there again when entries are merged, attention is not.
@@ -145,7 +148,7 @@ class Prefill:
         )
 
     def _gathers_later(self, node: Node) -> bool:
-        """Whether a node looks at KV heads of other ranks, which those of all layers do at once."""
+        """Whether a node across KV heads of other ranks waits for one exchange of all layers."""
         if not self._heads.divided or not across_heads(node):
             return False
         return self._defers or all("token" not in x.type.axes for x in operands(node))
@@ -161,7 +164,7 @@ class Prefill:
         return found
 
     def _is_additive(self, node: Node) -> bool:
-        """Whether a value is a sum over all queries that nothing but their attention decides."""
+        """Whether a node is a sum over all queries that depends on their attention alone."""
         if not node.operation.adds_up or "query" not in node.axes:
             return False
         if "token" in node.axes or "layer" in node.axes:
@@ -178,12 +181,12 @@ class Prefill:
 
 
 def _of_any_layer(row: Operation) -> bool:
-    """Whether a leaf is each KV head's own, or the same of all, where all tokens are there."""
+    """Whether a leaf is known per KV head, or equal for all, if every layer has all tokens."""
     return row.reads_tensors or row.kind in (Kind.PLACE, Kind.WINDOW)
 
 
 def _chooses(node: Node) -> bool:
-    """Whether a node orders numbers of one layer's tokens and KV heads that data decide."""
+    """Whether a node orders one layer's tokens, or its KV heads, by numbers that data decide."""
     orders = node.operation.sorts and node.when is When.LAYER
     if not orders or set(node.args[0].type.axes) - {"kv", "token"}:
         return False
@@ -192,7 +195,7 @@ def _chooses(node: Node) -> bool:
 
 
 def reads_budget(bound: Bound) -> bool:
-    """Whether decode takes over the numbers of the prefill's budget."""
+    """Whether decode reads the numbers of the prefill's budget."""
     return bound.lowered.decode is not None and any(
         node.op == "budget"
         for node in nodes_of([bound.lowered.decode.keep, *merge_roots(bound.lowered.decode.merge)])
@@ -200,7 +203,7 @@ def reads_budget(bound: Bound) -> bool:
 
 
 def _looks(roots: Iterable[Node]) -> dict[Node, list[Node] | None]:
-    """What `past` and `at` read of earlier layers, as of `Prefill.looks`."""
+    """The nodes that `past` and `at` read of earlier layers, see `Prefill.looks`."""
     found: dict[Node, list[Node] | None] = {}
     for node in nodes_of(roots):
         if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:

@@ -1,6 +1,6 @@
-"""Reductions of the torch program: of which functions, the rows in `ops/reductions.py` say.
+"""Reductions of the torch program, named by the rows in `ops/reductions.py`.
 
-Each is given the value and the dimensions of its data that go, and makes data of those that stay.
+Each takes a value and the dimensions of its data to reduce, and gives data of the others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def total(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
 
 
 def averaged(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
-    """What the kernel of its name computes."""
+    """`mean` or `var`, by the kernel of that name."""
     data: torch.Tensor = frame.kernels[node.op](x.tensor.double(), there_of(x), dims)
     return data
 
 
 def extreme(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
-    """The largest or smallest; of none what the row says."""
+    """The largest or smallest value; of none the operation's `of_none`."""
     worst = float(node.operation.of_none or 0.0)
     data = filled(x, worst)
     if 0 in [data.shape[dim] for dim in dims]:
@@ -35,7 +35,7 @@ def extreme(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor
 
 
 def anywhere(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
-    """Whether it is true anywhere."""
+    """Whether any present value is true."""
     data = filled(x, False)
     for dim in sorted(dims, reverse=True):
         data = data.any(dim)
@@ -43,7 +43,7 @@ def anywhere(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tenso
 
 
 def count(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
-    """How many are true, or present."""
+    """Number of true values, or of present ones if they are numbers."""
     if x.tensor.dtype == torch.bool:
         return filled(x, False).sum(dims).double()
     left = [i for i in range(x.tensor.ndim) if i not in dims]

@@ -1,16 +1,16 @@
 """Requests of one policy taken through decode steps together, as one layer with B x L x G KV heads.
 
-What their layers remember stands side by side in one `Block`, kept from fold to fold: of every
-layer the newest entries are in the last columns, and nothing is in front of those of shorter ones.
-Steps cost as many operations for many requests as for one; what a request gets does not depend on
-the others, since no number of one list enters another's.
+What their layers remember stands side by side in one `Block`, kept from fold to fold: the newest
+entries of every layer are in the last columns, and shorter layers have empty columns in front.
+Steps cost as many operations for many requests as for one. What a request keeps does not depend on
+the others, since no number of one request enters another's.
 
-So are policies taken that do not compare layers, and for whose sums there are kernels
-(`Steps.rule`). One kernel decides for those whose `keep` takes the ends of a list and the best of
-the rest (bind/ends.py); of others `keep` is evaluated as it is, with a kernel for each further set
-of entries that it takes (stages.py). Numbers that follow from the prompt's length are each
-request's own, but for those that say how large something is, or that a generated kernel takes
-(`Steps.same`). All other policies look at one layer of the block after the other (follow.py).
+This serves policies that do not compare layers, and whose sums kernels compute (`Steps.rule`).
+Where `keep` takes the ends of a list and the best of the rest (bind/ends.py), one kernel decides;
+else `keep` is evaluated as it is, with a kernel for each further set of entries (stages.py).
+Numbers that follow from the prompt's length may differ between requests, unless they are sizes or
+a generated kernel takes them (`Steps.same`). All other policies are evaluated one layer of the
+block after the other (follow.py).
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
 size.
@@ -46,7 +46,7 @@ from kvpolicy.dsl.execute.merge import Merging, merged_rows
 from kvpolicy.dsl.execute.values import Value, aligned
 from kvpolicy.dsl.ir.nodes import Node
 
-# From bool [B * L * G, M], what each list holds, to its keys and values.
+# From bool [B * L * G, M], the entries of each list, to the keys and values of all lists.
 Read = Callable[[torch.Tensor], tuple[Entries, Entries]]
 # From a layer and `there` [G, M] or None to its keys and values [G, M, D].
 ReadLayer = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
@@ -61,24 +61,24 @@ def follow_together(
     *,
     leaves: bool,
 ) -> Staying | None:
-    """Takes the policy of B requests through T decode steps; entries may leave at the last only.
+    """Takes B requests through T decode steps; entries may leave at the last step only.
 
-    Nothing leaves at any layer of a request if numbers of one are not finite. The host does not
-    wait for the device, but for the numbers of the last fold, and, where entries are merged layer
-    by layer, for those of this one. If it raises, nothing has changed.
+    A request loses nothing if numbers of any of its layers are not finite. The host waits for the
+    device only to read the numbers of the last fold and, where entries are merged layer by layer,
+    those of this one. If it raises, nothing has changed.
 
     Args:
-        memories: of requests whose `Memory.together` say the same.
-        positions: [B][T] of the steps' tokens, which are all cached and follow each other.
-        newest: int64 [B], the last of them, on the device.
-        queries: makes [B * L * H, T, D], after RoPE, or of the last steps those that the policy
-            reads; asked for at most once, and only where something reads them.
-        read: makes keys and values of the lists; the same.
+        memories: of the requests, for which `Memory.together` is equal.
+        positions: [B][T] of the steps' tokens, all cached, consecutive.
+        newest: int64 [B] on the device, the last position of each request.
+        queries: gives [B * L * H, T, D] after RoPE, or those of the last steps that the policy
+            reads; called at most once, and only if something reads them.
+        read: gives keys and values of the lists; called likewise.
         leaves: whether entries may leave at the last step, if the policy allows it.
 
     Returns:
-        What stays; None if nothing may leave. What `read` gave has to be there until merged rows
-        have been asked for.
+        What stays; None if nothing may leave. The tensors that `read` gave must remain until merged
+        rows have been read.
     """
     return _Following(memories, positions, newest, queries, read, leaves).go()
 
@@ -88,9 +88,9 @@ class Merges:
     """What leaving entries add to those that stay.
 
     Attributes:
-        merging: of the lists.
-        entries: keys or values, or both, that it changes, in their pool.
-        lists: of all requests, or of a layer of one.
+        merging: the merge of `lists`.
+        entries: the keys, the values or both, in their pool, that it changes.
+        lists: those of all requests, or of one layer of a request.
     """
 
     merging: Merging
@@ -98,24 +98,25 @@ class Merges:
     lists: Lists
 
     def states(self, before: Mapping[str, Value], kv: int) -> dict[str, Value]:
-        """Those of the merge after it, of G KV heads in each layer.
+        """The merge's states after it.
 
         Args:
-            before: those of the block before it.
+            before: the block's before it.
+            kv: G.
         """
         if self.lists.layer is not None:
             return self.merging.states
         return self.merging.of_layers(before, kv)
 
     def write(self, proceed: torch.Tensor) -> None:
-        """As of `Staying.merge`."""
+        """See `Staying.merge`."""
         if self.lists.layer is not None:
             proceed = proceed[self.lists.request : self.lists.request + 1]
         for entries in self.entries:
             self.merging.write(entries, proceed)
 
     def of(self, request: int, layer: int) -> Merging | None:
-        """Of a layer of a request, if that is among the lists."""
+        """The merge of a layer of a request; None if that is not among the lists."""
         if self.lists.layer is None:
             return self.merging.of_some(*self.lists.shown.block.where(request, layer))
         return self.merging if (self.lists.request, self.lists.layer) == (request, layer) else None
@@ -126,11 +127,12 @@ class Staying:
     """What stays of the lists of B requests, in order.
 
     Attributes:
-        folded: of all of them.
-        proceed: bool [B, L], whether a request's numbers are finite: all of its are true.
-        repeats: whether `proceed` says as well that as many entries of each list stay as at the
-            last fold.
-        in_place: whether what stays may be written where it lies: by `merge`, and keys turned then.
+        folded: the block after the steps.
+        proceed: bool [B, L]; a request loses entries only if all of its values are true, which say
+            that its numbers are finite.
+        repeats: whether `proceed` also says that each list keeps as many entries as at the last
+            fold.
+        in_place: whether staying entries may be merged in the pool by `merge` and turned there.
         merges: what leaving entries add to those that stay.
     """
 
@@ -142,35 +144,35 @@ class Staying:
 
     @property
     def kept(self) -> torch.Tensor:
-        """bool [B * L * G, M], some of what is there."""
+        """bool [B * L * G, M], the entries of `there` that stay."""
         return self.folded.staying
 
     @property
     def block(self) -> Block:
-        """As it was before."""
+        """The block as if no entry had left."""
         return self.folded.block
 
     @property
     def there(self) -> torch.Tensor:
-        """bool [B * L * G, M], what there was."""
+        """bool [B * L * G, M], all entries before some leave."""
         return self.block.there
 
     def merge(self, proceed: torch.Tensor) -> None:
-        """Adds what leaves to what stays, where it lies in the pool; before anything moves.
+        """Adds leaving entries to staying ones in the pool; to be called before any entry moves.
 
         Args:
-            proceed: bool [B, P]; nothing changes of requests of which one is false.
+            proceed: bool [B, P]; a request with a false value is not changed.
         """
         for each in self.merges:
             each.write(proceed)
 
     def choices(self, request: int, read: ReadLayer, *, slots: bool) -> list[Choice]:
-        """What stays of a request, layer by layer, whose entries in the pool have not changed.
+        """What stays of a request at each layer; its entries in the pool must not have changed.
 
         Args:
-            read: from a layer and `there` [G, M] or None to its keys and values [G, M, D]; asked
-                when merged rows are.
-            slots: keys turn to the positions that they have in the cache.
+            read: from a layer and `there` [G, M] or None to its keys and values [G, M, D]; called
+                when merged rows are read.
+            slots: whether keys turn to their positions in the cache.
         """
         block, made = self.block, []
         for layer in range(block.layers):
@@ -196,8 +198,8 @@ class _Decision:
 
     Attributes:
         kept: bool, per list and column.
-        evaluation: of the last step, where a merge goes on from it.
-        reported: values of reported lets, by name.
+        evaluation: the last step's, from which a merge goes on; None without a merge.
+        reported: values of reported `let`s, by name.
     """
 
     lists: Lists
@@ -234,7 +236,7 @@ class _Following:
         block = self._extended(going_on([each.block for each in self.memories]))
         shown = self._shown(block)
         if shown.asked is not None and min(shown.asked.lengths) < self.window:
-            self.rule = None  # the windows of some layers are shorter
+            self.rule = None  # some layers have fewer queries than the window
         if self.advances:
             lists = self._lists(shown, alike=self.steps.states_alike)
             states = [own.advanced() for own in lists]
@@ -260,14 +262,14 @@ class _Following:
         return staying
 
     def _extended(self, old: Block) -> Block:
-        """Entries that have left are forgotten, and those of the steps appended."""
+        """The block without the entries that have left, and with those of the steps."""
         number, lists = self.number, len(old.there)
         width = max(old.lengths) + number
         plain = {name: x for name, x in old.states.items() if x.axes in (AXES, HEADS)}
         others = {name: x for name, x in old.states.items() if name not in plain}
         given = [x.tensor for x in plain.values()]
         fresh = [self.steps.fresh[name] for name in plain]
-        if others:  # these are read where the entries were
+        if others:  # states that are gathered from the entries' old columns
             places = self.steps.places(old.width, old.there.device)
             given, fresh = [*given, places.double().expand(lists, -1)], [*fresh, 0.0]
         positions, there, made = self.steps.kernels["carry"](
@@ -312,7 +314,7 @@ class _Following:
         )  # fmt: skip
 
     def _lists(self, shown: Shown, *, alike: bool) -> list[Lists]:
-        """All lists, or, where layers are not alike, those of one after the other."""
+        """All lists at once, or, where layers are not alike, those of each layer."""
         if alike:
             return [Lists(shown)]
         layers = range(shown.block.layers)
@@ -334,7 +336,7 @@ class _Following:
         return _Decision(own, kept, self._merging(own, evaluation), reported)
 
     def _ends(self) -> list[Ends]:
-        """The rules of each request."""
+        """The rule of each request."""
         rules = [self.steps.rule(each.prompt) for each in self.memories]
         return [each for each in rules if isinstance(each, Ends)]
 
@@ -349,7 +351,7 @@ class _Following:
         k, v, there = stored["key"], stored["value"], frame.there
         if there is None:
             there = torch.ones_like(k.ids, dtype=torch.bool)
-        # A merge reads keys and values, whatever else does.
+        # A merge reads keys and values, even if nothing else does.
         own.checks.extend([self.steps.kernels["finite"](k.pool, v.pool, k.ids, there)])
         known = {
             name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)
@@ -358,7 +360,7 @@ class _Following:
         return replace(evaluation, frame=frame, known=known)
 
     def _note(self, block: Block, lists: list[Lists]) -> None:
-        """Adds to what is known about NaN and infinity, without waiting for the device."""
+        """Adds the lists' checks for NaN and infinity to the block's, on the device."""
         found = [own.finite for own in lists]
         if all(x is None for x in found):
             return
@@ -373,7 +375,7 @@ class _Following:
         """What stays and what is added to it.
 
         Args:
-            whole: as of `Folded`.
+            whole: see `Folded`.
         """
         lists = [each.lists for each in decisions]
         at_once, before = self.rule is not None, block.numbers
@@ -382,7 +384,7 @@ class _Following:
         tallied = self._tallied(block, before, kept, lists)
         merges: list[Merges] = []
         if at_once:
-            # What ranks exchange for a merge of all lists takes the numbers along.
+            # The exchange of ranks for a merge of all lists takes the numbers along.
             read = [len(own.checks.own) for own in lists]
             merges = self._merges(block, decisions, None)
             if read != [len(own.checks.own) for own in lists]:
@@ -390,23 +392,23 @@ class _Following:
         of_all, good = tallied()
         counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
         block.since = 0 if all(own.cut for own in lists) else None
-        block.finite = None  # the numbers say it; of a request whose are not nothing leaves
+        block.finite = None  # in `numbers` now; a request that is not finite loses nothing
         folded = Folded(block, kept, counts, whole)
         if not at_once:
-            # Of a layer's lists it is known from the numbers how many entries leave.
+            # Merges layer by layer need the numbers: how many entries leave each layer.
             merges = self._merges(block, decisions, counts)
         merge, repeats = self.steps.rules.merge, before is not None
-        # Merged keys would be rounded before they turn, and after.
+        # Merged keys would be rounded twice, before they turn and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
         return Staying(folded, good.view(block.requests, -1), repeats, not turns, merges)
 
     def _tallied(
         self, block: Block, before: torch.Tensor | None, kept: torch.Tensor, lists: list[Lists]
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Counts what stays of the lists of this rank, and asks others, as of `of_ranks`.
+        """Counts the staying entries of this rank's lists, and asks other ranks; see `of_ranks`.
 
         Args:
-            before: the numbers of the last fold.
+            before: the numbers of the last fold; None at the first.
         """
         self._note(block, lists)
         given = (kept, block.there, block.finite, before, block.kv)
@@ -420,7 +422,7 @@ class _Following:
         """What leaving entries add to others.
 
         Args:
-            counts: of what stays, where that is known.
+            counts: of staying entries; None if not known yet.
         """
         if self.steps.rules.merge is None:
             return []
@@ -430,7 +432,7 @@ class _Following:
         return made
 
     def _merged(self, block: Block, decision: _Decision, counts: Counts | None) -> Merges | None:
-        """Those of some lists; None where none leave, or they add nothing."""
+        """The merge of some lists; None if no entry leaves, or the policy merges none."""
         steps, lists, evaluation = self.steps, decision.lists, decision.evaluation
         merge = steps.rules.merge
         most = self._most(block, lists, counts)
@@ -438,7 +440,7 @@ class _Following:
             return None
         frame = evaluation.frame
         before = {name: lists.part(x) for name, x in block.merge_states.items()}
-        # On another rank lists may have more columns.
+        # `most` is that of all ranks, whose lists may have more columns.
         given = (decision.kept, steps.merge_updates, before, min(most, decision.kept.shape[1]))
         made = Merging.begun(merge, evaluation, *given).finished()
         made.keep_links()
@@ -446,7 +448,7 @@ class _Following:
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
 
     def _most(self, block: Block, lists: Lists, counts: Counts | None) -> int:
-        """How many entries of a list leave at most; of a layer's lists the host waits for it."""
+        """Upper bound of the entries that leave a list; for one layer the host reads the number."""
         if lists.layer is not None and counts is not None:
             return counts.read()[lists.request].dropped[lists.layer]
         rule, least = self.rule, 0
@@ -458,11 +460,11 @@ class _Following:
         most = max(block.widest) - least
         if block.since is None or not lists.cut:
             return most
-        # A list that has been cut loses no more than came since, if it is cut by the same again.
+        # A list that was cut by this rule before loses no more entries than have come since.
         return min(block.since, most)
 
     def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
-        """The states of the merge after it, of layers that have merged."""
+        """Takes over the merge's states of the layers that have merged."""
         before, lists = block.merge_states, [each.lists for each in decisions]
         merged = {each.lists.where: each for each in made}
         if not before or not merged:
@@ -478,7 +480,7 @@ class _Following:
 
 
 def _together(lists: list[Lists], values: list[Value]) -> Value:
-    """A value of all lists; what is absent means nothing."""
+    """The lists' values as one value of all lists, undefined where absent."""
     values = [replace(x, mask=None, mask_axes=()) for x in values]
     if len(lists) == 1 and lists[0].layer is None:
         return values[0]
@@ -486,11 +488,11 @@ def _together(lists: list[Lists], values: list[Value]) -> Value:
 
 
 def _moved(x: Value, columns: torch.Tensor, number: int, first: float) -> Value:
-    """A state of entries that stay and of new ones.
+    """A state that follows its entries, and begins for new ones.
 
     Args:
-        columns: float64 [B * L * G, M], where the entries were.
-        number: of new ones; first: their value.
+        columns: float64 [B * L * G, M], the column in which each entry was.
+        number: number of new entries; first: their value.
     """
     if "token" not in x.axes:
         return x
@@ -502,5 +504,5 @@ def _moved(x: Value, columns: torch.Tensor, number: int, first: float) -> Value:
 
 
 def _told(x: Value, node: Node) -> Value:
-    """A reported value; what is remembered per list may be one number of the layer."""
+    """A reported value, without the axis of lists if the `let` is one number of the layer."""
     return x if {"kv", "token"} & {*node.type.axes, *x.axes[1:]} else without_heads(x)

@@ -1,7 +1,7 @@
 """One prefill: what its layers decide, one after the other or all together.
 
-Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, n tokens of one layer,
-D head size, W window.
+Dimensions: L layers, l layers that are here, H query heads, G KV heads, N tokens of the prompt, n
+tokens of one layer, T queries, D head size, W window.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvpolicy.dsl.ops.host import Number
 
 
 def _floored(x: Value) -> Value:
-    """Whole numbers; a number of the host stays one, so that no step waits for the device."""
+    """The floor; a number of the host stays one, so that no step waits for the device."""
     if isinstance(x.data, torch.Tensor):
         return Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite)
     return _floored_number(x.data)
@@ -48,14 +48,16 @@ class Run:
 
     Attributes:
         prompt: N.
-        queries: W: `observe` wants this many last queries of each layer.
-        tokens: of a second prefill, how many tokens it has; None: N.
-        not_finite: after `finish`: the model's tensors held NaN or infinity, so that everything
-            is kept.
-        restarted: the prefill is to begin again on the tokens that `observe` returned: `again`.
-        selected_layer: where `propagate.first` held; None: nowhere (yet).
-        propagated: per layer that acted, int64 [m] positions of the tokens that went deeper.
-        tested: per layer where the propagation was tested, reported lets that decided, by name.
+        queries: W, number of each layer's last queries that `observe` reads.
+        tokens: number of tokens of a second prefill; None in a first one, which has N.
+        not_finite: whether the model's tensors held NaN or infinity, so that everything is kept;
+            final after `finish`, or `settle`.
+        restarted: whether the prefill has to begin again, by `again`, on the tokens that `observe`
+            returned.
+        selected_layer: first layer at which `propagate.first` held; None if at none so far.
+        propagated: layer that propagated -> int64 [m] positions of the tokens that went deeper.
+        tested: layer -> name -> value of the reported `let`s on which propagation was decided
+            there.
     """
 
     program: Compiled
@@ -67,7 +69,7 @@ class Run:
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
     tested: dict[int, dict[str, Value]] = field(default_factory=dict)
     _checks: Checks = field(default_factory=Checks)
-    _found: tuple[int, torch.Tensor] | None = None  # of so many checks
+    _found: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: History = field(default_factory=History)
@@ -76,14 +78,14 @@ class Run:
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: dict[str, torch.Tensor] = field(default_factory=dict)
-    _attended: bool = True  # all layers so far have been noted with their log-sum-exp
+    _attended: bool = True  # all layers so far were noted with their log-sum-exp
     _of_all: dict[Node, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     @cached_property
     def queries(self) -> int:
-        """Of how many last queries `observe` makes use."""
+        """Number of the prompt's last queries that `observe` reads."""
         return min(self.program.bound.queries(self.prompt), self.size)
 
     @cached_property
@@ -96,7 +98,7 @@ class Run:
 
     @property
     def size(self) -> int:
-        """Tokens of this prefill: N, or those of a second one."""
+        """Number of tokens of this prefill: N, or `tokens` of a second one."""
         return self.prompt if self.tokens is None else self.tokens
 
     def observe(
@@ -109,21 +111,21 @@ class Run:
         *,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Computes all that one layer decides; the tensors are not kept and not changed.
+        """Computes all that one layer decides; the tensors are neither kept nor changed.
 
         Args:
             layer: from 0, each once; in order, where layers read those before them.
-            q: [H, T, D] the last `queries` queries of the tokens there, or more; after RoPE.
-            k: [G, n, D] keys of the tokens there, after RoPE, or where the pool has them.
-            v: [G, n, D] values, the same, or None unless `bound.needs_values`.
-            tokens: int64 [n], ascending: positions of the tokens there; None: all N.
+            q: [H, T, D] queries after RoPE of the last T of its tokens, at least min(`queries`, n).
+            k: [G, n, D] keys after RoPE of the tokens that reached the layer, or rows of a pool.
+            v: [G, n, D] values likewise; None only without `bound.needs_values`.
+            tokens: int64 [n], ascending: positions of the tokens that reached the layer; None: all.
             lse: float32 [H, T], the natural logarithm of each query's sum of exp(q k / sqrt(D))
                 over the tokens that it sees, as attention has found it. Only kernels read it,
                 which compute it if it is None.
 
         Returns:
-            int64 [m], ascending: which of the n tokens deeper layers compute; None: all of them.
-            With `restarted`: of which tokens the second prefill consists, maybe all.
+            int64 [m], ascending: places among the n tokens of those that deeper layers compute;
+            None: all. With `restarted`, those that the second prefill computes, perhaps all.
         """
         frame = self._frame(layer, k.device, k.shape[1], tokens, _vectors(q, k, v, lse))
         evaluation = self._evaluation(frame)
@@ -137,15 +139,15 @@ class Run:
 
     @cached_property
     def at_end(self) -> bool:
-        """Whether layers are scored together: `note` takes the place of `observe`, then `score`."""
+        """Whether layers are scored together: by `note` instead of `observe`, then `score`."""
         return self.program.scores_at_end(self.prompt)
 
     def note(self, layer: int, q: torch.Tensor, *, lse: torch.Tensor | None = None) -> None:
-        """Copies what is read of a layer's queries.
+        """Copies a layer's queries and log-sum-exp for `score`.
 
         Args:
-            layer, q, lse: as of `observe`. Where one layer has no log-sum-exp, kernels compute that
-                of all.
+            layer, q, lse: as in `observe`, with the same T at all layers. If one layer has no
+                log-sum-exp, kernels compute that of all.
         """
         self._attended &= lse is not None
         number, place = len(self.program.layers), layer - self.program.layers.start
@@ -156,11 +158,11 @@ class Run:
                 self._noted[name][place] = x
 
     def score(self, k: torch.Tensor | Slots, v: torch.Tensor | Slots | None) -> None:
-        """Computes what every layer decides, when all have been noted: in a few launches.
+        """Computes all that layers decide, in a few launches, once all have been noted.
 
         Args:
-            k, v: [L * G, N, D] of all layers that are here, one after the other, or where the pool
-                has them; `v` as of `observe`.
+            k, v: [l * G, N, D] of the layers that are here, one after the other, or rows of a pool;
+                as in `observe`.
         """
         layers, kv = self.program.layers, k.shape[0] // len(self.program.layers)
         noted = {name: x.flatten(0, 1) for name, x in self._noted.items()}
@@ -192,13 +194,16 @@ class Run:
         *,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Takes an earlier chunk's queries, where `program.accumulates`.
+        """Adds an earlier chunk's queries to the sum states, where `program.accumulates`.
 
         Args:
             layer: from 0; a layer's chunks in order, before its `observe`.
             q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end,
-                or where the pool has them.
-            lse: as of `observe`.
+                or rows of a pool.
+            lse: as in `observe`.
+
+        Raises:
+            RuntimeError: the policy has nothing to accumulate.
         """
         if not self.program.accumulates:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
@@ -207,7 +212,11 @@ class Run:
         sums.add(self._evaluation(frame), q.shape[1])
 
     def again(self, prompt: int) -> Run:
-        """The second prefill, over the chosen tokens, as many as `prompt`, at 0, 1, ..."""
+        """The second prefill, over the `prompt` chosen tokens, at positions 0, 1, ...
+
+        Raises:
+            RuntimeError: the policy does not restart.
+        """
         if not self.program.bound.restarts:
             raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
         return Run(self.program, self.prompt, prompt)
@@ -226,7 +235,7 @@ class Run:
         )
         if tokens == self.prompt:
             return frame
-        # What layers have in common is made for all tokens of the prompt.
+        # What the plan's frame holds is made for all tokens of the prompt.
         positions = None if tokens == self.size else positions
         return replace(frame, tokens=tokens, positions=positions, fixed={}, memo={})
 
@@ -243,7 +252,7 @@ class Run:
         )  # fmt: skip
 
     def _others(self, node: Node, evaluation: Evaluation) -> Value:
-        """A node that looks at layers done so far, or at none's data."""
+        """The value of a node over layers done so far, or over `layer` without data."""
         if node.when <= When.PROMPT:
             return known_before(node, evaluation)
         return look_back(node, evaluation, self._history)
@@ -251,7 +260,7 @@ class Run:
     # Propagation.
 
     def _tested(self) -> Propagate | None:
-        """What a layer may propagate by; None: nothing, or no longer."""
+        """The rules by which a layer may propagate; None if there are none, or they have acted."""
         propagate = self.program.bound.lowered.propagate
         if propagate is None or self.tokens is not None or self.not_finite or self.prompt == 0:
             return None
@@ -259,7 +268,7 @@ class Run:
         return None if done else propagate
 
     def _scores_later(self) -> bool:
-        """Whether only a second pass is scored: it is known that one comes."""
+        """Whether this pass is not scored, since a second one is known to come."""
         bound = self.program.bound
         if not bound.restarts or self.tokens is not None or self.not_finite:
             return False
@@ -267,7 +276,7 @@ class Run:
         return self.restarted or (layer is not None and layer < bound.shape.layers)
 
     def _propagate(self, evaluation: Evaluation) -> torch.Tensor | None:
-        """Which of a layer's tokens go deeper; None: all."""
+        """int64 [m], places of a layer's tokens that go deeper; None: all."""
         prefill, frame = self._prefill, evaluation.frame
         propagate = self._tested()
         if propagate is None:
@@ -298,7 +307,7 @@ class Run:
         return chosen if self.restarted or len(chosen) < frame.tokens else None
 
     def _number(self, chosen: torch.Tensor) -> int | None:
-        """How many tokens are chosen; None where tensors are not finite, so that nothing leaves.
+        """Number of chosen tokens; None if tensors are not finite, so that all go deeper.
 
         The host waits for the device, once.
         """
@@ -313,12 +322,12 @@ class Run:
 
     @property
     def _computed_here(self) -> list[Node]:
-        """What each layer computes as long as its tensors are there."""
+        """Nodes that each layer computes while its tensors are at hand."""
         states = state_roots(self._prefill.updates)
         return [*self._prefill.handed, *states]
 
     def _hand_over(self, evaluation: Evaluation) -> None:
-        """Computes what needs the layer's tensors, and lets go of these."""
+        """Computes what needs the layer's tensors, and releases them."""
         prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.layer])
         evaluation.ask(self._computed_here)
@@ -332,9 +341,9 @@ class Run:
         )
 
     def said(self) -> torch.Tensor:
-        """int64 [l, S, P]: what the other stages have to know of the layers that are here.
+        """int64 [l, S, 3], numbers of the layers that are here for the other stages.
 
-        Once every one of these has been observed, of a program that has numbers `exchanged`.
+        Only where numbers are `exchanged`, once all of these layers have been observed.
         """
         return said(self.program.exchanged, self._here())
 
@@ -342,7 +351,7 @@ class Run:
         """Takes what has been `said` of all layers of the model, before `finish`.
 
         Args:
-            numbers: int64 [L, S, P].
+            numbers: int64 [L, S, 3], S numbers of each layer in parts, see exchange.py.
         """
         here = self._here()
         self._compare(here, heard(self.program.exchanged, numbers, here[0]))
@@ -351,7 +360,7 @@ class Run:
         """[L] entries that each list of a layer keeps, of all layers of the model, after `hear`.
 
         Raises:
-            TypeError: no other stage has layers.
+            TypeError: all layers of the model are here.
         """
         if self.not_finite:
             return [self.prompt] * self.program.bound.shape.layers
@@ -361,16 +370,16 @@ class Run:
         return entries_of_layers(self.program.bound, self.prompt, model)
 
     def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
-        """What is kept, once every layer that is here has been observed: of each bool [G, N].
+        """[l], the kept tokens of each layer that is here, bool [G, N]; once all were observed.
 
         A token that did not reach a layer is not kept there.
 
         Args:
-            wait: until the device says whether the model's tensors were finite. Else the caller
-                reads `finite` and tells it by `settle` before anything that follows a prefill.
+            wait: whether the host waits for the device to say if the model's tensors were finite.
+                If not, the caller passes what `finite` held to `settle` before it goes on.
 
         Raises:
-            RuntimeError: numbers are `exchanged`, and nothing has been heard of other stages.
+            RuntimeError: numbers are `exchanged`, and `hear` has not been called.
         """
         if not self._kept:
             self._kept = self._finish(wait)
@@ -378,9 +387,9 @@ class Run:
 
     @property
     def finite(self) -> torch.Tensor | None:
-        """0-d bool: whether the model's tensors were finite; None: nothing looked at them.
+        """0-d bool: whether the model's tensors were finite; None: none were read.
 
-        Where other ranks hold other KV heads, they are asked.
+        Ranks that hold other KV heads are asked for theirs.
         """
         number, total = len(self._checks.own), self.program.bound.shape.kv_heads
         if number and (self._found is None or self._found[0] != number):
@@ -391,23 +400,23 @@ class Run:
         return None if self._found is None else self._found[1]
 
     def settle(self, *, finite: bool) -> None:
-        """Takes what `finite` held, after `finish` without waiting."""
+        """Takes the value that `finite` held, after `finish` without waiting."""
         self.not_finite |= not finite
 
     def _here(self) -> list[Evaluation]:
-        """Of every layer that is here, when all have been observed."""
+        """The evaluation of each layer that is here, once all have been observed."""
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
         for layer in self.program.layers:
-            if layer not in self._evaluations:  # a policy that looks at no tensor
+            if layer not in self._evaluations:  # the policy reads no tensor
                 frame = self._frame(layer, device, self.size, None, {})
                 self._evaluations[layer] = self._evaluation(frame)
         return [self._evaluations[layer] for layer in self.program.layers]
 
     def _compare(self, here: list[Evaluation], known: list[dict[Node, Value]]) -> None:
-        """Puts the layers side by side.
+        """Puts the layers side by side, so that nodes may look across them.
 
         Args:
-            known: where other stages have other layers, numbers of each layer by their node.
+            known: [L] numbers of each layer by node, if other stages have layers; else empty.
         """
         prefill, model = self._prefill, None
         if known:
@@ -460,11 +469,11 @@ class Run:
         return self._layers
 
     def result(self, root: Node) -> list[Value]:
-        """The value of one of the program's roots at every layer's tokens, after `finish`."""
+        """The value of a node of `Prefill.roots` at every layer, on its tokens; after `finish`."""
         return self._all_layers.of_each(root)
 
     def budgets(self) -> list[Value]:
-        """The budget's whole numbers at every layer, after `finish`: one, or one per KV head.
+        """The floored budget at every layer, one number or one per KV head; after `finish`.
 
         Raises:
             TypeError: the policy has no budget.
@@ -477,7 +486,7 @@ class Run:
         return [_floored_number(each.number(root)) for each in self._all_layers.evaluations]
 
     def decided(self) -> dict[str, list[Value]]:
-        """What decode reads of the prefill's lets, by name and layer, after `finish`."""
+        """Values of the prefill's `let`s that decode reads, by name and layer; after `finish`."""
         return {
             name: self.result(node)
             for name, node in self.program.bound.lowered.prefill.decided.items()
@@ -490,7 +499,7 @@ class Run:
         return self._evaluations[layer].frame.places
 
     def shift(self, layer: int) -> torch.Tensor | None:
-        """int64 [G, N]: by how many positions each kept key moves, for `positions: slots`."""
+        """int64 [G, N], how far each kept key moves forward; None unless `positions: slots`."""
         if self.program.bound.positions != "slots" or self.prompt == 0:
             return None
         kept = self._kept_at(layer)
@@ -499,16 +508,16 @@ class Run:
 
     @property
     def merges_meet(self) -> bool:
-        """Whether merges look at KV heads of other ranks: `begin_merge` of all layers is first."""
+        """Whether merges need other ranks, so that `begin_merge` of all layers comes first."""
         return self.program.heads.divided and self._prefill.merges_meet
 
     def begin_merge(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
     ) -> None:
-        """Asks other ranks for what `merged` of all layers needs, which goes in one exchange.
+        """Asks other ranks for what `merged` needs, so that one exchange serves all layers.
 
         Args:
-            layer, k, v, most: as of `merged`.
+            layer, k, v, most: as in `merged`.
         """
         begun = self._begun_merge(layer, self._own_rows(layer, k, v), most)
         self._merging[layer] = None if begun is None else begun.waiting()
@@ -516,13 +525,13 @@ class Run:
     def merged(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values after the merge, where the prefill merges; all others in float64.
+        """Float64 keys and values [G, N, D] after the merge, or unchanged if nothing is merged.
 
         Args:
             layer: from 0, each once.
-            k, v: [G, N, D] of all tokens; rows of tokens that are not there mean nothing.
-            most: how many entries the KV head drops that drops most; None: the host waits for the
-                device.
+            k, v: [G, N, D] of all tokens; rows of tokens that did not reach the layer mean nothing.
+            most: upper bound of the entries that a KV head drops; None: the host waits for the
+                device to count them.
         """
         vectors = self._own_rows(layer, k, v)
         if layer in self._merging:
@@ -576,7 +585,7 @@ class Run:
         own_k: torch.Tensor,
         own_v: torch.Tensor,
     ) -> Shared | None:
-        """What this layer and the one below store together; None where each has its own."""
+        """What a layer and the one below store together, of [G, N, D] each; None: nothing."""
         below, own = (below_k, below_v), (own_k, own_v)
         kernels = self.program.kernels
         heads = self.program.heads
@@ -590,15 +599,15 @@ class Run:
         return self._evaluations[layer].after
 
     def merge_states(self, layer: int) -> dict[str, Value]:
-        """States of a layer's merge, as far as there are any yet."""
+        """States of a layer's merge; empty if it has not merged."""
         return self._merge_states.get(layer, {})
 
     def last_queries(self, layer: int) -> torch.Tensor | None:
-        """[H, n, D] queries of the prompt's end that decode steps may read."""
+        """[H, T, D], the prompt's last queries, which decode steps read; None if they read none."""
         return self._tails.get(layer)
 
     def _remember_queries(self, layers: Sequence[int], q: torch.Tensor) -> None:
-        """Keeps of [l, H, T, D] queries of some layers those that decode steps may read."""
+        """Copies those of [*, H, T, D] queries of some layers that decode steps may read."""
         bound = self.program.bound
         number = 0 if bound.folded.decode is None else bound.step_queries(self.prompt) - 1
         if number > 0:
@@ -611,7 +620,7 @@ def _vectors(
     v: torch.Tensor | Slots | None,
     lse: torch.Tensor | None,
 ) -> dict[str, Keys]:
-    """As of a frame."""
+    """The tensors that are not None by name, as in `Frame`."""
     given = {"query": q, "key": k, "value": v, "lse": lse}
     return {name: x for name, x in given.items() if x is not None}
 
@@ -625,7 +634,7 @@ def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
 
 
 class _Sums:
-    """Sum states of a layer over the chunks of a prompt done so far."""
+    """Sum states of a layer over the chunks of a prompt so far."""
 
     def __init__(self, totals: dict[str, Node]) -> None:
         self.totals = totals
@@ -633,7 +642,7 @@ class _Sums:
         self.values: dict[str, Value] = {}
 
     def add(self, evaluation: Evaluation, queries: int) -> None:
-        """Adds the reductions over the last `queries` queries of those so far."""
+        """Adds the reductions over the last `queries` queries."""
         part = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
         for name, total in self.totals.items():
             x = part.value(total)
@@ -641,14 +650,14 @@ class _Sums:
         self.queries += queries
 
     def finish(self, evaluation: Evaluation) -> None:
-        """Adds the rest of the prompt; the evaluation finds the whole sums."""
+        """Adds the rest of the prompt, and gives the evaluation the whole sums."""
         self.add(evaluation, evaluation.frame.tokens - self.queries)
         for name, total in self.totals.items():
             evaluation.known[total] = self.values[name]
 
 
 def _added(a: Value | None, b: Value) -> Value:
-    """A sum per token over fewer tokens added to one over more."""
+    """The sum of `a` and `b`, where `b` may be over more tokens."""
     if a is None:
         return b
     data = b.tensor.clone()

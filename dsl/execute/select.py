@@ -22,17 +22,15 @@ from kvpolicy.dsl.execute.values import (
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
-# Order and selection.
-
 
 def _competing(
     x: Value, axes: tuple[str, ...], frame: Frame
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Sort keys of the values that compete, last and in the order of `axes` as written.
+    """Sort keys of a value in rows that compete: along `axes`, in their order as written.
 
     Returns:
         int32 keys [R, M] in the order of float32 (absent lowest), the permutation of the dimensions
-        that was applied, and the shape before they became two.
+        that was applied, and the permuted shape, before it became two dimensions.
     """
     rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
     turn = rest + [x.axes.index(axis) for axis in axes]
@@ -90,7 +88,7 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
 
 
 def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
-    """Layers compete, and each counts the winners for itself."""
+    """Layers compete; each takes its part of the winners that its own `count` allows."""
     parts = []
     for layer in range(sizes_of(x)["layer"]):
         made = _top(frame, x, of_layer(count, layer), axes)
@@ -115,7 +113,7 @@ def index(node: Node, frame: Frame, x: Value) -> Value:
 
 
 def _taken(x: Value, frame: Frame) -> Value:
-    """How many entries a set holds per KV head, of those that the head holds."""
+    """Number of a set's entries per KV head, among those that the head holds."""
     x = frame.present(x) if "token" in x.axes else x
     if "token" not in x.axes:
         return _times(x, frame.candidates())
@@ -131,13 +129,13 @@ def _times(x: Value, number: Value) -> Value:
 
 
 def _both(apply: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
-    """An operator of the data of two values, which are present everywhere."""
+    """An operator applied to the data of two values that are present everywhere."""
     axes = union(a.axes, b.axes)
     return Value(apply(aligned(a.data, a.axes, axes), aligned(b.data, b.axes, axes)), axes)
 
 
 def _over(number: Value, node: Node, frame: Frame) -> Value:
-    """A number per KV head added up over those of `kv`, `layer` that compete."""
+    """A number per KV head, summed over `kv` and `layer` where these compete."""
     for axis, size in (("kv", frame.bound.shape.kv_heads), ("layer", frame.bound.shape.layers)):
         if axis not in node.axes:
             continue
@@ -150,14 +148,14 @@ def _over(number: Value, node: Node, frame: Frame) -> Value:
 
 
 def missing(node: Node, frame: Frame, budget: Value, taken: Value) -> Value:
-    """Entries that the budget still has room for."""
+    """Number of entries that the budget still has room for."""
     room = _both(operator.sub, budget, _taken(taken, frame))
     data = room.data.clamp(min=0) if isinstance(room.data, torch.Tensor) else max(0, room.data)
     return _over(Value(data, room.axes), node, frame)
 
 
 def remaining(node: Node, frame: Frame, taken: Value) -> Value:
-    """Candidates that are not taken."""
+    """Number of candidates that are not taken."""
     return _over(_both(operator.sub, frame.candidates(), _taken(taken, frame)), node, frame)
 
 

@@ -1,4 +1,4 @@
-"""Two layers that store one direction per entry: what a torch program computes for it.
+"""Sharing in the torch program: two layers store one direction per entry.
 
 Dimensions: G KV heads, N tokens, D head size.
 """
@@ -53,7 +53,7 @@ def shared(
         layer: from 0; there is a layer below.
         below, own: keys and values [G, N, D] of the layer below and of this one.
         kernels: by name, see `execute/kernels.py`.
-        heads: which of the model's KV heads these are.
+        heads: the model's KV heads that these are.
     """
     share = bound.lowered.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):

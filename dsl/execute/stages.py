@@ -1,7 +1,7 @@
-"""Rules of `keep` that take entries one after the other, as `A then B then C` does.
+"""Stages of `keep`, which take further entries one after the other, as in `A then B then C`.
 
-Of lists that are decided at once every further stage is one kernel, which needs what is taken so
-far, a score and a number: "then", see `execute/kernels.py`.
+For lists that are decided at once, every stage is one call of the kernel "then" (`kernels.py`) with
+the entries taken so far, a score and a number.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _TOKEN = ("token",)
 
 @dataclass(frozen=True)
 class Stage:
-    """What stays, and of the rest of each list the best.
+    """Entries that are taken already, and the best of the rest of each list.
 
     Attributes:
-        taken: stays in any case; score: by which the rest competes; number: of how many.
-        in_all: so many together with those that are taken, and all, if the rest are no more.
+        taken: the set that stays in any case; score: by which the rest competes.
+        number: how many of the rest stay.
+        in_all: whether `number` counts those taken too; then all stay if they are no more.
     """
 
     taken: Node
@@ -34,7 +35,7 @@ class Stage:
 
     @classmethod
     def of(cls, node: Node) -> Stage | None:
-        """The stage that a node is, if it is one."""
+        """The stage that a node stands for; None if it is no stage."""
         found = None
         if node.op == "fill" and node.axes == _TOKEN:
             found = cls._filled(node)
@@ -44,12 +45,12 @@ class Stage:
         return None if wide else found
 
     def competing(self, bound: Bound, prompts: Sequence[int]) -> tuple[int, int] | None:
-        """Among how many of the last entries it chooses, and which of these, the last, it does not.
+        """(far, near): the stage chooses among a list's last `far` entries, not the last `near`.
 
-        None where KV heads may hold different entries, or how many is not known before a prefill.
+        None if KV heads may hold different entries, or no such `far` is known before the prefill.
 
         Args:
-            prompts: of requests, in tokens.
+            prompts: lengths of the requests' prompts, in tokens.
         """
         if heads_differ(bound.lowered):
             return None
@@ -78,7 +79,7 @@ class Stage:
 
 
 def _span(node: Node, bound: Bound, prompts: Sequence[int]) -> tuple[int, int]:
-    """Within how many of a list's last entries a set lies, and how many of them, the last, not."""
+    """(far, near): a set lies within a list's last `far` entries, without the last `near`."""
     if node.op == "and":
         parts = [_span(each, bound, prompts) for each in node.args]
         return min(far for far, _ in parts), max(near for _, near in parts)

@@ -29,7 +29,7 @@ from kvpolicy.dsl.syntax.diagnostics import refused
 
 
 def _only_orders(node: Node) -> bool:
-    """Whether a node reads positions for nothing but the order of entries."""
+    """Whether a node uses positions only to order entries."""
     return node.op in ("top", "negate") or not any(_is_place(each) for each in node.args)
 
 
@@ -38,9 +38,10 @@ def _is_place(node: Node) -> bool:
 
 
 def _of_each_head(node: Node) -> bool:
-    """Whether a node reads along dropped entries as if each layer were alone.
+    """Whether a node reduces `dropped` of many layers as if each layer were alone.
 
-    There may be more of them in other layers: no entry is then, and a sum's order must not change.
+    Other layers may drop more entries: the padding of the axis must count as no entry, and must not
+    change the order of a sum.
     """
     if "dropped" not in node.axes:
         return True
@@ -50,10 +51,10 @@ def _of_each_head(node: Node) -> bool:
 
 
 def _joins_layer(node: Node) -> bool:
-    """Whether a node goes along tokens by numbers that a layer has, and no KV head, from data.
+    """Whether a node works along tokens on values per token that combine a layer's KV heads.
 
-    They are there wherever some head of the layer has an entry, but a list has its head's alone.
-    What is left over of a set is each head's own in any case.
+    They are present wherever some head of the layer has an entry; a list has only the entries of
+    its head. What a set leaves over is each head's own in any case.
     """
     if "token" not in (*node.axes, *node.operation.reads_along):
         return False
@@ -67,7 +68,11 @@ def _joins_layer(node: Node) -> bool:
 
 
 def _check_ranks(bound: Bound, nodes: list[Node]) -> None:
-    """Refuse to compare entries of KV heads on other ranks where those may hold other entries."""
+    """Refuses nodes that compare cached entries of KV heads on different ranks.
+
+    Raises:
+        PolicyError: there is such a node.
+    """
     for node in nodes:
         if across_heads(node) and any("token" in each.type.axes for each in node.args):
             raise refused(
@@ -84,7 +89,7 @@ def _is_position(row: Operation) -> bool:
 
 
 def _takes_any(node: Node, place: int) -> bool:
-    """Whether an argument may be a number of the host as well as one of each KV head."""
+    """Whether an argument may be a number per KV head instead of one of the host."""
     if node.op in ("top", "missing"):
         return place == {"top": 1, "missing": 0}[node.op]
     return node.operation.elementwise
@@ -94,28 +99,31 @@ class Steps:
     """The rules of decode, ready to be evaluated.
 
     Attributes:
-        rules: lowered; keep: theirs.
-        updates, merge_updates: states, and those of the merge.
-        inherited: states that go on from the prefill.
+        rules: lowered rules of decode; keep: their `keep`.
+        updates, merge_updates: states, and those of the merge, see `updating`.
+        inherited: names of the states that go on from the prefill.
         merge_goes_on: whether the states of the merge do.
-        report: lets whose values `kvpolicy run` shows.
-        advances: whether states differ from step to step.
-        at_once: whether several steps are then one sum over their queries.
-        advancing_reads, leaving_reads: whether keys or values are read for that, and where entries
-            leave; advancing_asks, leaving_asks: whether queries are.
-        fresh: by name of a state its value for new entries; NaN if data, or the request, decide it.
-        leaving_merge: whether what leaves is merged.
-        layers: of the model that are here.
-        kernels: what computes; those generated for the policy:
-            `advancing` for its states, `leaving` for what is read where entries leave.
-        advancing_roots, leaving_roots: what these compute.
-        fixed_size: how many entries a list takes before it is filled up to its budget.
+        report: `let`s whose values `kvpolicy run` shows, by name.
+        advances: whether states change from step to step.
+        at_once: whether several steps advance the states as one sum over their queries.
+        advancing_reads, leaving_reads: whether keys or values are read to advance the states, and
+            where entries leave; advancing_asks, leaving_asks: whether queries are.
+        fresh: state, by name -> its value for new entries; NaN if data or the request decide it.
+        leaving_merge: whether leaving entries are merged.
+        layers: layers of the model that are here.
+        kernels: table of kernels, see `execute/kernels.py`.
+        advancing, leaving: generated kernels for the states, and for what is read where entries
+            leave; None if there are none.
+        advancing_roots, leaving_roots: nodes that these compute.
+        fixed_size: entries that a list takes before it is filled up to its budget.
         ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
-        states_alike, keep_alike: whether layers may be taken as more KV heads of one, see
-            `like_heads`: where several steps advance the states, and where `keep` decides.
+        states_alike, keep_alike: whether layers may stand for more KV heads of one (`like_heads`):
+            where several steps advance the states, and where `keep` decides.
 
     Raises:
         ValueError: nothing leaves while decoding.
+        PolicyError: the policy needs what a decode step does not offer, or compares entries of KV
+            heads on different ranks.
     """
 
     def __init__(
@@ -165,7 +173,7 @@ class Steps:
         )
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
-        # Of tensors the order of the entries is enough, not their positions.
+        # What reads tensors needs the order of the entries, not their positions.
         known = not any(map(math.isnan, self.fresh.values()))
         self.states_alike = (
             self.at_once
@@ -179,11 +187,11 @@ class Steps:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether generated kernels read all that is read to advance the states."""
+        """Whether generated kernels do all reads that advance the states."""
         return self.advancing is not None and not self.advancing.fusion.reasons
 
     def _fresh(self, bound: Bound) -> dict[str, float]:
-        """The first values of states, if they are numbers of each entry that no data decide."""
+        """The attribute `fresh`."""
         found = {}
         for name, state in self.updates.items():
             first = 0.0
@@ -196,10 +204,10 @@ class Steps:
 
     @once
     def rule(self, prompt: int) -> Ends | Node | None:
-        """By what entries stay of requests that are taken through steps together.
+        """The rule by which the lists of several layers and requests are decided at once.
 
-        A node: it is not known as more than `keep`, which is evaluated as it is. None: a request
-        with a prompt of so many tokens goes alone.
+        `Ends` where `keep` has that form; else the node `keep`, which is evaluated as it is. None:
+        after a prompt of so many tokens, layers are decided one after the other.
         """
         bound, states = self._bound, self.updates.values()
         if not self.states_alike:
@@ -218,7 +226,7 @@ class Steps:
         return None
 
     def _deciding(self, rule: Ends | Node | None) -> list[Node]:
-        """What data decide of a rule."""
+        """The nodes of a rule that data decide."""
         if not isinstance(rule, Ends):
             return [] if rule is None else [rule]
         score = [] if rule.score is None else [rule.score]
@@ -252,11 +260,11 @@ class Steps:
     def _of_heads(
         self, nodes: list[Node], reads: Callable[[Operation], bool], *, numbers: bool = False
     ) -> bool:
-        """Whether values at a step can be computed of many layers as of one.
+        """Whether values at a step can be computed for many layers as for one.
 
         Args:
             reads: whether a leaf may be read besides tensors of the model.
-            numbers: as of `like_heads`.
+            numbers: see `like_heads`.
         """
         static = self._bound.static
         reads_too = lambda row: row.reads_tensors or reads(row)  # noqa: E731
@@ -271,27 +279,26 @@ class Steps:
         return made is not None and not any(node in made.fusion.reasons for node in nodes)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
-        """0 .. width - 1, made once for all that are not longer."""
+        """int64 [width], 0 to width - 1: a view of a tensor that is made once."""
         if self._places is None or len(self._places) < width or self._places.device != device:
             self._places = torch.arange(max(width, 1024) * 2, device=device)
         return self._places[:width]
 
     def same(self, rule: Ends | Node | None, prompt: int, generated: int) -> Hashable:
-        """What is the same at a step of requests that are taken through it together.
+        """A key that is equal for requests that may be taken through a step together.
 
-        Which rule it is, and the numbers of the host that no list can have of its own, where
-        these are computed of all requests at once.
+        It holds the rule, and the numbers of the host that all lists of a computation share.
         """
         shared, _ = self._numbers(rule)
         numbers = [self._bound.number(node, prompt, generated=generated) for node in shared]
         return rule is None, tuple(map(id, self._deciding(rule))), tuple(numbers)
 
     def apart(self, rule: Ends | Node | None) -> list[Node]:
-        """Numbers of the host that each list may have of its own."""
+        """Numbers of the host that may differ between lists."""
         return self._numbers(rule)[1]
 
     def _numbers(self, rule: Ends | Node | None) -> tuple[list[Node], list[Node]]:
-        """Numbers of the host that enter states, scores and merges: shared ones, and others."""
+        """Numbers of the host in states, scores and merges: those lists share, and others."""
         roots = list(self.advancing_roots) if self.states_alike else []
         if rule is not None:
             roots += [*self._deciding(rule), *merge_roots(self.rules.merge)]
@@ -299,7 +306,7 @@ class Steps:
 
     @once
     def _divided(self, *roots: Node) -> tuple[list[Node], list[Node]]:
-        """What is computed entry by entry takes a number of each list; all else takes one."""
+        """As `_numbers`: what is computed entry by entry takes a number per list, all else one."""
         static = self._bound.static
         compiled = {
             node

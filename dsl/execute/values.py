@@ -2,8 +2,8 @@
 
 A value's tensor has one dimension per axis, in canonical order; `layer` comes first where the
 values of all layers are held together, after the last layer. Absent values are a mask with axes of
-its own, so that a mask over tokens costs N bits and not a copy of the data; what the data hold
-where the mask is false means nothing.
+its own, so that a mask over tokens costs N bytes and no copy of the data; where the mask is false
+the data are undefined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpolicy.dsl.ops.host import SNAP
 
 ORDER = ("layer", *AXES)
 
-# Where numbers are computed that only the host needs, so that no step waits for the device.
+# Numbers that only the host needs are computed here, so that no step waits for the device.
 HOST = torch.device("cpu")
 
 Scalar = float | bool | int
@@ -53,20 +53,20 @@ class Value:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The data of a value that has axes or was computed of one that has.
+        """The data of a value that has axes, or was computed from one with axes.
 
         Raises:
-            TypeError: it is a number of the host.
+            TypeError: the value is a number of the host.
         """
         if not isinstance(self.data, torch.Tensor):
             raise TypeError(f"{self.data} is a number of the host")
         return self.data
 
     def along(self, axis: str, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Value:
-        """The value with its tensors, as far as they have an axis, changed along it; else itself.
+        """The value with data and mask changed along an axis, where they have it.
 
         Args:
-            change: from a tensor and the axis's dimension in it; of the mask last.
+            change: takes a tensor and its dimension of the axis; called for the data first.
         """
         if axis not in (*self.axes, *self.mask_axes):
             return self
@@ -84,10 +84,10 @@ class Step:
 
     Attributes:
         generated: decode steps so far, this one included; of several, the last one.
-        places: int64 [T], positions of the last queries; of S layers at once [S, T], where they
-            are not the same.
-        number: so many steps are evaluated: `new` reads their queries. Of more than one every value
-            per query and token is absent (false) where the token comes after the query.
+        places: int64 [T], positions of the last queries; [S, T] of S layers at once, where they
+            differ.
+        number: number of steps, whose queries `new` reads. With more than one, every value per
+            query and token is absent (a set: false) where the token comes after the query.
     """
 
     generated: int
@@ -100,25 +100,27 @@ class Frame:
     """Where operations find the tensors of the layer (or block of KV heads) at hand.
 
     Attributes:
-        bound: the policy; `tokens`: candidates of this layer, n in the prefill (N unless some
-            propagated), M in decode; `kv` KV heads in this block, the first `kv_start`.
+        bound: the policy.
+        tokens: number of candidates of this layer: n in the prefill (N unless some propagated), M
+            in decode.
+        kv: number of KV heads in this block; kv_start: the first of them, among those here.
         prompt: N.
-        layer: this layer; of several at once, the first.
-        layered: whether the KV heads are those of several layers, one after the other; what looks
-            across KV heads then looks at those of one layer at a time.
-        vectors: those at hand, of the heads of this block only: `query`, [H, T, D] last queries;
-            `key` and `value`, [G, n, D], or where a server's pool has them (torch operations `read`
-            them); in a prefill `lse`, float32 [H, T], log-sum-exp of each query's logits of the
-            tokens that it sees, where attention has given it. Empty after the last layer.
+        layer: this layer; the first one of several at once.
+        layered: whether the KV heads are those of several layers, one after the other; operations
+            across KV heads then look at one layer at a time.
+        vectors: tensors at hand, for the heads of this block only: `query`, [H, T, D] last queries;
+            `key` and `value`, [G, n, D], dense or in a server's pool (torch operations `read`
+            them); in a prefill `lse`, float32 [H, T], the log-sum-exp of each query's logits over
+            the tokens that it sees, if attention has given it. Empty after the last layer.
         positions: int64 [n] original positions, ascending; None: 0 to n - 1.
         there: bool [G, n]: which KV head holds which candidate; None: all hold all.
-        step: of decode; None: in the prefill, whose queries are of the last T tokens.
-        rows: part of a window's queries that is computed at a time; None: all.
-        last: how many queries `all` and `new` are just now; None: one per token.
+        step: the decode step; None in a prefill, whose queries are those of the last T tokens.
+        rows: the window's queries that are computed now; None: all.
+        last: number of queries that `all` and `new` mean now; None: one per token.
         kernels: by name, see `execute/kernels.py`; those of torch, if none are given.
-        held: candidates per KV head, where that is not `tokens`.
-        wanted: which tokens of values that are gathered from other ranks are read; None: all.
-        heads: which of the model's KV heads are here, and how the others are reached.
+        held: number of candidates per KV head, where that is not `tokens`.
+        wanted: tokens that are read of values gathered from other ranks; None: all.
+        heads: the model's KV heads that are here, and exchange with ranks that hold others.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
         checks: whether the model's tensors are finite.
@@ -147,12 +149,12 @@ class Frame:
     checks: Checks = field(default_factory=Checks)
 
     def read(self, name: str) -> torch.Tensor:
-        """The `vectors` of a name; gathered from the pool where that has not been done."""
+        """`vectors[name]` as a dense tensor; gathered from a pool once."""
         x = self.vectors[name]
         made = dense(x)
         if x is made or self.there is None:
             return made
-        # What a KV head does not hold is 0: rows of the pool that mean nothing may hold NaN.
+        # Entries that a KV head does not hold are 0: their rows of the pool may hold NaN.
         return made.masked_fill(~self.there[..., None], 0)
 
     @property
@@ -164,7 +166,7 @@ class Frame:
 
     @property
     def query_places(self) -> torch.Tensor:
-        """int64: original positions of queries, of which the last ones are read."""
+        """int64: original positions of the queries; windows read the last ones."""
         return self.places if self.step is None else self.step.places
 
     def number(self, node: Node) -> Fraction | float | bool:
@@ -186,7 +188,7 @@ class Frame:
         return counts.whole(self.number(count), most)
 
     def size(self, axis: str, type_: Type) -> int:
-        """How long an axis of a type is here, but for `dropped` and `channel`."""
+        """Length of an axis of a type here; not of `dropped` and `channel`."""
         extent = type_.extent(axis)
         if extent is not None and axis == "query":
             return len(range(self._asking(extent.kind, extent.count))[self.rows or slice(None)])
@@ -203,7 +205,7 @@ class Frame:
         return self._within(x, self.there, ("kv", "token"))
 
     def asked(self, x: Value) -> Value:
-        """A value per query and token, absent (a set: false) where the token comes later."""
+        """A value per query and token, absent (a set: false) where the token is after the query."""
         positions = self.query_places[self.rows or slice(None)]
         return self._within(x, self.places <= positions[:, None], ("query", "token"))
 
@@ -222,7 +224,7 @@ class Frame:
         return Value(data, axes, mask, mask_axes, finite=x.finite)
 
     def candidates(self) -> Value:
-        """How many candidates there are, per KV head where these differ."""
+        """Number of candidates, per KV head where these differ."""
         if self.held is not None:
             return self.held
         if self.there is None:
@@ -230,7 +232,7 @@ class Frame:
         return Value(self.there.sum(-1), ("kv",), finite=True)
 
     def both(self, a: Value, b: Value) -> tuple[torch.Tensor | None, tuple[str, ...]]:
-        """Where both are present."""
+        """The mask of places where both values are present, and its axes."""
         if a.mask is None or b.mask is None or a.mask is b.mask:
             return (b.mask, b.mask_axes) if a.mask is None else (a.mask, a.mask_axes)
         return self.conjunction(a.mask, a.mask_axes, b.mask, b.mask_axes)
@@ -262,9 +264,10 @@ class Frame:
 
 
 def broadcast(x: Value, type_: Type, frame: Frame, dropped: int = 0) -> Value:
-    """The value repeated along those axes of a type that it lacks; no memory is taken.
+    """The value repeated along the axes of a type that it lacks, without a copy.
 
-    `dropped` is the length of that axis.
+    Args:
+        dropped: length of the axis `dropped`.
     """
     missing = [axis for axis in type_.axes if axis not in x.axes]
     if not missing:
@@ -309,7 +312,7 @@ def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
 
 
 def as_given(data: torch.Tensor | Scalar, device: torch.device) -> torch.Tensor:
-    """A tensor as it is, or a number of the host, 0-d, sent without waiting for the device."""
+    """The data as a tensor: a number of the host becomes 0-d, without waiting for the device."""
     if isinstance(data, torch.Tensor):
         return data
     kind = torch.bool if isinstance(data, bool) else torch.float64
@@ -327,7 +330,7 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     """The data, with `filler` where absent.
 
     Raises:
-        TypeError: it is a number of the host, and present.
+        TypeError: the value is a number of the host that is present.
     """
     if x.mask is None or (x.zero and not filler):
         return x.tensor
@@ -336,7 +339,7 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
 
 
 def there_of(x: Value) -> torch.Tensor | None:
-    """Where a value is present, with a dimension per axis that broadcasts; None: everywhere."""
+    """The mask of a value with a dimension per axis, to broadcast; None: present everywhere."""
     if x.mask is None:
         return None
     there = aligned(x.mask, x.mask_axes, x.axes)
@@ -387,10 +390,10 @@ def over_layers(x: Value, layers: int, device: torch.device) -> Value:
 
 
 def apart(x: Value, type_: Type, layers: int, kv: int) -> Value:
-    """A value of the KV heads of several layers, `kv` of each, with the axis `layer` in front.
+    """A value over the KV heads of several layers, `kv` each, with the axis `layer` in front.
 
     Args:
-        type_: of one layer's value; without KV heads, all heads of a layer have the same.
+        type_: type of one layer's value; without `kv`, all heads of a layer have one value.
     """
     heads = "kv" in type_.axes
 
@@ -410,7 +413,7 @@ def apart(x: Value, type_: Type, layers: int, kv: int) -> Value:
 
 
 def of_layer(x: Value, layer: int) -> Value:
-    """One layer's part."""
+    """One layer's part of a value with or without the axis `layer`."""
     if "layer" not in x.axes:
         return x
     mask, mask_axes = x.mask, x.mask_axes

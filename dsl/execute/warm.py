@@ -1,4 +1,4 @@
-"""Prefills and folds of a request that is not there, so that kernels are compiled before one waits.
+"""Prefills and folds of zeros, so that kernels are compiled before a request waits for them.
 
 Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, T steps, D head
 size.
@@ -21,16 +21,16 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run
 
-# Prompts in tokens. Kernels take other tiles, or cut lists, from some size between two of them on.
+# Lengths of prompts in tokens. Between two of them kernels begin to take other tiles or cut lists.
 _PROMPTS = (16, 100, 1000, 8000, 8200)
 _LONGEST = 2**20  # tokens
 _FOLDS = 2  # the second one begins from what the first left
 _ROWS = 16  # of a pool
-_LATEST = 1024  # decode step, up to which one is looked for at which entries may leave
+_LATEST = 1024  # decode steps among which those are sought at which entries may leave
 
 
 def prompts(bound: Bound) -> list[int]:
-    """Tokens of prompts that need every kernel; of the last one something leaves, if ever."""
+    """Lengths of prompts that need every kernel; entries of the last one leave, if any ever do."""
     lists = bound.shape.layers * bound.shape.kv_heads
     longer = (2**n + 8 for n in range(4, _LONGEST.bit_length()))
     leaving = next((n for n in longer if max_entries(bound, n) < lists * n), 0)
@@ -38,7 +38,7 @@ def prompts(bound: Bound) -> list[int]:
 
 
 def programs(program: TorchProgram) -> Iterator[TorchProgram]:
-    """A policy's program, and as it takes prompts of which nothing waits for the last layer."""
+    """A policy's program, and the same for prompts too long to defer work past the last layer."""
     yield program
     if not program.bound.propagates:
         yield TorchProgram(
@@ -55,9 +55,9 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
     """A finished prefill of zeros.
 
     Args:
-        like: rows of a pool, of all layers, as a server hands over keys and values; what they hold
-            does not matter.
-        queries: their type.
+        like: rows of a pool, of all layers, as a server passes keys and values; their content does
+            not matter.
+        queries: dtype of the queries.
     """
     run = drive(program, tokens, _Zeros(program, like, queries), like.device).run
     run.finish(wait=False)
@@ -66,7 +66,7 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
 
 @dataclass(frozen=True)
 class _Zeros:
-    """A prompt of zeros; the other attributes are as of `prefill`."""
+    """A prompt of zeros; the attributes are as in `prefill`, `dtype` that of queries."""
 
     program: TorchProgram
     like: Slots
@@ -77,13 +77,13 @@ class _Zeros:
         return self.program.heads.number(self.program.bound.shape.kv_heads)
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """As of `Prompt`, a token after the other, as a server has them."""
+        """See `Prompt`; token by token in memory, as a server has them."""
         shape = self.program.bound.shape
         size = (number, self._kv * shape.group, shape.head_dim)
         return torch.zeros(size, dtype=self.dtype, device=tokens.device).transpose(0, 1)
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
-        """As of `Prompt`."""
+        """See `Prompt`."""
         pool, scale = self.like.pool[: len(layers)], self.like.scale
         keys = Slots(
             pool, tokens % pool.shape[1], None if scale is None else scale[: len(layers) * self._kv]
@@ -92,10 +92,10 @@ class _Zeros:
 
 
 def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
-    """Takes a finished prefill through decode steps, and such after which entries may leave.
+    """Takes a finished prefill through decode steps, first without, then with leaving entries.
 
     Args:
-        like, queries: as of `prefill`.
+        like, queries: as in `prefill`.
     """
     memory = Memory.after(run)
     if memory is not None:
@@ -112,7 +112,7 @@ def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
 
 
 class _Folding:
-    """A request of zeros."""
+    """A request of zeros that decodes."""
 
     def __init__(self, run: Run, like: Slots, queries: torch.dtype) -> None:
         self.bound, self.device, self.scale = run.program.bound, like.device, like.scale
@@ -124,10 +124,11 @@ class _Folding:
         self.asked = torch.zeros(size, dtype=queries, device=like.device)
 
     def go(self, memory: Memory, generated: int, *, leaves: bool) -> None:
-        """As many steps as are followed at once, up to one.
+        """Takes as many steps as a fold does.
 
         Args:
-            generated: that decode step, from 1; leaves: whether entries may leave there.
+            generated: the last of these decode steps, from 1.
+            leaves: whether entries may leave at it.
         """
         steps = min(self.steps, generated)
         memory.generated = generated - steps
@@ -140,12 +141,12 @@ class _Folding:
         )  # fmt: skip
         if staying is None:
             return
-        # In the pool, as for requests together and for some of them, and where lists get others.
+        # In the pool, with a value per layer or per request; then for lists that are written anew.
         for proceed in (staying.proceed, staying.proceed[:, :1]):
             staying.merge(proceed)
         read = partial(self._read, staying.block)
         for choice in staying.choices(0, read, slots=False):
-            _ = choice.rows  # merged rows are made when they are asked for
+            _ = choice.rows  # merged rows are made at the first access
 
     def _queries(self, steps: int) -> torch.Tensor:
         """[L * H, T, D] zeros."""
@@ -160,7 +161,7 @@ class _Folding:
         return self.pool.new_zeros(size), self.pool.new_zeros(size)
 
     def _entries(self, there: torch.Tensor) -> tuple[Entries, Entries]:
-        """The same row of a pool, over and over: [lists, M] each."""
+        """Keys and values of [lists, M] entries, all the same row of a pool."""
         ids = torch.zeros(there.shape, dtype=torch.int64, device=self.device)
         scale = None
         if self.scale is not None:
