@@ -46,7 +46,7 @@ class Heads:
         return number
 
     def joined(self) -> Heads:
-        """The same heads with a queue of their own: what waits in it is exchanged at once."""
+        """The same heads with a queue of their own: what waits in it is exchanged together."""
         return self
 
     def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:

@@ -23,7 +23,7 @@ def reduce(node: Node, frame: Frame, x: Value) -> Value:
 def layer_by_layer(
     over: tuple[str, ...], frame: Frame, x: Value, made: Callable[[Frame, Value], Value]
 ) -> Value:
-    """`made` of a frame and a value; over KV heads of several layers, of each layer apart."""
+    """What `made` gives; over KV heads of several layers it is applied to each layer apart."""
     if not frame.layered or "kv" not in over:
         return made(frame, x)
     plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads

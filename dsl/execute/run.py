@@ -585,7 +585,7 @@ class Run:
         own_k: torch.Tensor,
         own_v: torch.Tensor,
     ) -> Shared | None:
-        """What a layer and the one below store together, of [G, N, D] each; None: nothing."""
+        """What a layer and the one below store together, see `share.shared`; None: nothing."""
         below, own = (below_k, below_v), (own_k, own_v)
         kernels = self.program.kernels
         heads = self.program.heads

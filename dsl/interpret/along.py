@@ -1,4 +1,4 @@
-"""Values that follow from others along an axis, at the place of each.
+"""Operations along an axis that give a value at each of its places.
 
 Dimensions: G KV heads, M candidates of a layer.
 """
@@ -14,11 +14,11 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
 Form = Callable[[Values, Node, int], Array]
-Pool = Callable[[np.ndarray, int], np.ndarray]  # of neighbours and the width
+Pool = Callable[[np.ndarray, int], np.ndarray]  # from neighbours and the width
 
 
 def _along(function: Callable[[Array, Sequence[str]], Array]) -> Form:
-    """An operation of the values along the axes that it names, at all layers if these are."""
+    """An operation on a value along the axes that it names, of all layers if `layer` is one."""
 
     def made(e: Values, node: Node, layer: int) -> Array:
         x = function(e.gathered(node.args[0], node.axes, layer), node.axes)
@@ -65,7 +65,7 @@ def maxpool(e: Values, node: Node, layer: int) -> Array:
 
 
 def _pool(e: Values, node: Node, layer: int, nothing: float, of: Pool) -> Array:
-    """Of the present neighbours along `token`, centred; `nothing` stands for absent ones.
+    """`of` the present neighbours along `token`, centred; `nothing` stands for absent ones.
 
     Where KV heads hold different entries, neighbours are a head's own.
     """

@@ -26,8 +26,8 @@ class Cache:
         states: by name and layer; their axis `token` is the layer's entries.
         merge_states: by name and layer.
         budgets: per layer the prefill's numbers [G], or None.
-        decided: from a let's name and a layer to what the prefill decided.
-        position: of the next token.
+        decided: from a `let`'s name and a layer to its value in the prefill.
+        position: position of the next token.
         generated: decode steps so far.
     """
 
@@ -83,8 +83,8 @@ def decode(
     Args:
         cache: after the prefill; changed.
         steps: q [T, L, H, D], k and v [T, L, G, D].
-        inv_freq: as of `interpret`.
-        names: the recording's position for each of the cache's.
+        inv_freq: as in `interpret`.
+        names: position in the recording of each position in the cache.
     """
     results = []
     rules, read = cache.bound.program.decode, cache.bound.folded.decode
@@ -113,11 +113,11 @@ def _step(
     """One layer at one step: states advance, then entries leave.
 
     Args:
-        rules: the program's.
-        read: the bound ones, which have only the states and lets that something reads.
+        rules: the program's rules of decode.
+        read: those of the bound policy, with only the states and `let`s that something reads.
         leaves: whether entries may leave.
-        inv_freq: as of `interpret`.
-        named: by name of a reported let, its values at the layers below; the layer's is added.
+        inv_freq: as in `interpret`.
+        named: reported `let`, by name -> its values at the layers below; this layer's is added.
     """
     bound = cache.bound
     here = {layer: cache.layers[layer]}

@@ -1,6 +1,6 @@
-"""Elementwise operations that numpy has none of, of arrays that broadcast, and reductions.
+"""Elementwise operations on arrays that broadcast, where numpy has none, and reductions.
 
-What is NaN counts as 0 afterwards.
+A result that is NaN becomes 0 afterwards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def choose(e: Values, node: Node, layer: int) -> Array:
     return arrays.choose(*(e.value(each, layer) for each in node.args))
 
 
-# Reductions of data where these are present.
+# Reductions over the present data.
 
 
 def total(data: np.ndarray, present: np.ndarray, dims: Dims) -> Any:

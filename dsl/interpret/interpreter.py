@@ -1,8 +1,8 @@
 """The interpreter: it defines what a policy does. Clear over fast; numpy, float64.
 
 `interpret` applies a policy to one whole prompt and the decode steps after it, `Prompt` takes the
-steps one by one. What expressions mean stands in `values.py`, how they select in `select.py`, what
-becomes of dropped entries in `merge.py`, a decode step in `decode.py`.
+steps one by one. `values.py` says what expressions mean, `select.py` how they select, `merge.py`
+what becomes of dropped entries, `decode.py` what a decode step does.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -38,20 +38,21 @@ def interpret(
 ) -> Result:
     """Applies a policy to the tensors of one whole prompt, and of the decode steps after it.
 
-    Without hidden states, what deeper layers compute of propagated tokens is taken from the
-    recording: their rows there. A restart likewise takes the recorded rows of the chosen tokens.
+    Without hidden states, deeper layers take the recorded rows of the propagated tokens. A restart
+    likewise takes the recorded rows of the chosen tokens.
 
     Args:
         bound: the policy with its model and parameters.
         q: [L, H, T, D] queries after RoPE; T is N, or at least `bound.queries(N)` last ones.
         k: [L, G, N, D] keys after RoPE.
         v: [L, G, N, D] values.
-        steps: the new token of each decode step.
+        steps: queries, keys and values of each decode step's token, see `decode`.
         inv_freq: [D / 2] angle per position by which RoPE turns dimensions i and i + D / 2, for
             `positions: slots`; without it keys are not turned.
 
     Raises:
-        PolicyError: the policy needs data that these tensors do not hold, or they hold NaN.
+        PolicyError: the policy needs data that these tensors do not hold, or they hold NaN or
+            infinity.
     """
     prompt = Prompt(bound, q, k, v, inv_freq)
     return prompt.result if steps is None else replace(prompt.result, steps=prompt.follow(steps))
@@ -61,10 +62,10 @@ class Prompt:
     """A prompt to which a policy was applied; the decode steps after it may come one by one.
 
     Args:
-        bound, q, k, v, inv_freq: as of `interpret`.
+        bound, q, k, v, inv_freq: as in `interpret`.
 
     Attributes:
-        result: what the policy decided for it.
+        result: what the policy decided for the prompt.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Prompt:
         """What is cached after each of the decode steps that come next.
 
         Raises:
-            PolicyError: they hold NaN.
+            PolicyError: the steps hold NaN or infinity.
         """
         _check_finite(
             self._last.bound, dict(zip(("q_step", "k_step", "v_step"), steps, strict=True))
@@ -128,7 +129,7 @@ def _check_finite(bound: Bound, tensors: Mapping[str, np.ndarray]) -> None:
 
 @dataclass
 class _Pass:
-    """One prefill, over the N tokens of the prompt or those that a restart chose (n of them).
+    """One prefill, over n tokens: the N of the prompt, or those that a restart chose.
 
     `k` and `v` have n tokens, `q` the last T of them; `prompt` is N.
     """
@@ -138,7 +139,7 @@ class _Pass:
     k: np.ndarray
     v: np.ndarray
     prompt: int
-    kept: list[np.ndarray] = field(default_factory=list)  # per layer, bool [G, tokens there]
+    kept: list[np.ndarray] = field(default_factory=list)  # per layer, bool [G, its tokens]
     vectors: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     merge_states: dict[tuple[str, int], Array] = field(default_factory=dict)
 
@@ -148,7 +149,7 @@ class _Pass:
         self.tokens = self.k.shape[2]
 
     def run(self, propagate: bool) -> dict[int, np.ndarray]:
-        """Computes the layers, and which tokens reach them.
+        """Makes the layers, of the tokens that reach them.
 
         Returns:
             The positions that go deeper, ascending, by layer that acted.
@@ -167,7 +168,7 @@ class _Pass:
         return acted
 
     def tested(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
-        """Reported lets that `propagate` tests, at the layers where it does."""
+        """Reported `let`s on which `propagate` is decided, at the layers where it is tested."""
         lets, rules = self.e.rules.lets, self.bound.program.propagate
         first = rules is not None and not rules.repeats
         last = next(iter(acted)) if first and acted else len(self.e.every_layer) - 1
@@ -190,7 +191,7 @@ class _Pass:
     def _chosen(self, rules: Propagate, layer: int, there: np.ndarray) -> np.ndarray:
         """The positions in `propagate.tokens`; all if it holds none."""
         self.e.own_budget = rules.budget
-        # No KV head has a set of its own here; what fills a budget is still computed for each.
+        # All KV heads have one set here; a set that fills a budget is still computed for each.
         chosen = self.e.spread(self.e.truth(rules.tokens, layer), ("kv", "token"), layer).data[0]
         self.e.own_budget = self.e.rules.budget
         return there[chosen] if chosen.any() else there
@@ -224,7 +225,7 @@ class _Pass:
             self.vectors.append((keys, values))
 
     def cache(self) -> Cache:
-        """What decode begins with."""
+        """The cache with which decode begins."""
         bound, e = self.bound, self.e
         decode = bound.folded.decode or Rules()
         states = {
@@ -308,7 +309,7 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
 
 
 def _on_prompt(x: np.ndarray, where: np.ndarray, tokens: int, fill: float | bool) -> np.ndarray:
-    """[G, n, ...] values at the places `where` of the N tokens."""
+    """[G, N, ...] from [G, n, ...] values at the places `where`; `fill` elsewhere."""
     result = np.full((len(x), tokens, *x.shape[2:]), fill, x.dtype)
     result[:, where] = x
     return result

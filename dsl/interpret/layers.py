@@ -1,4 +1,4 @@
-"""What looks at other layers, and what each layer gets of something."""
+"""Operations over other layers: `past` and `at`, and what each layer gets of a division."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What expressions begin with: places of tokens, cached vectors, attention, what is remembered.
+"""Leaves of expressions: positions of tokens, cached vectors, attention, states.
 
 Dimensions: H query heads, G KV heads, M candidates of a layer, T queries, D head size.
 """
@@ -50,7 +50,7 @@ def value(e: Values, node: Node, layer: int) -> Array:
 
 
 def _window(e: Values, node: Node, layer: int) -> int:
-    """How many last queries `attn`, `logits` or `distance` reads."""
+    """Number of last queries that `attn`, `logits` or `distance` reads."""
     return e.asking(str(node.value), node.args[0] if node.args else None, layer)
 
 

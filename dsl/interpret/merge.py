@@ -35,10 +35,10 @@ def merge(e: Values, rules: Merge, layer: int, kept: np.ndarray) -> Merged:
     """Adds what a layer drops to what it keeps.
 
     Args:
-        e: values of the layer, the merge's states of before among `e.stored`.
+        e: values of the layer; `e.stored` holds the merge's states before it, too.
         rules: the program's section.
         layer: from 0.
-        kept: bool [G, M]; every KV head drops its other entries, at least one of them one.
+        kept: bool [G, M]; every KV head drops its other entries, at least one head at least one.
     """
     values = _MergeValues(e, rules, layer, kept)
     vectors = {"key": e.layers[layer].keys, "value": e.layers[layer].values}
@@ -62,7 +62,7 @@ class _MergeValues(Values):
         self.merge, self.layer, self.kept = rules, layer, kept
         dropped = [np.flatnonzero(row) for row in e.layers[layer].there & ~kept]
         most = max(len(row) for row in dropped)
-        # Per head the places of its dropped entries in order; the rest is filled up and not real.
+        # Per head the places of its dropped entries in order, padded with places that are not real.
         self.places = np.array([np.pad(row, (0, most - len(row))) for row in dropped])
         self.real = np.array([np.arange(most) < len(row) for row in dropped])
         self._receivers: np.ndarray | None = None
@@ -101,7 +101,7 @@ class _MergeValues(Values):
         return arrays.mask(result, Array.of(("kv", "dropped"), self.real))
 
     def size(self, axis: str, type_: Type, layer: int) -> int:
-        """As of `Values`, and how many entries the KV head drops that drops most."""
+        """As in `Values`; `dropped` is P, the entries of the head that drops most."""
         return self.real.shape[1] if axis == "dropped" else super().size(axis, type_, layer)
 
     def receivers(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What is chosen of the entries of a layer, and the budget that it fills.
+"""Selections among the entries of a layer, and the budget that they fill.
 
 Dimensions: L layers, G KV heads, M candidates of a layer.
 """
@@ -87,7 +87,7 @@ def whole_budget(e: Values, layer: int) -> Array:
 
 
 def budget(e: Values, node: Node, layer: int) -> Array:
-    """The name `budget`: of these rules, or inside `propagate` of that section."""
+    """The name `budget`: that of these rules, or inside `propagate` that of the section."""
     outer = e.own_budget
     propagate = e.bound.program.propagate if node.value else None
     e.own_budget = e.rules.budget if propagate is None else propagate.budget

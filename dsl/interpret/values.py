@@ -61,7 +61,7 @@ class Values:
     """Values of nodes, each computed once per layer.
 
     Args:
-        rules: the program's rules whose budget and states the names mean.
+        rules: the program's rules, to whose budget and states names refer.
         layers: by number; deeper ones may be added while lower ones are computed.
         prompt: N tokens.
         generated: which decode step, from 1; None in the prefill.
@@ -108,7 +108,7 @@ class Values:
         return self.special(node, layer)
 
     def special(self, node: Node, layer: int) -> Array:
-        """What data decide."""
+        """The value of a node that data decide."""
         kind = node.operation.kind
         if node.operation.interpret is None:
             what = "a decode step" if self.generated else "the end of a layer's prefill"
@@ -142,9 +142,9 @@ class Values:
         return float(self.value(node, layer).data)
 
     def candidates(self, layer: int) -> int:
-        """M, entries that some KV head holds; at a layer that is not there yet those of the prompt.
+        """M, the entries that some KV head holds; N at a layer that has not been reached yet.
 
-        Only what needs no data is asked of such a layer.
+        Only values that need no data are asked for at such a layer.
         """
         return len(self.layers[layer].positions) if layer in self.layers else self.prompt
 
@@ -187,7 +187,7 @@ class Values:
         return self.known[key]
 
     def before(self, name: str, layer: int) -> Array:
-        """A state before this step: what was stored; of what is new, its start, or 0."""
+        """A state before this step: as stored; for new entries its `start`, or 0."""
         state = self.states[name]
         start = Array.of((), 0.0) if state.start is None else self.value(state.start, layer)
         start = self.broadcast(start, state.type, layer)
@@ -259,7 +259,7 @@ class Values:
         return Array.of(x.axes, x.data.take(positions, at), x.present.take(positions, at))
 
     def spread(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
-        """The array repeated along those of `kv`, `token` that it lacks."""
+        """The array with the axes `axes`, repeated along those of `kv`, `token` that it lacks."""
         sizes = {"kv": self.kv, "token": self.candidates(layer)}
         shape = tuple(sizes[axis] for axis in axes)
         data, present = x.to(axes)
@@ -279,7 +279,7 @@ class Values:
         return self._held(Array.of(axes, data, present), layer)
 
     def size(self, axis: str, type_: Type, layer: int) -> int:
-        """How long an axis of a type is at a layer."""
+        """Length of an axis of a type at a layer."""
         extent = type_.extent(axis)
         if extent is not None and axis == "query":
             return self.asking(extent.kind, extent.count, layer)
@@ -290,7 +290,7 @@ class Values:
         return {"kv": self.kv, "group": shape.group, "token": tokens, "dim": shape.head_dim}[axis]
 
     def asking(self, kind: str, count: Node | None, layer: int) -> int:
-        """How many queries there are in a window, or along the axis `query`."""
+        """Number of queries in a window, or along the axis `query`."""
         known = len(self.layers[layer].query_positions)
         if kind == "new" and self.generated:
             return 1
