@@ -52,7 +52,7 @@ class Heads:
     def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
         """A function that gives tensors with the KV heads of all ranks.
 
-        The exchange takes place when the result of any waiting request is first needed, for all.
+        The exchange takes place when any waiting result is first needed, and serves all that wait.
 
         Args:
             parts: every rank gives tensors of the same shapes in the same order.

@@ -38,9 +38,9 @@ class Prefill:
         later: nodes that are computed after the last layer, or in a merge.
         planned: nodes that the prompt's length decides, see `plannable`.
         passing: nodes whose values are not held: one other node reads them, nothing else does.
-        looks, early_looks: node that later layers read -> how many layers each `past` of it reads;
-            None: any layer may be read. `early_looks` are read by propagation or states, and
-            recorded as long as propagation is tested.
+        looks, early_looks: node that later layers read by `past` or `at` -> nodes of the numbers of
+            layers that `past` reads; None: any layer may be read. `early_looks` are read by
+            propagation or states, and recorded as long as propagation is tested.
         meets: whether layers look across KV heads, or propagate tokens, before the last one.
         merges_meet: whether merges look across KV heads.
         sums: sum state, by name -> R of its `name + R`, a reduction over queries.

@@ -101,7 +101,7 @@ class Merges:
         """The merge's states after it.
 
         Args:
-            before: the block's before it.
+            before: the block's merge states before it.
             kv: G.
         """
         if self.lists.layer is not None:
@@ -128,8 +128,8 @@ class Staying:
 
     Attributes:
         folded: the block after the steps.
-        proceed: bool [B, L]; a request loses entries only if all of its values are true, which say
-            that its numbers are finite.
+        proceed: bool [B, L], whether numbers of a layer are finite; a request loses entries only if
+            all of its values are true.
         repeats: whether `proceed` also says that each list keeps as many entries as at the last
             fold.
         in_place: whether staying entries may be merged in the pool by `merge` and turned there.

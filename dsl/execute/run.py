@@ -117,7 +117,7 @@ class Run:
             layer: from 0, each once; in order, where layers read those before them.
             q: [H, T, D] queries after RoPE of the last T of its tokens, at least min(`queries`, n).
             k: [G, n, D] keys after RoPE of the tokens that reached the layer, or rows of a pool.
-            v: [G, n, D] values likewise; None only without `bound.needs_values`.
+            v: [G, n, D] values likewise; may be None unless `bound.needs_values`.
             tokens: int64 [n], ascending: positions of the tokens that reached the layer; None: all.
             lse: float32 [H, T], the natural logarithm of each query's sum of exp(q k / sqrt(D))
                 over the tokens that it sees, as attention has found it. Only kernels read it,
@@ -235,7 +235,7 @@ class Run:
         )
         if tokens == self.prompt:
             return frame
-        # What the plan's frame holds is made for all tokens of the prompt.
+        # `fixed` and `memo` of the plan's frame are for all tokens of the prompt.
         positions = None if tokens == self.size else positions
         return replace(frame, tokens=tokens, positions=positions, fixed={}, memo={})
 
@@ -335,7 +335,7 @@ class Run:
         evaluation.states_of(self.program.bound.lowered.prefill.states)
         for x, numbers in prefill.looks.items():
             self._history.record(x, evaluation, _read(numbers, evaluation))
-        frame.vectors = {}  # of this layer alone
+        frame.vectors = {}  # the frame is this layer's alone
         self._evaluations[frame.layer] = replace(
             evaluation, known=known, passing=frozenset(), others=alone
         )

@@ -115,7 +115,7 @@ class Steps:
         advancing, leaving: generated kernels for the states, and for what is read where entries
             leave; None if there are none.
         advancing_roots, leaving_roots: nodes that these compute.
-        fixed_size: entries that a list takes before it is filled up to its budget.
+        fixed_size: whether lists keep as many entries at every later fold, see `FixedSize`.
         ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
         states_alike, keep_alike: whether layers may stand for more KV heads of one (`like_heads`):
             where several steps advance the states, and where `keep` decides.

@@ -26,7 +26,7 @@ _PROMPTS = (16, 100, 1000, 8000, 8200)
 _LONGEST = 2**20  # tokens
 _FOLDS = 2  # the second one begins from what the first left
 _ROWS = 16  # of a pool
-_LATEST = 1024  # decode steps among which those are sought at which entries may leave
+_LATEST = 1024  # decode steps that are searched for those at which entries may leave
 
 
 def prompts(bound: Bound) -> list[int]:
