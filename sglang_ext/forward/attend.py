@@ -17,7 +17,7 @@ def attend(
     """Attention of [B, T, H, D] queries over the entry lists of a layer.
 
     Args:
-        read: `paged_attention`.
+        read: `paged_attention`, of torch or Triton.
     """
     indptr, indices, apart = lists.layer(arena.place_of(layer.layer_id))
     key_scale, value_scale = scales_of(arena, layer)
@@ -27,5 +27,5 @@ def attend(
 
 
 def scales_of(arena: Arena, layer: Any) -> tuple[float, float]:
-    """By what keys and values of a layer are multiplied; the host knows, inside a capture too."""
+    """Scales of a layer's keys and values, numbers of the host, inside a capture too."""
     return (1.0, 1.0) if arena.scales is None else compat.kv_scales(layer)

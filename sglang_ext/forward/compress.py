@@ -28,16 +28,18 @@ def compress(
 ) -> None:
     """Copy a prompt's kept entries to the request's private pages, or give these back.
 
-    They are given back where everything is kept, and where the copy saves no slots, unless the
-    policy goes on while decoding from what it has kept.
+    They are given back if everything is kept, if the copy saves no slots and the policy does not go
+    on, and if there are no slots for it. Where tokens have left the prefill there must be a copy.
 
     Args:
         request: SGLang's.
-        slots: [N] int64 slots of the prompt.
-        kept: [l, g, N] bool, of the layers and KV heads that are here.
-        counts: [L, G] int64 on the host, how many entries of each list are kept, on all ranks and
-            stages.
-        run: of the policy's program, finished.
+        slots: int64 [N] slots of the prompt.
+        kept: bool [l, g, N], of the layers and KV heads that are here.
+        counts: int64 [L, G] entries that each list keeps, on all ranks and stages, on the host.
+        run: the policy's finished prefill of the prompt (`Run`).
+
+    Raises:
+        RuntimeError: tokens have left the prefill, and there are no slots for the copy.
     """
     store, needed = services.store, slots_of_copy(services.store, state, counts)
     if needed is None:
@@ -68,7 +70,7 @@ def compress(
 
 
 def slots_of_copy(store: Store, state: State, counts: torch.Tensor) -> int | None:
-    """How many slots a request's copy takes, [L, G] entries; None where it is to have none."""
+    """Slots that a copy of [L, G] entries takes; None if the request is to have no copy."""
     # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
     if state.progress.layer is not None:
         return store.slots_for(counts)
@@ -79,7 +81,7 @@ def slots_of_copy(store: Store, state: State, counts: torch.Tensor) -> int | Non
 
 
 def give_back(services: Services, state: State) -> None:
-    """A request goes on without a copy."""
+    """Free the private slots of a request, which goes on without a copy."""
     if state.private is not None:
         services.store.release(state.private)
         state.private = None
@@ -94,7 +96,7 @@ def copy_kept(
     counts: torch.Tensor,
     run: Any,
 ) -> None:
-    """Write all layers' kept entries, merged and rotated where the policy says so."""
+    """Write all layers' kept entries to private pages, merged and turned as the policy says."""
     arena, bound, kernels, layout = services.arena, served.bound, served.kernels, private.layout
     if bound.folded.prefill.merge is None and bound.positions != "slots":
         kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
@@ -122,7 +124,7 @@ def copy_kept(
 
 
 def _numbers(arena: Arena, place: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [G, N, D] at slots of a layer, as numbers."""
+    """Keys and values [G, N, D] of a layer at slots, times their scales."""
     k, v = arena.at_slots(place, slots)
     return k.dense(), v.dense()
 

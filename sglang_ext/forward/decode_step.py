@@ -1,11 +1,11 @@
-"""Requests of a policy in one decode forward: what they read, and what is noted and drops after it.
+"""Requests with policies in one decode forward: what they read, what is noted, what leaves.
 
-A backend reads either the device tables, all requests at once, or, where there is no kernel for
-them, lists of entries that are written out for each forward.
+A backend reads either the device tables, all requests at once, or, if it has no kernel for them,
+lists of entries that are written out for each forward.
 
 Nothing is shown to policies while the model computes. Queries are noted, and after the forward a
-policy is taken through all its pending steps (pending_steps.py) at once: where entries may leave,
-or where so many have gathered.
+policy is taken through all its pending steps (pending_steps.py) at once: when entries may leave, or
+when as many steps are pending as may gather.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Attend = Callable[[Lists, torch.Tensor], torch.Tensor]
 
 
 class DecodeStep:
-    """The rows of one forward that decode, one each: of a mixed one the last ones.
+    """The decoding rows of one forward, in a mixed one the last rows.
 
     Attributes:
-        leaving: of several stages, requests of which entries may leave after it, whatever has
-            failed here.
-        folds: of these, what is to be written when all stages know what stays.
+        leaving: with several stages, the requests that may lose entries after this forward, failed
+            ones included.
+        folds: their folds, to be written when all stages know what stays.
     """
 
     def __init__(self, services: Services, batch: Any, requests: Sequence[Any]) -> None:
         """
         Args:
-            requests: of the batch, those that decode.
+            requests: those of the batch that decode, in order of their rows.
         """
         self._services, self._arena = services, services.arena
         self._table = batch.req_to_token_pool.req_to_token
-        # There may be more rows than requests: beams of one request follow the others.
+        # There may be more rows than requests: those of further beams come last.
         self._all_lengths = batch.seq_lens_cpu.numpy()[len(batch.reqs) - len(requests) :].copy()
         self._lengths = self._all_lengths[: len(requests)]
         self._rows = rows = self._known(requests)
@@ -58,7 +58,7 @@ class DecodeStep:
         self.folds: list[GroupFold] = []
 
     def _known(self, requests: Sequence[Any]) -> DecodeRows:
-        """What is known of the requests, from the forward before where they are the same."""
+        """What is known of the requests, from the last forward if they are the same."""
         services, known = self._services, self._services.rows
         if known is None or not known.of(requests):
             services.forget_rows()
@@ -87,7 +87,7 @@ class DecodeStep:
 
     @property
     def held(self) -> list[Private | None]:
-        """[B] private pages of each row that reads compressed entries."""
+        """[B] private pages of each row; None for one that reads no compressed entries."""
         return [self._private.get(row) for row in range(len(self._all_lengths))]
 
     @property
@@ -97,7 +97,7 @@ class DecodeStep:
 
     @property
     def tail(self) -> int:
-        """Tokens that all rows read in ordinary slots."""
+        """Number of tokens that all rows together read in ordinary slots."""
         return int(self._all_lengths.sum()) - sum(self.tail_starts)
 
     @property
@@ -107,7 +107,7 @@ class DecodeStep:
 
     @cached_property
     def plain(self) -> torch.Tensor:
-        """[B''] int64 rows that read no compressed entries."""
+        """int64 [B''] rows that read no compressed entries."""
         others = [i for i in range(len(self._all_lengths)) if i not in self._private]
         return to_device(others, torch.int64, self._table.device)
 
@@ -121,15 +121,16 @@ class DecodeStep:
         Args:
             heads: [B, H, D] queries.
             out: [B, H, D], written in place.
-            attend: from lists of B' requests and queries [B', 1, H, D] to as much attention.
+            attend: from the lists of B' requests and their queries [B', 1, H, D] to their
+                attention, of the same shape.
         """
         out[self._index] = attend(self._lists, heads[self._index].unsqueeze(1))[:, 0]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A block in which the rows that policies concern are read, in one operation.
+        """A block that reads all rows with compressed entries in one operation.
 
-        If it fails, it has failed for all of them, and none is read so any more in this forward.
+        An exception is caught and fails all of them, see `fail_reading`.
         """
         try:
             yield
@@ -137,7 +138,7 @@ class DecodeStep:
             self.fail_reading(error)
 
     def fail_reading(self, error: Exception) -> None:
-        """Reading has failed for all rows that policies concern; none is read any more."""
+        """Fail all rows with compressed entries or noted queries; from now on there are none."""
         for row in {*self._private, *self._noted.tolist()}:
             self._services.failures.note(self._rows.requests[row], READING, error)
         self._private, self._noted = {}, self._noted[:0]
@@ -145,7 +146,7 @@ class DecodeStep:
             self.__dict__.pop(cached, None)
 
     def finish(self) -> None:
-        """After the forward: note its step; take policies through theirs, and fold what stays."""
+        """After the forward: note its queries, take policies through steps, and fold what stays."""
         failures, rows, lengths = self._services.failures, self._rows, self._lengths
         if len(self._noted):
             rows.note(self._noted, lengths, len(self._all_lengths))
@@ -153,7 +154,7 @@ class DecodeStep:
         leaving, due = self._leaving(may), failures.due()
         ends = sorted({*leaving, *full})
         going = self._going_on(ends, leaving)
-        if may or full or due:  # the same on all ranks, whatever fails on one
+        if may or full or due:  # the same on all ranks, even if one fails
             failures.agree(self._concerned)
         if self._services.stages.size > 1:
             self.leaving = self._known_to_leave(leaving)
@@ -161,7 +162,7 @@ class DecodeStep:
         for group, member in going:
             if not member.state.broken:
                 groups.setdefault(group, []).append(member)
-        # All policies have been asked before the host waits for the first one's numbers.
+        # Work of all groups has been launched before the host waits for numbers.
         folds = [
             fold
             for (_, leaves), members in groups.items()
@@ -186,11 +187,14 @@ class DecodeStep:
     def _going_on(
         self, rows: Sequence[int], leaving: set[int]
     ) -> list[tuple[tuple[Hashable, bool], Member]]:
-        """Requests whose policies are taken through their pending steps, and each one's group.
+        """Requests whose policies can be taken through their pending steps, each with its group.
 
         Args:
-            rows: of these requests.
-            leaving: of these, rows of which entries leave.
+            rows: of the requests.
+            leaving: the rows at which entries leave.
+
+        Returns:
+            (group, member) pairs; requests of one group are taken through their steps together.
         """
         if rows:
             self._rows.hand_over()
@@ -215,10 +219,10 @@ class DecodeStep:
         return found
 
     def _known_to_leave(self, rows: set[int]) -> list[Leaving]:
-        """The requests of which something may leave, on any stage, in order.
+        """The requests that may lose entries on any stage, in order of their rows.
 
         Args:
-            rows: of which it may here.
+            rows: those at which entries leave on this stage.
         """
         found = []
         for row, state in enumerate(self._rows.states):
@@ -231,7 +235,7 @@ class DecodeStep:
         return found
 
     def _leaving(self, may: Sequence[int]) -> set[int]:
-        """Rows of which entries leave, of those of which they may."""
+        """The rows at which entries leave, of those at which they may."""
         room, rows, leaving = Room(self._services), self._rows, set()
         for row in may:
             request, state, length = rows.requests[row], rows.states[row], int(self._lengths[row])
@@ -245,7 +249,7 @@ class DecodeStep:
         return leaving
 
     def _advance(self, members: list[Member], *, leaves: bool) -> list[GroupFold]:
-        """Take the policies of a group through their steps; where that fails, one by one."""
+        """Take the policies of a group through their steps; if that fails, one by one."""
         pending = [each.state.pending for each in members]
         queries = partial(queries_of, pending, self._services.queries)
         try:

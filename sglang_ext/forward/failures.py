@@ -1,17 +1,17 @@
 """A policy that fails in its work for one request fails for that request alone.
 
-Whatever is raised while a policy, or the plugin on its behalf, works for a request is caught at the
-request's border. Where all layers still hold all entries of its prompt, the request goes on with
-full KV; otherwise it ends with an HTTP 500 that names the policy. A policy that fails too often is
-disabled: its requests are served in full from then on.
+All exceptions raised while a policy, or the plugin on its behalf, works for a request are caught
+and noted for this request. If all layers still hold all entries of its prompt, the request goes on
+with full KV; otherwise it ends with an HTTP 500 that names the policy. A policy that fails too
+often is disabled: its requests are served in full from then on.
 
-Where a model is divided over ranks (`--tp`), a failure counts on all of them, at the same moment:
-what fails on one is noted there, and taken up by all where they next agree. That is where a prompt
-ends, where entries leave, every few decode steps, and where a request ends. A block in which ranks
-exchange tensors is joint: they agree where it ends, and none waits for one that has failed.
-Of stages (`--pp`) what has failed on any is taken up by all where they process the result of the
-forward in which it failed, or of the request's next one (stages.py). The ranks of one stage agree
-before, so that all of them leave the request alone and none waits for another.
+Where ranks divide the model (`--tp`), a failure counts on all of them, at the same moment: one that
+fails notes it, and all take it up when they next agree: when a prompt ends, when entries leave,
+every few decode steps, and when a request ends. A block in which ranks exchange tensors is joint:
+they agree at its end, and none waits for one that has failed.
+With stages (`--pp`) all take up a failure when they process the result of the forward in which it
+happened, or of the request's next forward (stages.py). The ranks of one stage agree before that, so
+that all of them leave the request alone and none waits for another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpolicy.sglang_ext.request.request import Served, State, state_of
 
 logger = logging.getLogger(__name__)
 
-# At what a policy failed, as messages say it.
+# Work at which a policy may fail, as messages name it.
 ADMISSION = "admission"
 SCORING = "scoring"
 CHOOSING = "choosing"
@@ -48,9 +48,9 @@ class Failures:
     """The failures of one scheduler's policies.
 
     Args:
-        most: failing requests after which a policy is disabled; 0 for never.
+        most: number of failing requests after which a policy is disabled; 0: never.
         failed: called when a request's policy has failed.
-        in_stages: whether other stages have other layers.
+        in_stages: whether there are several stages.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class Failures:
         """A block of work for one request: what it raises is noted and goes no further.
 
         Args:
-            stage: at what the policy works, for messages.
-            whole: whether the request's prompt is whole if the block fails; None: its state says.
+            stage: what the block works at, one of the constants above.
+            whole: whether the prompt is still whole if the block fails; None: `State.is_whole`.
             joint: whether ranks exchange tensors in it, or take slots: then all of them enter it,
                 and agree at its end.
         """
         return Contained(self, req, stage, whole, joint)
 
     def note(self, req: Any, stage: str, error: Exception, *, whole: bool | None = None) -> None:
-        """A policy has failed; arguments as of `contained`."""
+        """Note that a request's policy has failed; arguments as of `contained`."""
         state = state_of(req)
         if state is None or state.broken or isinstance(error, FailedElsewhere):
             return
         whole = state.is_whole if whole is None else whole
         self._log(state.served, req, stage, error)
         alone = self.ranks.size == 1 and not self._in_stages
-        if alone or stage == ADMISSION:  # all schedulers do the same
+        if alone or stage == ADMISSION:  # at admission all schedulers fail alike
             self._take_up(req, state, stage, whole=whole)
         else:
             state.failing = 1 + 2 * _STAGES.index(stage) + (not whole)
@@ -98,7 +98,7 @@ class Failures:
     def agree(self, requests: Iterable[Any]) -> None:
         """Take up what has failed on any rank; all ranks call it for the same requests.
 
-        In stages it is only known from then on, as `State.broken` on all ranks of this one.
+        With stages the ranks of this one only know it from then on, by `State.broken`.
         """
         if self.ranks.size == 1:
             return
@@ -112,11 +112,15 @@ class Failures:
                 state.failing = code
 
     def learn(self, req: Any, state: State, code: int) -> None:
-        """Take up how a request's policy has failed on any rank or stage, `State.failing` there."""
+        """Take up that a request's policy has failed on some rank or stage.
+
+        Args:
+            code: the largest `State.failing` of all ranks and stages; 0: it has not.
+        """
         if not code or state.failed:
             return
         self._hear(req, state, code, "stage" if self._in_stages else "rank")
-        # Since it failed its prompt may have been given up.
+        # Its prompt may have been given up since it failed.
         self._take_up(req, state, _stage(code), whole=code % 2 == 1 and state.is_whole)
 
     def _hear(self, req: Any, state: State, code: int, where: str) -> None:
@@ -130,7 +134,7 @@ class Failures:
             )
 
     def due(self) -> bool:
-        """Whether ranks agree at this decode step, which is said to each at each step."""
+        """Whether ranks agree at this decode step; every rank calls it once per step."""
         self._steps += 1
         return self.ranks.size > 1 and self._steps % _AGREE == 0
 
@@ -144,7 +148,7 @@ class Failures:
         self._count(state.served)
 
     def one_by_one(self, number: int, error: Exception) -> None:
-        """Logs, once per kind of error, that requests could not be taken through steps together."""
+        """Log, once per kind of error, that requests could not be taken through steps together."""
         kind = ("", DECODING, type(error))
         if kind not in self._logged:
             self._logged.add(kind)
@@ -209,10 +213,10 @@ class Failures:
 
 
 def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> None:
-    """A request whose prompt is whole goes on without its policy.
+    """Serve a request whose prompt is whole without its policy from now on.
 
     Raises:
-        TypeError: it has none.
+        TypeError: it has no policy.
     """
     state = state_of(req)
     if state is None:
@@ -233,12 +237,12 @@ def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> N
 
 
 def _stage(code: int) -> str:
-    """At what a policy failed, of `State.failing`."""
+    """What a policy failed at, by `State.failing`."""
     return _STAGES[(code - 1) // 2]
 
 
 class Contained:
-    """A block whose exceptions are one request's."""
+    """A block whose exceptions are noted for one request."""
 
     def __init__(
         self, failures: Failures, req: Any, stage: str, whole: bool | None, joint: bool
@@ -265,13 +269,13 @@ class Contained:
 
 
 def met(ranks: Ranks, error: Exception | None) -> Exception | None:
-    """How a block has ended in which ranks exchange tensors, when all have ended it.
+    """Wait until all ranks have ended a block in which they exchange tensors.
 
     Args:
-        error: what it has raised here.
+        error: what the block has raised on this rank; None: nothing.
 
     Returns:
-        That; or that another rank has failed.
+        `error`; or `FailedElsewhere` if it is None and another rank has failed.
     """
     if isinstance(error, FailedElsewhere):
         return error

@@ -2,16 +2,16 @@
 
 A fold takes in everything that a request has cached: its private pages, its tail in ordinary slots
 and, the first time, a prompt that still lies in the radix cache, of which it makes a copy. Then the
-tail's slots are freed, and the private slots become as many as are needed.
+tail's slots are freed, and the request has as many private slots as it needs.
 
-Where no entry changes, or only where it lies, and each list has pages for what it keeps, what stays
-is written in place, of many requests at once, and to other pages where it outgrows its own
-(group_fold.py). For other requests there are two ways:
+Where no entry changes, or entries can be changed where they lie, many requests are written at once:
+in place if each list has pages for what it keeps, else to other pages (group_fold.py). Any other
+request is written by itself, in one of two ways:
 
-* layer by layer: each list has pages for what it keeps, or, laid out anew, each layer's pages end
-  before those of the next one began. What a layer keeps is read, changed as the policy says, and
-  written, before the next layer is read.
-* all at once: more slots are needed. Everything that stays is read before anything is written.
+* layer by layer: if each list has pages for what it keeps, or each layer's pages in the new layout
+  end before those of the next layer began in the old one. What a layer keeps is read, changed as
+  the policy says, and written, before the next layer is read.
+* all at once: otherwise. Everything that stays is read before anything is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.memory.private import Private
     from kvpolicy.sglang_ext.memory.store import Store
 
-# From a layer and `there` [G, M] or None to k, v [G, M, D].
+# From a layer and `there`, bool [G, M] or None, to k, v [G, M, D].
 Read = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 # A layout is given up when it takes this many times the slots that the entries need.
@@ -42,11 +42,12 @@ _WASTEFUL = 1.125
 
 @dataclass(frozen=True)
 class Left:
-    """What a fold of a request comes to.
+    """How many entries stay and leave at a fold of a request.
 
     Attributes:
         kept: int64 [L, G] entries that stay, of all ranks and stages, on the host.
-        left: how many leave, of all lists together; fewest: of the list that loses fewest.
+        left: number of entries that leave all lists together.
+        fewest: number of entries that leave the list that loses fewest.
     """
 
     kept: torch.Tensor
@@ -55,18 +56,18 @@ class Left:
 
     @classmethod
     def of(cls, landed: Landed) -> Left:
-        """By the numbers that have landed, where there are no other stages."""
+        """From numbers of the device, if there is one stage only."""
         return cls(landed.kept, landed.left, landed.fewest)
 
     @classmethod
     def between(cls, there: torch.Tensor, kept: torch.Tensor) -> Left:
-        """Of int64 [L, G] entries that were there."""
+        """From int64 [L, G] entries before and after the fold, on the host."""
         gone = there - kept
         return cls(kept, int(gone.sum()), int(gone.min()))
 
 
 def begun(services: Services, request: Any, state: State, length: int) -> Private:
-    """The private pages of a request with so many tokens; at its first fold it has none yet."""
+    """The private pages of a request of `length` tokens; they begin, empty, at its first fold."""
     if state.private is None:
         row = request.kv.req_pool_idx
         state.private = services.store.allocate(row, state.served.name, 0, length, services.evict)
@@ -74,7 +75,7 @@ def begun(services: Services, request: Any, state: State, length: int) -> Privat
 
 
 def give_up_tail(services: Services, request: Any, state: State, length: int) -> None:
-    """From here on a request with so many tokens reads private pages, and then its newest ones."""
+    """Free the tail's slots: the tail of a request begins after its `length` tokens now."""
     state.compressed_copy.tail_start = length
     services.detach([(request, state)])
 
@@ -94,7 +95,7 @@ class _Rows:
 
 
 def fits(store: Store, private: Private | None, counts: torch.Tensor) -> bool:
-    """Whether each list of a request has pages for what it keeps, [L, G], and not many too many."""
+    """Whether each list has pages for its part of [L, G] kept entries, and few slots too many."""
     if private is None or not private.ready:
         return False
     if counts.tolist() == private.laid_out:
@@ -109,12 +110,12 @@ def wasteful(store: Store, private: Private, counts: torch.Tensor) -> bool:
 
 
 def fits_again(store: Store, private: Private) -> bool:
-    """The same where each list keeps as many entries as its pages hold."""
+    """As `fits`, if each list keeps as many entries as its pages hold now."""
     return private.slots.numel() <= _WASTEFUL * store.slots_with(private, private.tail_start)
 
 
 class Fold:
-    """One request of which entries may have left, after the forward."""
+    """The fold of one request, written by itself after the forward."""
 
     def __init__(
         self,
@@ -127,9 +128,9 @@ class Fold:
     ) -> None:
         """
         Args:
-            length: tokens of the request, the new one included.
-            read: of its entries, up to the new one.
-            choices: of the policy, for every layer.
+            length: number of the request's tokens, the new one included.
+            read: reads its entries, the new token's included.
+            choices: what stays at each layer; emptied when it is written.
         """
         self._services, self._request, self._state = services, request, state
         self._length, self._read, self._choices = length, read, choices
@@ -146,13 +147,13 @@ class Fold:
         services.reports.finished_fold(self._request, state, left.left, seconds)
 
     def _fits(self, counts: torch.Tensor) -> bool:
-        """As `fits`."""
+        """As the function `fits`."""
         return fits(self._services.store, self._state.private, counts)
 
     def _fits_by_layer(self, counts: torch.Tensor) -> bool:
-        """Whether the pages of each layer can be laid out anew before the next one is read.
+        """Whether each layer can be laid out anew and written before the next one is read.
 
-        On every stage: all take as many slots.
+        On every stage, because all stages take the same number of slots.
         """
         private = self._state.compressed_copy
         if not private.ready:
@@ -196,14 +197,14 @@ class Fold:
         self._place(layers, private.first_page)
 
     def leave_tail(self) -> None:
-        """What the tail's slots hold is in private pages, or dropped: they are given up."""
+        """Give up the tail's slots: what stays of their entries has been read."""
         give_up_tail(self._services, self._request, self._state, self._length)
 
     def _rows(self) -> Iterator[_Rows]:
-        """What stays of each layer in turn, read when it is asked for."""
+        """What stays of each layer in turn, read when it is iterated to."""
         dtype, choices = self._services.arena.storage.dtype, self._choices
         for layer in range(len(choices)):
-            choice = choices.pop(0)  # with merged rows, if any
+            choice = choices.pop(0)  # so that its merged rows are freed
             k, v = choice.rows
             if k is None or v is None:
                 read_k, read_v = self._read(layer, choice.there)
@@ -214,7 +215,7 @@ class Fold:
             yield _Rows(rounded(k, dtype), rounded(v, dtype), choice.kept)
 
     def _place(self, layers: Iterable[_Rows], first_page: torch.Tensor) -> None:
-        """Write the rows of each layer in turn; first_page [L, G] of their lists."""
+        """Write the rows of each layer in turn; first_page: [l, g] of their lists."""
         arena, place = self._services.arena, self._state.served.kernels.place
         pages = arena.pages(self._state.compressed_copy.slots)
         for rows, first in zip(layers, first_page, strict=True):

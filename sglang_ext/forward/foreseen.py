@@ -1,10 +1,10 @@
-"""Prompts that are compressed before the device has said how much stays of them.
+"""Prompts that are compressed before the device has said how many of their entries stay.
 
-By many policies the prompt's length decides how many entries each list keeps. Then the host takes
+With many policies the prompt's length decides how many entries each list keeps. Then the host takes
 slots, lays out pages and launches the copy while the device still computes the prompt, goes on to
-the next forward, and reads the device's own numbers where SGLang processes the result, for which
-the host waits anyway. Until then the prompt stays in its ordinary slots. If the model's tensors
-were not finite, nothing should have left, and the request goes back to these.
+the next forward, and reads the device's numbers when SGLang processes the result, for which the
+host waits anyway. Until then the prompt stays in its ordinary slots. If the model's tensors were
+not finite, nothing should have left, and the request reads those slots again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 
 def foreseen(state: State) -> list[int] | None:
-    """[L] entries that each list of a layer keeps of a request's prompt; None: the device says it.
+    """[L] entries that each list of a layer keeps of a request's prompt; None: wait for the device.
 
-    It does where the prompt's own slots are written to, which could not be taken back; where a
-    resumed request goes on from the copy at once; where the answer says which positions are kept;
-    and where a policy goes on from lists of which only their positions say how wide they are.
+    None if data decide the numbers; if the prompt's own slots are overwritten, which could not be
+    undone; if a resumed request goes on from the copy at once; if the answer says which positions
+    are kept; with several stages; and if a policy goes on whose KV heads keep different entries, so
+    that only their positions say how wide a layer is.
     """
     served = state.served
     if state.in_place or state.resumes or state.told.shows_kept or served.in_stages:
@@ -42,7 +43,7 @@ def foreseen(state: State) -> list[int] | None:
 
 
 def taken_over(state: State, layers: list[int]) -> Known:
-    """What a policy that goes on takes over of these layers' entries, all KV heads' the same."""
+    """What the host knows of [L] kept entries, the same of all KV heads, if the policy goes on."""
     held = [Held(number, alike=True) for number in layers] if state.folds else []
     return Known(held, max(layers) if state.folds else 0)
 
@@ -52,11 +53,11 @@ class Foreseen:
     """A request whose copy has been launched.
 
     Attributes:
-        progress: of the request then; another one if it has been retracted since.
-        counts: int64 [L, g] entries for which there is room, of the KV heads here, on the host.
-        numbers: int64 [L * g + 1] of the device: how many are kept, and whether the model's tensors
-            were finite.
-        arriving: the same, on their way to the host.
+        progress: the request's at the launch; it has another one if it was retracted since.
+        counts: int64 [L, g] entries for which each list has room, on the host.
+        numbers: int64 [L * g + 1] on the device: entries that each list keeps, and whether the
+            model's tensors were finite.
+        arriving: `numbers`, on their way to the host.
     """
 
     request: Any
@@ -67,9 +68,9 @@ class Foreseen:
     arriving: Arriving
 
     def fitting(self, kept: torch.Tensor) -> torch.Tensor:
-        """What is kept, bool [L, g, N]; the first entries if that is not as much as there is room.
+        """Bool [L, g, N] of as many entries as there is room for: `kept`, or else the first ones.
 
-        So that a request reads its own entries, and nobody else's, until the device has said it.
+        So that the request reads its own entries, and nobody else's, until `confirm`.
         """
         room = to_device(self.counts, torch.int64, kept.device)
         right = (self.numbers[:-1].view_as(room) == room).all()
@@ -83,7 +84,11 @@ class Foreseen:
         return self.state.progress is self.progress and holds
 
     def confirm(self, services: Services) -> None:
-        """The device says what it has kept; the host waits for it."""
+        """Wait for the device's numbers, and compare them with the room.
+
+        A request whose tensors were not finite is served in full. If the numbers differ, its policy
+        has failed.
+        """
         state, request = self.state, self.request
         if state.broken or state.private is None:
             return
@@ -102,11 +107,12 @@ class Foreseen:
 def launched(
     request: Any, state: State, counts: torch.Tensor, kept: torch.Tensor, finite: torch.Tensor
 ) -> Foreseen:
-    """Asks for the device's numbers of a request.
+    """Ask the device for a request's numbers.
 
     Args:
         counts: as the attribute.
-        kept: int64 [L, g] entries of each list, and finite: 0-d bool, on the device.
+        kept: int64 [L, g] entries that each list keeps, on the device.
+        finite: 0-d, whether the model's tensors were finite, on the device.
     """
     numbers = torch.cat([kept.flatten(), finite.long()[None]])
     return Foreseen(request, state, state.progress, counts, numbers, Arriving(numbers))

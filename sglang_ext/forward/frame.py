@@ -1,4 +1,4 @@
-"""Whose rows a forward holds at the layer that it has reached."""
+"""Which rows of an extend forward are which request's, at the current layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class Frame:
     """Rows of every request of an extend forward at the current layer.
 
-    At first these are the rows that SGLang laid out. When tokens leave the computation, the rows of
-    their request are fewer and those of the following requests move.
+    At first these are the rows that SGLang laid out. When tokens leave the prefill, their request
+    has fewer rows and those of the following requests move.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -21,11 +21,11 @@ class Frame:
             self._rows[id(request)] = slice(start, end)
 
     def rows(self, request: Any) -> slice | None:
-        """Rows of a request; None where it has none at this layer."""
+        """Rows of a request; None if it has none at this layer."""
         return self._rows.get(id(request))
 
     def there(self, request: Any) -> slice:
-        """Rows of a request that has some.
+        """Rows of a request that must have some.
 
         Raises:
             RuntimeError: it has none at this layer.
@@ -36,6 +36,6 @@ class Frame:
         return rows
 
     def replace(self, rows: Mapping[int, slice]) -> Mapping[int, slice]:
-        """Set the rows of every request that has some, by `id`; returns the earlier ones."""
+        """Set the rows of all requests that have any, by `id`; return the earlier ones."""
         earlier, self._rows = self._rows, dict(rows)
         return earlier

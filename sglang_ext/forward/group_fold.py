@@ -1,16 +1,18 @@
-"""Requests of one policy that are taken through their steps at once, and fold at once.
+"""Requests of one policy that are taken through their steps together, and fold together.
 
-One launch finds the entries of all lists of all layers and requests, one compacts them; see
-`dsl/execute/requests.py` for what lies between. What a request gets does not depend on the others.
+One launch finds the entries of all lists of all layers and requests, and one compacts them; between
+the two `dsl/execute/requests.py` decides what stays. What a request keeps does not depend on the
+others.
 
-The host waits for the device once, for how many entries stay. It does not where that is known: each
-list lost entries at the last fold, and no data decide its size (dsl/bind/fixed_size.py). Then the
-numbers are only read at the next fold. What stays of lists that outgrow their pages is written to
-other ones, of many requests at once. A request that has no private pages yet, whose lists became
-much shorter, or whose entries cannot change where they lie, is written by itself (fold.py).
+The host waits for the device once, for the numbers of entries that stay. It does not wait if these
+are known: each list lost entries at the last fold, and no data decide its size
+(dsl/bind/fixed_size.py). Then the numbers are only read at the next fold. Lists that outgrow their
+pages are written to other pages, of many requests at once. A request that has no private pages yet,
+whose lists became much shorter, or whose entries cannot be changed where they lie, is written by
+itself (fold.py).
 
-Of several stages (`--pp`) each finds what stays of its layers, waiting for the device, and writes
-it when all know how much that is (stages.py).
+With several stages (`--pp`) each finds what stays of its layers, waiting for the device, and writes
+it when all know how many entries that is (stages.py).
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.memory.arena import Arena
 
 
-MOST_LISTS = 65535  # programs along the second and third axis of a grid
-LARGEST = 2**28  # bytes of one number of every entry of the requests that are advanced at once
-MOVED = 2**30  # bytes of entries that are read before they are written to other pages
+MOST_LISTS = 65535  # programs along the second or third axis of a grid, at most
+LARGEST = 2**28  # bytes of one number per entry, of the requests that are advanced together
+MOVED = 2**30  # bytes of entries that are held while they move to other pages
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of the requests.
+    """One request of a group.
 
     Attributes:
-        length: its tokens, those of the steps included.
+        length: number of its tokens, those of the steps included.
         positions: [T] of the steps' tokens.
     """
 
@@ -71,12 +73,12 @@ class Member:
 
     @property
     def landed(self) -> Landed:
-        """What stays of the layers here; the host waits for these numbers of the last fold."""
+        """Numbers of what stays at this fold in the layers here; the host waits for them."""
         return self.memory.numbers()
 
 
 def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
-    """The requests of a group, as many at a time as are computed with little memory."""
+    """The requests of a group in parts, within `LARGEST` and `MOST_LISTS`."""
     widest = max(each.memory.width + len(each.positions) for each in members)
     lists = arena.layers * arena.kv_heads  # of a request
     size = max(min(LARGEST // (lists * widest * 8), MOST_LISTS // lists), 1)
@@ -96,7 +98,7 @@ class Group:
         """
         Args:
             table: [rows, context] SGLang's table of slots.
-            queries: as of `follow_together`, of the query heads that are here.
+            queries: as of `follow_together`, of this rank's query heads.
         """
         self._services, self._table, self._members = services, table, list(members)
         self._own_queries = queries
@@ -113,7 +115,7 @@ class Group:
         self._rows, self._lengths, self._newest, self._places = sent.unbind(0)
 
     def advance(self, *, leaves: bool) -> GroupFold | None:
-        """Take the policies through the steps; what is to be written, if entries may leave.
+        """Take the policies through the steps; return the folds, None if nothing may leave.
 
         If it raises, nothing has changed.
         """
@@ -125,7 +127,7 @@ class Group:
         return None if staying is None else GroupFold(self, staying)
 
     def _asked(self) -> torch.Tensor:
-        """As of `follow_together`, of all query heads that read the KV heads here."""
+        """Queries for `follow_together`, of all query heads that read the KV heads held here."""
         lists = len(self._members) * self._services.arena.layers
         own = self._own_queries().unflatten(0, (lists, -1))
         (asked,) = self._services.ranks.heads.queries([(own, 1)])
@@ -139,24 +141,24 @@ class Group:
 
 
 class GroupFold:
-    """Requests of which entries may have left, after the forward."""
+    """The folds of a group's requests, after the forward."""
 
     def __init__(self, together: Group, staying: Staying) -> None:
         self._together, self._staying = together, staying
         self._services = together._services
         self._written: dict[int, torch.Tensor] = {}
-        self._left: dict[int, Left] = {}  # by place, of those of which the host knows it
+        self._left: dict[int, Left] = {}  # by place in the group, if the host knows it
 
     @property
     def members(self) -> Sequence[Member]:
-        """The requests, by place."""
+        """The requests, by place in the group."""
         return self._together._members
 
     def finish(self) -> None:
-        """Write what stays. The host waits once at most, and not where it knows what stays."""
+        """Write what stays; the host waits at most once, and not if it knows how much that is."""
         started, members = time.perf_counter(), self.members
         failures, staying = self._services.failures, self._staying
-        # All have taken their steps in one block, whose numbers are on their way.
+        # All are in one block: the numbers of one arrive with those of the others.
         waits = staying.in_place and staying.repeats and not members[0].memory.landed()
         fixed: list[int] = []
         for place, each in enumerate(members):
@@ -168,10 +170,10 @@ class GroupFold:
         self._write(fixed, started)
 
     def settle(self, agreed: Mapping[int, Left]) -> None:
-        """Write what stays of requests, of which all stages know how much it is.
+        """Write what stays, when all stages know how much that is.
 
         Args:
-            agreed: by `id` of those that go on.
+            agreed: by `id` of the requests whose folds are carried out.
         """
         known = ((place, agreed.get(id(each.request))) for place, each in enumerate(self.members))
         self._left = {place: left for place, left in known if left is not None}
@@ -186,8 +188,8 @@ class GroupFold:
         """Write what stays.
 
         Args:
-            fixed: requests of which as much stays as before.
-            started: when the fold was.
+            fixed: places of requests whose lists all keep their sizes.
+            started: `time.perf_counter` at the beginning of the fold.
         """
         members, failures, staying = self.members, self._services.failures, self._staying
         known: list[int] = []
@@ -217,7 +219,7 @@ class GroupFold:
                 self._alone(place, each).write(self._left[place])
 
     def _slots_after(self, place: int) -> int:
-        """How many a request has when its fold is over, the same on every stage."""
+        """Private slots of a request after its fold, the same number on every stage."""
         store, private = self._services.store, self.members[place].state.private
         kept, now = self._left[place].kept, 0 if private is None else private.slots.numel()
         stays, moves = self._where(place)
@@ -227,8 +229,9 @@ class GroupFold:
         return max(now, needs) if moves else needs
 
     def _keep_pace(self, place: int, slots: int) -> None:
-        """Of a request whose fold has failed here, hold what it holds on other stages, until all
-        know; what it reads is its newest token.
+        """Have a request whose fold has failed here hold as many slots as on other stages.
+
+        It reads only its newest token, until all stages know.
         """
         each, services = self.members[place], self._services
         given = (services, each.request, each.state, each.length)
@@ -238,7 +241,7 @@ class GroupFold:
             services.store.hold(private, slots, services.evict)
 
     def _keeps_size(self, each: Member) -> bool:
-        """Whether it is known, without waiting, that what stays takes the place of what was."""
+        """Whether it is known without waiting that all lists keep their sizes, in their pages."""
         private = each.state.private
         if private is None or not private.full:
             return False
@@ -247,7 +250,7 @@ class GroupFold:
         return private.keeps_size and fits_again(self._services.store, private)
 
     def _drops(self, place: int) -> bool:
-        """Whether anything leaves."""
+        """Whether anything leaves; if not, the lists do not count as full any more."""
         private = self.members[place].state.private
         if self._left[place].left:
             return True
@@ -256,7 +259,7 @@ class GroupFold:
         return False
 
     def _where(self, place: int) -> tuple[bool, bool]:
-        """Whether what stays is written in place, or else to other pages with that of others."""
+        """Whether what stays is written in place; whether to other pages, with other requests'."""
         store, private = self._services.store, self.members[place].state.private
         kept = self._left[place].kept
         if private is None or not private.ready or not self._staying.in_place:
@@ -264,7 +267,7 @@ class GroupFold:
         return fits(store, private, kept), not wasteful(store, private, kept)
 
     def _contained(self, places: list[int], write: Callable[[], None]) -> None:
-        """Write what stays of some requests; if it fails, all fail, on all ranks."""
+        """Write what stays of some requests; if that fails, all of them fail, on all ranks."""
         error, failures = None, self._services.failures
         try:
             write()
@@ -278,7 +281,7 @@ class GroupFold:
             failures.agree(requests)
 
     def _merged(self, places: list[int], proceed: torch.Tensor) -> list[torch.Tensor]:
-        """What says where lists lie and what stays, of some requests whose entries are merged."""
+        """Merge entries of some requests; return their rows, lengths, kept, there and proceed."""
         together, staying = self._together, self._staying
         number = len(self.members)
         given = [together._rows, together._lengths, staying.kept, staying.there, proceed]
@@ -329,13 +332,13 @@ class GroupFold:
         self._turn(*where, kept, there, proceed)
 
     def _turn(self, *given: Any) -> None:
-        """Turn the keys that stay, where a policy asks for it; given as to the kernel "turn"."""
+        """Turn the keys that stay if `positions: slots`; `given` as to the kernel `turn`."""
         together = self._together
         if together._bound.positions == "slots":
             self._services.rotary.turn(together._kernels.turn, *given)
 
     def _portions(self, places: list[int]) -> Iterator[list[int]]:
-        """Some requests, as many at a time as are moved with little memory."""
+        """Places of requests in portions, of at most `MOVED` bytes or one request each."""
         entry = 2 * self._services.arena.entries[0].nbytes
         some: list[int] = []
         size = 0
@@ -349,7 +352,7 @@ class GroupFold:
             yield some
 
     def _only(self, places: list[int], proceed: torch.Tensor) -> torch.Tensor:
-        """Bool [B, P], `proceed` of some requests, false of the others."""
+        """bool [B, P], `proceed` of the requests at `places`, false for the others."""
         some = set(places)
         chosen = [place in some for place in range(len(proceed))]
         return proceed & to_device(chosen, torch.bool, proceed.device)[:, None]
@@ -357,7 +360,7 @@ class GroupFold:
     def _finish(
         self, fixed: list[int], known: list[int], moving: list[int], seconds: float
     ) -> None:
-        """Requests' lists have been written: their tails are given up, and it is said what left."""
+        """Give up the tails of requests whose lists have been written, and report what left."""
         members, failures = self.members, self._services.failures
         ended: list[tuple[Member, int]] = []
         ends = (fixed, self._end_fixed), (known, self._end_known), (moving, self._end_moved)
@@ -379,7 +382,7 @@ class GroupFold:
                     self._services.reports.finished_fold(each.request, each.state, left, seconds)
 
     def _end_fixed(self, place: int, each: Member) -> int:
-        """Lists that last are as long as before: every one has lost what came; how many in all."""
+        """Note lists that kept their sizes, and so lost what was added; return how many entries."""
         private = each.state.compressed_copy
         lists = len(private.laid_out) * len(private.laid_out[0])
         left = (each.length - private.tail_start) * lists
@@ -388,7 +391,7 @@ class GroupFold:
         return left
 
     def _end_known(self, place: int, each: Member) -> int:
-        """The same of lists that were written in place by numbers that the host knows."""
+        """Note lists that were written in place; return how many entries left."""
         private, store = each.state.compressed_copy, self._services.store
         kept = self._left[place].kept
         if kept.tolist() == private.laid_out:
@@ -399,12 +402,12 @@ class GroupFold:
         return self._end_moved(place, each)
 
     def _end_moved(self, place: int, each: Member) -> int:
-        """The same of lists that have been written elsewhere."""
+        """Note lists that were written to other pages; return how many entries left."""
         each.state.compressed_copy.full = self._left[place].fewest > 0
         return self._left[place].left
 
     def _alone(self, place: int, each: Member) -> Fold:
-        """The fold of a request whose lists get other pages."""
+        """The fold of a request that is written by itself."""
         services, together = self._services, self._together
         slots = together._bound.positions == "slots"
         reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
@@ -414,10 +417,10 @@ class GroupFold:
 
 @lru_cache(maxsize=256)
 def _all(number: int, device: torch.device) -> torch.Tensor:
-    """Bool [B, 1], true and never written."""
+    """bool [B, 1], all true; cached, so never written to."""
     return torch.ones(number, 1, dtype=torch.bool, device=device)
 
 
 def _number(counts: Sequence[torch.Tensor]) -> int:
-    """Entries of all lists, each [L, G] on the host."""
+    """Sum of the entries of all lists, each [L, G] on the host."""
     return sum(sum(map(sum, own.tolist())) for own in counts)

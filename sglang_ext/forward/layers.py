@@ -17,10 +17,11 @@ def wrap(services: Services, runner: Any, names: Sequence[str]) -> None:
 
     Args:
         runner: SGLang's model runner.
-        names: of the policies that need it.
+        names: of the policies that propagate.
 
     Raises:
-        Refused: layers of the model's class do not pass their rows on in the known way.
+        Refused: the model's class is not one from whose layers rows may leave, or a layer could
+            not be wrapped.
     """
     model, listed = runner.model, ", ".join(f"`{name}`" for name in names)
     layers = compat.decoder_layers(model)

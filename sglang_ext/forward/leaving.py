@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Leaving(NamedTuple):
-    """A request of which entries may leave after a forward.
+    """A request that may lose entries after a forward.
 
     Attributes:
-        length: its tokens, the last step's included.
+        length: number of its tokens, the last step's included.
     """
 
     request: Any
@@ -24,7 +24,7 @@ class Leaving(NamedTuple):
 
 
 class Room:
-    """Slots that the folds of one forward may take, found before anything is chosen.
+    """Slots that the folds of one forward may take, counted before anything is chosen.
 
     A policy cannot take back what it let leave, so a fold is begun only if it can be finished.
     """
@@ -35,19 +35,20 @@ class Room:
         self._free: int | None = None
 
     def promise(self, request: Any, state: State, length: int) -> bool:
-        """Whether there are slots for a fold even if nothing leaves; they count as taken then.
+        """Whether there are slots for a fold even if nothing leaves; if so, they count as taken.
 
         Args:
-            length: tokens of the request, the new one included.
+            length: number of the request's tokens, the new one included.
         """
         slots = self._services.store.slots_with(state.private, length)
         return self.take(request, state, length, slots)
 
     def take(self, request: Any, state: State, length: int, slots: int) -> bool:
-        """Whether a fold may come to so many slots; what it needs counts as taken then.
+        """Whether a request may have `slots` slots after a fold; if so, the missing ones are taken.
 
         Args:
             length: as of `promise`.
+            slots: private slots of the request after the fold.
         """
         store, tree = self._services.store, self._services.tree
         need = slots - (0 if state.private is None else state.private.slots.numel())
@@ -66,7 +67,11 @@ class Room:
 
 
 def check_last_fold(services: Services, request: Any, state: State) -> None:
-    """Raise unless the last fold kept what it was reckoned to keep, if it did not wait."""
+    """Check a fold for whose numbers the host did not wait.
+
+    Raises:
+        RuntimeError: it kept other numbers of entries than the host assumed.
+    """
     landed, private, own = state.memory.land(), state.private, services.arena.own
     if landed is None or not landed.finite or private is None or not private.full:
         return
@@ -77,12 +82,12 @@ def check_last_fold(services: Services, request: Any, state: State) -> None:
 def may_leave(services: Services, room: Room, request: Any, state: State, length: int) -> bool:
     """Whether entries leave at the decode step of a request's last token.
 
-    If they should, and there is no room for what might stay, the step is noted as skipped. Stages
-    look for room when all know what stays (stages.py).
+    If they should, but there is no room for what might stay, the step is noted as skipped. With
+    several stages room is looked for later, when all know what stays (stages.py).
 
     Args:
         room: of this forward.
-        length: tokens of the request, that one included.
+        length: number of the request's tokens, that one included.
     """
     step = length - state.prompt
     if not state.leaves_at(step):

@@ -1,9 +1,11 @@
-"""What one of several stages (`--pp`) has found of a request whose prompt ends.
+"""What one of several stages (`--pp`) has found for a request whose prompt ends.
 
-Either it has chosen what its layers keep, and says how much that is; or its policy compares layers,
-and it says the numbers by which: then all stages choose when they have heard these of all layers.
+Either the stage has chosen what its layers keep, and tells the others how many entries that is; or
+the policy compares layers, and the stage tells the numbers that are compared: all stages choose
+when they have them of all layers.
 
-Dimensions: L layers of the model, l those of the stage, G KV heads, N tokens of the prompt.
+Dimensions: L layers of the model, l of the stage, G KV heads of the model, g of the rank, N tokens
+of the prompt, S numbers of a layer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from kvpolicy.sglang_ext.request.request import State
 
 
 def numbers_of_layer(state: State, kv_heads: int) -> int:
-    """How many numbers each layer's stage says of a request."""
+    """How many int64 a stage tells of each of its layers, for one request."""
     exchanged = state.served.program.exchanged
     if exchanged:
         return len(exchanged) * PARTS
@@ -33,8 +35,8 @@ class Part(ABC):
     """What one stage knows after the forward.
 
     Attributes:
-        run: of the policy's program.
-        finite: whether the model's tensors were, here.
+        run: the policy's prefill of the prompt (`Run`).
+        finite: whether the model's tensors were finite on this stage.
     """
 
     state: State
@@ -43,36 +45,36 @@ class Part(ABC):
 
     @abstractmethod
     def said(self) -> torch.Tensor:
-        """int64 [l, `numbers_of_layer`], none negative, on the host."""
+        """What other stages are told: int64 [l, `numbers_of_layer`], none negative, on the host."""
 
     @abstractmethod
     def counts(self, said: torch.Tensor) -> torch.Tensor:
-        """int64 [L, G] entries of each list, on the host; once all stages' layers have been said.
+        """int64 [L, G] entries that each list keeps, on the host.
 
         `settle` has told the run whether the model's tensors were finite.
 
         Args:
-            said: [L, `numbers_of_layer`].
+            said: int64 [L, `numbers_of_layer`] of all stages.
         """
 
     @abstractmethod
     def choose(self) -> tuple[torch.Tensor, Known]:
-        """bool [l, g, N] that is kept here, and what is known of it; after `counts`."""
+        """bool [l, g, N] kept here, and what the host knows of it; called after `counts`."""
 
     def positions(self, said: torch.Tensor) -> torch.Tensor | None:
-        """bool [L, G, N] that all layers keep, where the answer is to say it."""
+        """bool [L, G, N] kept in all layers; None if the answer does not say it."""
         return None
 
 
 @dataclass(frozen=True)
 class Chosen(Part):
-    """The stage has chosen.
+    """A stage that has chosen.
 
     Attributes:
-        kept: bool [l, g, N] of the layers and KV heads that are here.
-        own: int64 [l, G] entries of each list of these layers, on the host.
-        known: of its layers, where the policy goes on.
-        shown: bool [l, G, N] that all ranks keep of them, where the answer is to say it.
+        kept: bool [l, g, N].
+        own: int64 [l, G] entries that each list of the stage keeps, on the host.
+        known: what the host knows of `kept`, for a policy that goes on.
+        shown: bool [l, G, N] kept on all ranks; None if the answer does not say it.
     """
 
     kept: torch.Tensor
@@ -100,10 +102,10 @@ class Chosen(Part):
 
 @dataclass(frozen=True)
 class Comparing(Part):
-    """The stage has yet to hear of the others' layers.
+    """A stage that cannot choose before it knows the numbers of the others' layers.
 
     Attributes:
-        numbers: int64 [l, S, `PARTS`] of its layers, on the host.
+        numbers: int64 [l, S, `PARTS`] that are compared, of its layers, on the host.
         kv_heads: G.
     """
 

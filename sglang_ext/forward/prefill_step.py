@@ -2,16 +2,16 @@
 
 Where a prompt's length does not decide how many entries each list keeps (foreseen.py), the host
 waits for the device once after the last layer, for all such prompts that end in the forward: it
-needs to know these numbers, and whether the tensors were finite. What else makes it wait:
+needs to know these numbers, and whether the tensors were finite. It also waits for:
 
-* a policy that propagates: once per prompt at each layer after which it lets tokens go, for how
-  many they are, once more where the radix cache had some of them; and for a condition that data
-  decide, once per prompt and layer at which it is tested
+* a policy that propagates: once per prompt at each layer after which tokens leave, for how many go
+  deeper, and once more if the radix cache had some of the prompt's tokens; and, if data decide the
+  condition, once per prompt and layer at which it is tested
 * `cluster[layer]`, and `split[layer]` and `cascade[layer]` of totals or maxima that data decide:
   once per prompt, because the host divides exactly
 * layers in pairs (share.py): once per pair, for how many tokens keep both originals
 * a request that asks which positions are kept: once
-* kernels of torch, which define the others: wherever their references look at values
+* the torch references of kernels: wherever they look at values
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ class Scored:
     """A request whose prompt ends in this forward.
 
     Attributes:
-        slots: [n] int64 slots of the tokens that are there: at first all N of the prompt.
-        tokens: [n] int64 their positions in the prompt; None: all.
-        prompt_slots: [N] int64 slots of all tokens that the run decides about.
-        run: of the policy's program.
-        queries: last queries that it observes at a layer, where there are so many.
-        chosen: [m] int64 indices into the n tokens, which alone go deeper than the layer just
-            observed; None if all do.
-        origin: [N] int64 positions in the prompt of what the run decides about, after a restart
-            of a request that asks for them; None: the run's are the prompt's.
-        foreseen: [L] entries that each list of a layer keeps; None: the device says it.
+        slots: int64 [n] slots of the tokens that reach the current layer, at first all N.
+        tokens: int64 [n] positions of these tokens in the prompt; None: all N.
+        prompt_slots: int64 slots of all tokens that `run` decides on: [N], or [m] of a second
+            prefill.
+        run: the policy's prefill of the prompt (`Run`).
+        queries: number of last queries that `run` observes at a layer, if it has so many tokens.
+        chosen: int64 [m] indices into the n tokens: those that go deeper than the layer just
+            observed; None: all.
+        origin: int64 [m] positions in the prompt of a second prefill's tokens, if the request asks
+            which are kept; None: positions of `run` are those of the prompt.
+        foreseen: [L] entries that each list of a layer keeps; None: wait for the device.
     """
 
     request: Any
@@ -69,12 +70,12 @@ class Scored:
     foreseen: list[int] | None = None
 
     def narrow(self, chosen: torch.Tensor) -> None:
-        """Only the chosen tokens [m] are there from now on."""
+        """Leave out all but the chosen tokens, int64 [m] indices into the n."""
         self.slots = self.slots[chosen]
         self.tokens = chosen if self.tokens is None else self.tokens[chosen]
 
     def restart(self, chosen: torch.Tensor) -> None:
-        """The prefill begins again on the chosen tokens [m]; their entries go to the last slots."""
+        """Begin again on the chosen tokens, int64 [m]; their entries go to the last m slots."""
         tokens = chosen.numel()
         if self.state.told.shows_kept:
             self.origin = chosen
@@ -85,16 +86,16 @@ class Scored:
 
 @dataclass
 class _Windowed:
-    """A request with queries of its observation window in a chunk that is not its last."""
+    """A request with a chunk, not its last, that holds queries of the observation window."""
 
     request: Any
     state: State
-    count: int  # of its last rows
+    count: int  # of these queries, the last rows of the chunk
 
 
 @dataclass
 class _Accumulated:
-    """A request with a chunk that is not its last, whose policy adds up what all queries say."""
+    """A request with a chunk, not its last, whose policy sums over all queries."""
 
     request: Any
     state: State
@@ -106,10 +107,10 @@ class _Chosen:
     """What one request keeps, on the device.
 
     Attributes:
-        kept: [l, g, N] bool, of the layers and KV heads that are here.
-        counts: [L, g] entries of each list.
-        held: as of `Held.of` [L, 2] or, where nothing is remembered, [0, 2].
-        finite: 0-d bool, whether the model's tensors were.
+        kept: bool [l, g, N], of the layers and KV heads that are here.
+        counts: int64 [l, g] entries of each list.
+        held: int64 [l, 2] as of `Held.of`; [0, 2] if the policy remembers nothing.
+        finite: 0-d, whether the model's tensors were finite.
     """
 
     kept: torch.Tensor
@@ -122,9 +123,9 @@ class PrefillStep:
     """What the policies see and decide in one extend forward.
 
     Attributes:
-        ending: requests whose prompt ends in it, whatever has failed here.
-        foreseen: of these, those compressed before the device has said how much stays.
-        parts: of several stages, what this one has found, by `id` of the request.
+        ending: requests whose prompt ends in it, failed ones included.
+        foreseen: those of them compressed before the device has said how many entries stay.
+        parts: with several stages, what this one has found, by `id` of the request.
     """
 
     def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
@@ -151,8 +152,8 @@ class PrefillStep:
         """Note what a request needs in this forward.
 
         Args:
-            slots: [n] int64 of its tokens up to the end of the forward.
-            prefix: tokens before it.
+            slots: int64 [n] of its tokens up to the end of the forward.
+            prefix: number of its tokens before the forward.
         """
         length = slots.numel()
         first = max(prefix, state.prompt - state.queries)
@@ -173,7 +174,7 @@ class PrefillStep:
 
     @property
     def reads_lse(self) -> bool:
-        """Whether a policy here has less to compute if attention gives its log-sum-exp."""
+        """Whether a policy in this forward computes less if attention gives its log-sum-exp."""
         states = [each.state for each in self._windowed]
         states += [each.state for each in self._accumulated]
         states += [each.state for each in self.scored]
@@ -183,7 +184,7 @@ class PrefillStep:
         """Show one layer to the policies; its keys and values are in the pool already.
 
         Args:
-            queries: of all rows of the forward.
+            queries: of all rows of the forward at this layer.
         """
         for each in self._windowed:
             rows = self._frame.rows(each.request)
@@ -222,7 +223,7 @@ class PrefillStep:
     def _entries(
         self, state: State, layer: Any, slots: torch.Tensor
     ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
-        """Keys and values of one layer at the slots [n], as a policy's program takes them."""
+        """Keys and values of a layer at int64 [n] slots, as a policy's program takes them."""
         arena = self._services.arena
         k, v = arena.at_slots(arena.place_of(layer.layer_id), slots)
         values = v if state.served.bound.needs_values else None
@@ -233,7 +234,7 @@ class PrefillStep:
     def _of_heads(self, queries: Queries, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries [H, T, D] as a policy's program takes them, and their log-sum-exp [H, T].
 
-        Of the query heads that read the KV heads here, those of other ranks among them.
+        H are all query heads that read the KV heads held here, those of other ranks included.
         """
         parts = [(compat.scaled(queries.heads, layer).transpose(0, 1), 0)]
         if queries.lse is not None:
@@ -261,14 +262,14 @@ class PrefillStep:
         scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
 
     def _score(self, scored: Scored) -> None:
-        """All layers, where none had to be scored by itself."""
+        """Score all layers at once; see `Run.score`."""
         k, v = self._services.arena.of_all_layers(scored.slots)
         scored.run.score(k, v if scored.state.served.bound.needs_values else None)
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages.
 
-        Of several stages, choose, or find what the others have to know first.
+        With several stages, only choose, or find the numbers that the others need first.
         """
         failures, found = self._services.failures, []
         for each in self.scored:
@@ -289,7 +290,7 @@ class PrefillStep:
             if each.foreseen is not None:
                 self._compress_at_once(each, own, each.foreseen)
         chosen = [(each, own) for each, own in chosen if each.foreseen is None]
-        # All have been asked before the host waits for the first one's numbers.
+        # Work of all requests has been launched before the host waits for numbers.
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
             for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
@@ -307,7 +308,11 @@ class PrefillStep:
             self._ended(each, counts)
 
     def _compress_at_once(self, scored: Scored, own: _Chosen, layers: list[int]) -> None:
-        """Compress a prompt of which as much stays as foreseen, [L], if its tensors are finite."""
+        """Compress a prompt without waiting for the device.
+
+        Args:
+            layers: [L] entries that each list of a layer keeps, if tensors are finite.
+        """
         failures, store = self._services.failures, self._services.store
         request, state = scored.request, scored.state
         counts = torch.tensor(layers)[:, None].expand(-1, store.kv_heads).contiguous()
@@ -321,7 +326,7 @@ class PrefillStep:
         self._ended(scored, counts)
 
     def _ended(self, scored: Scored, counts: torch.Tensor) -> None:
-        """A prompt has been compressed, or that has failed on some rank."""
+        """Report a prompt that has been compressed, unless that has failed on some rank."""
         if not scored.state.broken:
             with self._services.failures.contained(scored.request, COMPACTION):
                 self._note(scored, int(counts.sum()))
@@ -335,20 +340,20 @@ class PrefillStep:
         return Comparing(scored.state, scored.run, sure, numbers, self._services.store.kv_heads)
 
     def settle(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
-        """Carry out what the stages have found of a request.
+        """Compress a request's prompt by what all stages have found.
 
-        A request for which it fails here holds as many slots as on other stages, and reads its
-        newest token, until all know.
+        If that fails here, the request holds as many slots as on other stages and reads only its
+        newest token, until all stages know.
 
         Args:
-            said: [L, `numbers_of_layer`] of all stages' layers, on the host.
-            finite: whether the model's tensors were, on all stages.
+            said: int64 [L, `numbers_of_layer`] of all stages' layers, on the host.
+            finite: whether the model's tensors were finite on all stages.
         """
         failures, part = self._services.failures, self.parts[id(request)]
         scored = next(each for each in self.scored if each.request is request)
         state = scored.state
         table = self._services.tree.req_to_token_pool.req_to_token
-        # The radix cache may have had the same prompt, and given up these slots for its own.
+        # The radix cache may have had the same prompt, and freed these slots in favor of its own.
         scored.prompt_slots = table[request.kv.req_pool_idx, : state.prompt].to(torch.int64)
         counts = chosen = None
         with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
@@ -371,21 +376,21 @@ class PrefillStep:
                 state.told.kept = described(positions, None, state.prompt)
             self._note(scored, int(counts.sum()))
         if state.resumes and state.decoding is not None:
-            # What it computes next is not offered to the radix cache, which might take other slots
-            # for it before all stages know what stays.
+            # Keep what it computes next from the radix cache, which might put other slots in its
+            # place before all stages know what stays.
             request.skip_radix_cache_insert = state.progress.barred = True
 
     def _keep_pace(
         self, request: Any, state: State, counts: torch.Tensor | None, *, finite: bool
     ) -> None:
-        """Hold what a request holds on other stages, and nothing in it.
+        """Hold as many slots as the request holds on other stages, without entries in them.
 
         Args:
-            counts: as of `Part.counts`; None where that has failed.
+            counts: result of `Part.counts`; None if that has failed.
         """
         services = self._services
         if not finite:
-            state.forget()  # nothing leaves on other stages, either
+            state.forget()  # as on other stages, where nothing leaves
         if counts is None:
             return
         slots = slots_of_copy(services.store, state, counts)
@@ -406,10 +411,12 @@ class PrefillStep:
         return _Chosen(kept, kept.sum(dim=2), held, finite)
 
     def _numbers(self, chosen: list[_Chosen]) -> Iterator[list[torch.Tensor]]:
-        """What the host needs of each request, in one transfer.
+        """Bring what the host needs of each request to it, in one transfer.
 
-        [L, G] entries of each list, at how many positions some head of its layer and rank keeps an
-        entry, where that is remembered, and what is known here.
+        Returns:
+            Of each: int64 [l, G] entries of each list, of all ranks; int64 [l, G], or [0, G] if
+            nothing is remembered, positions that some head of the list's layer and rank keeps;
+            `held` and `finite`.
         """
         parts = [
             (x, 1) for own in chosen
@@ -429,14 +436,14 @@ class PrefillStep:
         compress(self._services, scored.request, state, scored.prompt_slots, kept, counts, run)
 
     def _describe(self, scored: Scored, kept: torch.Tensor) -> None:
-        """Which of [L, g, N] entries were copied, where the answer is to say it."""
+        """Note which of bool [l, g, N] entries were copied, if the answer is to say it."""
         state, told = scored.state, scored.state.told
         paired = bool(state.served.upper_layers)  # they hold everything
         if told.shows_kept and not told.counted and state.private is not None and not paired:
             told.kept = described(self._of_all_heads(kept), scored.origin, state.prompt)
 
     def _of_all_heads(self, kept: torch.Tensor) -> torch.Tensor:
-        """bool [l, G, N], what all ranks keep, of [l, g, N]."""
+        """bool [l, G, N] kept on all ranks, from this rank's [l, g, N]."""
         (whole,) = self._services.ranks.heads.gathered([(kept, 1)])
         return whole
 
@@ -450,6 +457,6 @@ class PrefillStep:
 
 
 def _known(held: torch.Tensor, widest: torch.Tensor) -> Known:
-    """Of what `PrefillStep._numbers` says on the host."""
+    """What the host knows, from two results of `PrefillStep._numbers`."""
     layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
     return Known(layers, max(widest.flatten().tolist(), default=0))

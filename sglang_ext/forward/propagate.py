@@ -1,15 +1,15 @@
 """Prefill in which tokens leave: deeper layers compute only the rows that a policy chose.
 
-Every decoder layer of the model is wrapped. After a layer at which tokens leave, the rows of the
-hidden states and of the residual stream are gathered, and a view of the forward batch takes the
+Every decoder layer of the model is wrapped. After a layer at which tokens leave, the chosen rows of
+the hidden states and of the residual stream are gathered, and a view of the forward batch takes the
 place of SGLang's: each request has its chosen tokens' slots in a scratch row of the table of slots.
-Chosen tokens from the radix cache are read there and have no rows. After the last layer the
-rows take the batch's own length again: the row from which a request's logits are taken holds its
-last computed token.
+Chosen tokens from the radix cache are read by these slots and have no rows. After the last layer
+there are as many rows as in SGLang's batch again: the row from which a request's logits are taken
+holds its last computed token.
 
 A prompt in chunks waits at the layer after which its tokens leave: rows of earlier chunks are held
-until the last chunk, and layers without any row are skipped. A policy that restarts has its chosen
-tokens embedded and computed from layer 0 on, at positions 0, 1, ..., before deeper layers go on.
+until the last chunk, and layers without any row are skipped. If a policy restarts, chosen tokens
+are embedded and computed from layer 0 on, at positions 0, 1, ..., before deeper layers go on.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ Layer = Callable[..., torch.Tensor]
 
 @dataclass
 class _Part:
-    """One request in the forward; it keeps all its rows."""
+    """One request of the forward, here one that keeps all its rows."""
 
     request: Any
     index: int  # in the batch
     own: slice  # its rows in SGLang's batch
     row: int  # of the table of slots
-    length: int  # tokens there
-    lost: bool = field(default=False, kw_only=True)  # it failed: no row of it is worth anything
+    length: int  # number of its tokens in that row
+    lost: bool = field(default=False, kw_only=True)  # it failed: its rows are void
 
 
 @dataclass
 class _Leaving(_Part):
-    """A request of which rows leave, or may."""
+    """A request whose rows leave, or may."""
 
     state: State
     plan: Plan
-    scored: Scored | None  # in the forward that ends its prompt
+    scored: Scored | None  # only in the forward that ends its prompt
 
     @property
     def keeps_rows(self) -> bool:
@@ -61,7 +61,7 @@ class _Leaving(_Part):
         return self.state.failed and self.state.is_whole
 
     def leaves(self, layer: int, layers: int) -> bool:
-        """Whether rows leave or join after one of so many layers."""
+        """Whether rows leave or join after `layer`, of `layers` in all."""
         stops = self.plan.layer == layer
         if self.scored is None:
             return stops and self.state.propagates
@@ -71,10 +71,10 @@ class _Leaving(_Part):
 
 
 def shifts(batch: Any) -> torch.Tensor | None:
-    """By how much positions of a batch's rows are smaller after second prefills; None: nowhere.
+    """How much smaller positions of a batch's rows are after second prefills; None: all the same.
 
     Returns:
-        [rows] int64 on the CPU; in a decode batch further rows may follow the requests'.
+        int64 [rows] on the CPU; in a decode batch further rows may follow the requests'.
     """
     states = [state_of(request) for request in batch.reqs]
     shifts = [0 if state is None else state.progress.shift for state in states]
@@ -90,13 +90,13 @@ def shifts(batch: Any) -> torch.Tensor | None:
 
 
 class PropagateStep:
-    """The propagating requests of one extend forward, and who else is in it."""
+    """The propagating requests of one extend forward, and the other requests in it."""
 
     def __init__(self, services: Services, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
         self._services, self._frame = services, frame
         self._kernels = in_use(services.arena.storage.device)
         self._batch: Any = None  # SGLang's forward batch
-        self._view: Any = None  # what deeper layers get instead
+        self._view: Any = None  # what deeper layers get instead, once rows have left
         self._rows = 0  # at the current layer
         self._reached = -1
         scored = {id(each.request): each for each in prefill.scored}
@@ -128,7 +128,7 @@ class PropagateStep:
     def layer(
         self, number: int, run: Layer, positions: torch.Tensor, hidden: Any, batch: Any, **kw: Any
     ) -> Any:
-        """Run one layer on the rows that are there; afterwards let the chosen ones go on.
+        """Run one layer on the current rows; afterwards keep the chosen ones.
 
         Args:
             number: from 0.
@@ -152,7 +152,7 @@ class PropagateStep:
         return self._widen(hidden) if last and changed else hidden
 
     def finish(self) -> None:
-        """After the forward; it fails for the requests if SGLang did not go through the layers."""
+        """After the forward: fail propagating requests if SGLang did not call all layers."""
         if self._reached == self._services.arena.layers - 1:
             return
         error = RuntimeError(
@@ -179,8 +179,8 @@ class PropagateStep:
         error = met(self._services.ranks, error)
         if error is None:
             return joined
-        # It was one operation for the whole batch. All rows go on as they are; those of the
-        # requests for which it was done are worth nothing any more.
+        # One operation for the whole batch has failed. All rows go on as they are; those of the
+        # requests that propagate are void from now on.
         self._view, self._rows = earlier
         self._frame.replace(there)
         lost = [x for x, _ in pieces if isinstance(x, _Leaving) and not x.keeps_rows]
@@ -188,12 +188,12 @@ class PropagateStep:
             part.lost = True
             self._services.failures.note(part.request, PROPAGATION, error, whole=False)
         self._services.failures.agree(part.request for part in lost)
-        # What failed may have planned attention for other rows.
+        # Attention may already have been planned for other rows.
         compat.prepare(self._services.runner, batch)
         return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
     def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
-        """The rows of each request that go deeper than a layer, of those that have any.
+        """The requests that have rows deeper than a layer, with these rows.
 
         Args:
             rows: of all requests, after the layer.
@@ -222,10 +222,10 @@ class PropagateStep:
         return failures.contained(part.request, PROPAGATION, whole=False, joint=True)
 
     def _join(self, pieces: Sequence[tuple[_Part, Rows]], rows: Rows, update: Any) -> Any:
-        """What the next layer is called with: these rows alone.
+        """Let only the rows in `pieces` go on; return what the next layer is called with.
 
         Args:
-            rows: all that there were.
+            rows: of all requests, after the last layer that ran.
             update: how output and residual are added up.
         """
         extents, frame, end = [], {}, 0
@@ -241,15 +241,15 @@ class PropagateStep:
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
 
     def _chosen(self, part: _Leaving, layer: int, piece: Rows) -> Rows | None:
-        """The rows of a request that go deeper; notes what is there from now on."""
+        """The rows of a request that go deeper; None: none. Notes which tokens are left."""
         progress, scored = part.state.progress, part.scored
         if scored is not None and part.state.failed:
-            # It was stopped in an earlier chunk: without the chosen tokens nothing can go deeper.
+            # Earlier chunks stopped at this layer: without chosen tokens nothing can go deeper.
             return None
         if scored is None:  # the prompt goes on in a later chunk
             progress.stopped = True
             if not part.plan.restarts:
-                # What enters a layer may be changed in place by it.
+                # A layer may change its input in place.
                 progress.held.append(Rows(*(each.clone() for each in piece)))
             return None
         piece = Rows.cat([*progress.held, piece])
@@ -262,7 +262,7 @@ class PropagateStep:
         self._note(part, layer, chosen.numel())
         self._point(part, scored.slots)
         if without:
-            # Tokens from the radix cache have no rows; how many of them were chosen, data say.
+            # Tokens from the radix cache have no rows; data decide how many of them were chosen.
             (found,) = to_host([(chosen < without).sum()])
             chosen = chosen[int(found) :] - without
         return Rows(*self._kernels.take_rows(piece, chosen))
@@ -274,7 +274,7 @@ class PropagateStep:
         progress.tokens = tokens
 
     def _point(self, part: _Part, slots: torch.Tensor) -> None:
-        """Make a scratch row of the table hold the slots of the tokens that are there."""
+        """Write the slots of the tokens that are left to a scratch row of the table of slots."""
         if part.row not in self._services.scratch_rows:
             part.row = next(self._scratch)
         part.length = slots.numel()
@@ -282,7 +282,7 @@ class PropagateStep:
         table[part.row, : part.length] = slots.to(table.dtype)
 
     def _again(self, layer: int) -> dict[int, Rows]:
-        """Prefill the chosen tokens of requests that restart, up to this layer."""
+        """Start second prefills; return their rows after `layer`, by `id` of the request."""
         layers = self._services.arena.layers
         parts = [
             (part, part.scored)
@@ -308,7 +308,7 @@ class PropagateStep:
             begun = self._begun(starts, extents)
         except Exception as raised:
             error = raised
-        # The model's layers exchange tensors, too: no rank begins them alone.
+        # The model's layers exchange tensors: no rank may begin them alone.
         error = met(self._services.ranks, error)
         if begun is not None and error is None:
             try:
@@ -333,8 +333,8 @@ class PropagateStep:
         """Ids, positions and the batch of the tokens that requests start again with.
 
         Args:
-            starts: as of `_start`.
-            extents: where each request's rows are.
+            starts: results of `_start`.
+            extents: of the requests, in the same order.
         """
         ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
         return ids, positions, self._make_view(extents, ids, positions, slots)
@@ -345,8 +345,8 @@ class PropagateStep:
         """Compute layers 0 to `layer` on the tokens that requests start again with.
 
         Args:
-            begun: as of `_begun`.
-            frame: where each request's rows are.
+            begun: result of `_begun`.
+            frame: rows of each request, by `id`.
         """
         ids, positions, batch = begun
         hidden = compat.embed(self._services.runner.model, ids)
@@ -366,30 +366,30 @@ class PropagateStep:
     def _start(
         self, part: _Leaving, scored: Scored, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids, positions and slots [m] of the tokens that a request starts again with."""
+        """int64 [m] ids, positions and slots of the tokens that a request starts again with."""
         progress = part.state.progress
         chosen, scored.chosen = scored.chosen, None
-        if chosen is None:  # all; earlier chunks did not go beyond this layer
+        if chosen is None:  # all: rows of earlier chunks did not go beyond this layer
             chosen = torch.arange(part.state.prompt, device=scored.slots.device)
         tokens = chosen.numel()
         progress.held.clear()
         progress.shift = part.state.prompt - tokens
         self._note(part, layer, tokens)
-        # The last slots of the prompt are its own; the first ones may be the radix cache's.
+        # The request owns the prompt's last slots; the first ones may be the radix cache's.
         scored.restart(chosen)
         self._point(part, scored.slots)
         ids = to_device(part.request.origin_input_ids, torch.int64, chosen.device)[chosen]
         return ids, torch.arange(tokens, device=chosen.device), scored.slots
 
     def _widen(self, hidden: Any) -> Any:
-        """All rows of SGLang's batch again; those of tokens that left, or were lost, hold zeros."""
+        """All rows of SGLang's batch again; zeros for tokens that left, and for lost requests."""
         rows, update = view.rows_of(hidden, self._batch if self._view is None else self._view)
         own, where = [], []
         for part in self._parts:
             found, rows_of_part = self._frame.rows(part.request), part.own
             if found is None or part.lost:
                 continue
-            if isinstance(part, _Leaving):  # its last row alone is wanted
+            if isinstance(part, _Leaving):  # only its last row is read
                 found, rows_of_part = (
                     slice(each.stop - 1, each.stop) for each in (found, rows_of_part)
                 )

@@ -1,4 +1,4 @@
-"""Who reads the entries of one request, wherever they lie."""
+"""Reads all entries of one request, in private pages or in ordinary slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.sglang_ext.request.request import State
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads all entries of one request, wherever they lie."""
+    """Reads all entries of one request."""
 
     arena: Arena
     kernels: KernelsInUse
@@ -23,10 +23,11 @@ class Reader:
     def of(
         arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
     ) -> ListReader | SlotReader:
-        """
+        """The reader for a request.
+
         Args:
             table: [rows, context] SGLang's table of slots.
-            length: tokens of the request.
+            length: number of the request's tokens.
         """
         kernels = state.served.kernels
         if state.private is not None:
@@ -38,14 +39,14 @@ class Reader:
         """Copies of the keys and values of a layer, [G, M, D].
 
         Args:
-            there: bool [G, M], or None: all heads hold all.
+            there: bool [G, M], which entries each head holds; None: all.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ListReader(Reader):
-    """Of a request with private pages; `lists` says where its entries are."""
+    """For a request with private pages; `lists` says where its entries are."""
 
     lists: Lists
 
@@ -57,7 +58,7 @@ class ListReader(Reader):
 
 @dataclass(frozen=True)
 class SlotReader(Reader):
-    """Of a request of which nothing has left; `slots` int64 [N] of its tokens."""
+    """For a request that has lost nothing; `slots` are int64 [N] of its tokens."""
 
     slots: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Retracted requests: their earlier output is computed again as their policy had it.
+"""Retracted requests: their earlier output is computed again under their policy.
 
 After a retraction the prompt is prefilled again and compressed as it was. The output follows in
 passes that end where entries left, so that every token sees the entries that it saw before; after
@@ -32,9 +32,9 @@ class _Resumed:
     """A request whose rows in an extend forward are output.
 
     Attributes:
-        first, end: tokens before the forward and after it.
+        first, end: number of its tokens before the forward and after it.
         reader: of its entries, up to `end`.
-        queries: per layer, [H, T, D] of its rows.
+        queries: layer -> [H, T, D] queries of its rows.
     """
 
     request: Any
@@ -45,7 +45,7 @@ class _Resumed:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def member(self, first: int, end: int) -> Member:
-        """The steps of its tokens from `first` to before `end`."""
+        """The request with the steps of its tokens `first` to `end - 1`."""
         shift = self.state.progress.shift
         return Member(self.request, self.state, end, range(first - shift, end - shift))
 
@@ -114,8 +114,8 @@ class ResumeStep:
     def finish(self) -> None:
         """After the forward: take the policies through its tokens, and fold what stays.
 
-        Entries leave at a pass's last token only; before it come as many steps at once as are
-        noted at most while decoding.
+        Entries leave at a pass's last token only; the steps are taken `LONGEST` at a time, as many
+        as may gather while decoding.
         """
         failures, room = self._services.failures, Room(self._services)
         if self._concerned:
@@ -134,7 +134,7 @@ class ResumeStep:
             failures.agree(self._concerned)
 
     def _advance(self, resumed: _Resumed, room: Room) -> GroupFold | None:
-        """Take the policy through all tokens of the pass; what is to be written, if any leave."""
+        """Take the policy through all tokens of the pass; return the fold, if entries may leave."""
         fold, services = None, self._services
         for first in range(resumed.first, resumed.end, LONGEST):
             end = min(first + LONGEST, resumed.end)

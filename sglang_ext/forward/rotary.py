@@ -1,4 +1,4 @@
-"""The rotary embedding of the served model: what moves a cached key to a later position."""
+"""The rotary embedding of the served model, which moves cached keys to later positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rotary:
     Attributes:
         inv_freq: [R / 2] float64, radians per position of each pair of dimensions.
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
-        placed: `inv_freq` by device, as far as it was needed there.
+        placed: `inv_freq` on each device that has needed it for `turn`.
     """
 
     inv_freq: torch.Tensor
@@ -32,13 +32,13 @@ class Rotary:
         """Keys [G, M, D] as if they stood `shift` [G, M] int64 positions later, dtype of k.
 
         Args:
-            rotate: the kernel, as in `kernels.rotate`.
+            rotate: the kernel `rotate`, of torch or Triton.
         """
         inv_freq = self.inv_freq.to(k.device, non_blocking=True)
         return rotate(k, shift, inv_freq, interleaved=self.interleaved)
 
     def turn(self, turn: Callable[..., None], storage: torch.Tensor, *given: Any) -> None:
-        """Turn keys in place, as in `kernels.turn`, which is given with its other arguments."""
+        """Turn keys in place by the kernel `turn`; `given` are its further arguments."""
         key = storage.device
         if key not in self.placed:
             self.placed[key] = self.inv_freq.to(key)
@@ -49,7 +49,7 @@ def of_model(model: Any) -> Rotary:
     """The rotation of a loaded model's keys.
 
     Raises:
-        Refused: it is not the same for all layers and positions, or there is none.
+        Refused: it differs between layers, or does not depend on position alone, or there is none.
     """
     embeddings = compat.rotary_embeddings(model)
     if not embeddings or None in embeddings:

@@ -1,6 +1,7 @@
-"""What every forward works with: one scheduler's memory, metrics, and the forward that goes on.
+"""What every forward works with: one scheduler's memory, metrics and current forward.
 
-The parts come as SGLang starts: first what the policies' files say, then the pool, then the rest.
+Attributes are set as SGLang starts: first those that follow from the policies, then those of the
+pool, then the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvpolicy.sglang_ext.request.request import State
 
 
 class Forward(Protocol):
-    """The parts of the forward that goes on (step.py), None where it has none of them."""
+    """The parts of the current forward (step.py), None where it has no such part."""
 
     prefill: Any
     resume: Any
@@ -37,36 +38,35 @@ class Forward(Protocol):
 
     @property
     def decoding(self) -> slice | None:
-        """Rows that decode in an extend forward, at its current layer; None where it has none."""
+        """Rows of an extend forward that decode, at the current layer; None if there are none."""
 
 
 class PagesReader(Protocol):
-    """Reads private pages in CUDA graphs of their own (attention/readers.py)."""
+    """A reader of private pages with CUDA graphs of its own (attention/readers.py)."""
 
     def replays(self, step: Any, rows: torch.Tensor) -> bool:
-        """Whether it reads in this step, which replays a graph; if so, it is ready to."""
+        """Whether it reads in a step that replays a graph; if so, it has planned for that."""
 
     def warm(self) -> None:
         """Compile what batches without a graph need."""
 
 
 class Services:
-    """The parts of one scheduler that forwards share.
+    """What the forwards of one scheduler share.
 
     Attributes:
-        propagates, shares: whether any policy of the start lets tokens leave the prefill, or stores
-            layers in pairs: what the server is prepared for.
+        propagates, shares: whether any policy that the server starts with lets tokens leave the
+            prefill, or stores layers in pairs; the server prepares for these at its start only.
         tree: SGLang's radix cache, from the first batch on.
-        step: the forward that goes on.
-        rows: what the last decode forward knew of its requests; None: something of them has
-            changed since.
-        scratch_rows: of SGLang's table of slots, for policies by which tokens leave the prefill.
-        ranks: those among which the model's heads are divided.
-        stages: those among which its layers are, from the pool's allocation on.
-        runner: SGLang's model runner, where there are such policies.
-        layers: forwards of the model's decoder layers, where there are such policies.
-        pages_reader: what may read private pages in place of Triton's kernel.
-        has_room: whether prompts have been given up since the scheduler last tried to admit.
+        step: the current forward; None between forwards.
+        rows: what is known of the last decode forward's requests; None if that has changed since.
+        scratch_rows: rows of SGLang's table of slots for prompts whose tokens leave the prefill.
+        ranks: the ranks that divide the model's KV heads.
+        stages: the stages that divide its layers, from the pool's allocation on.
+        runner: SGLang's model runner; None if no policy propagates.
+        layers: unwrapped `forward` of each decoder layer; empty if no policy propagates.
+        pages_reader: reader of private pages beside Triton's kernel, if there is one.
+        has_room: whether slots have been given up since the scheduler last tried to admit.
     """
 
     arena: Arena
@@ -94,16 +94,16 @@ class Services:
         self.has_room = False
 
     def join(self, group: TensorGroup, kv_heads: int) -> None:
-        """Say which of the model's KV heads this rank has of so many in all."""
+        """Set this rank's share of the model's `kv_heads` KV heads."""
         if group.size > 1:
             self.ranks = TensorRanks(group, kv_heads)
 
     def divide(self, group: StageGroup, layers: range) -> None:
-        """Say which of the model's layers this stage has."""
+        """Set the layers of the model that this stage has."""
         self.stages = PipelineStages(group, layers) if group.size > 1 else Stages(layers)
 
     def start(self, metrics: Metrics, max_failures: int) -> None:
-        """The server is about to serve.
+        """Make the parts that need the pool; the server is about to serve.
 
         Args:
             max_failures: requests for which a policy may fail before it is disabled; 0: any number.
@@ -116,24 +116,25 @@ class Services:
         )  # fmt: skip
 
     def forget_rows(self) -> None:
-        """A request that decodes has come or gone, or goes on in another way."""
+        """Give up `rows`: a decoding request has come, gone or changed."""
         if self.rows is not None:
             self.rows.hand_over()
             self.rows = None
 
     def evict(self, slots: int) -> None:
-        """Ask the radix cache to make so many slots available."""
+        """Ask the radix cache to make `slots` slots available."""
         compat.evict(self.tree, slots)
 
     def detach(self, requests: Sequence[tuple[Any, State]]) -> None:
-        """Give up the slots of what has been copied to private pages, the prompt's among them.
+        """Give up the ordinary slots of entries that have been copied to private pages.
 
-        The prompt is left to the radix cache. Before it has been offered there, nothing is done:
-        `Runtime.published` comes back to it. Of all others only the tails are given up, together.
+        The prompt is left to the radix cache. A request whose prompt has not been offered there yet
+        is skipped: `Runtime.published` detaches it. Requests that have left their prompts earlier
+        give up their tails, in one operation.
         """
         offered = [(req, state) for req, state in requests if state.published]
-        # Where nothing is given up yet, too: what has been launched here still reads the table of
-        # slots, which `Runtime.published` changes on the scheduler's stream.
+        # Even if nothing is given up yet: kernels launched here still read the table of slots,
+        # which `Runtime.published` changes on the scheduler's stream.
         with self.streams.scheduling():
             if not offered:
                 return
@@ -145,7 +146,7 @@ class Services:
         self.has_room = True
 
     def _tail(self, req: Any, state: State) -> Tail:
-        """What a request gives up whose prompt has been left; from here on it is not its own."""
+        """The tail of a request that has left its prompt; the request does not own it any more."""
         first, page = req.kv.cache_protected_len, self.tree.page_size
         end = max(state.compressed_copy.tail_start // page * page, first)
         req.kv.cache_protected_len = end
@@ -155,16 +156,16 @@ class Services:
         tree, private = self.tree, state.compressed_copy
         end = private.tail_start // tree.page_size * tree.page_size
         if req.kv.cache_protected_len < end:
-            # The tail; and of the prompt what the cache, if it is on, has not taken.
+            # The tail, and the part of the prompt that the radix cache, if it is on, has not taken.
             start = req.kv.cache_protected_len
-            if private.borrowed:  # the first slots of the prompt's own
+            if private.borrowed:  # they are the first of the prompt's own slots
                 start += private.borrowed
                 self.store.own(private)
             tree.free_kv_row(req.kv, [(start, end)])
             req.kv.cache_protected_len = end
         tree.unlock(req.lock)
         req.lock = None
-        # What is decoded from here on was computed from chosen entries; others must not reuse it.
+        # What is decoded from here on is computed from chosen entries; others must not reuse it.
         req.skip_radix_cache_insert = True
         state.detached = True
         # The slots may be someone else's soon; a stray read must not find them.

@@ -1,11 +1,11 @@
-"""Requests of which some layers are stored in pairs: section `share` of a policy (MiniCache).
+"""Requests that store some layers in pairs: section `share` of a policy (MiniCache).
 
 An upper layer and the one below it store one direction per token, KV head and tensor (key, value),
-and a length for each layer, all in one list of private pages per KV head; `entries/pairs.py` of the
-kernels says how. Tokens of `except` keep both originals. Keys and values are excepted
-independently, so in one entry the key may be a direction and the value an original; the list has as
-many more entries as the larger of both numbers. Layers without a pair are copied whole. What is
-decoded later lies in ordinary slots, whole.
+and a length for each layer, all in one list of private pages per KV head
+(`kernels/entries/pairs.py`). Tokens of `except` keep both originals. Keys and values are excepted
+independently, so one entry may hold a direction as key and an original as value; the number of
+further entries of the list is the larger of the excepted keys and values. Layers without a pair are
+copied whole. Later tokens lie in ordinary slots, whole.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 def compress(services: Services, state: State, slots: torch.Tensor, run: Any) -> None:
     """Store a prompt's layers in pairs in its private pages, or give these back.
 
-    They are given back where so many tokens are excepted that no slot is saved, or where the
-    model's tensors are not finite.
+    They are given back if so many tokens are excepted that no slot is saved, or if the model's
+    tensors are not finite.
 
     Args:
-        slots: [N] int64 slots of the prompt.
-        run: of the policy's program, finished.
+        slots: int64 [N] slots of the prompt.
+        run: the policy's finished prefill of the prompt (`Run`).
     """
     private, store, arena = state.compressed_copy, services.store, services.arena
     kernels, uppers = state.served.kernels, state.served.upper_layers
@@ -42,7 +42,7 @@ def compress(services: Services, state: State, slots: torch.Tensor, run: Any) ->
     lists = torch.zeros((arena.layers, store.kv_heads), dtype=torch.int64)
     lists[whole] = state.prompt
     pages = arena.pages(private.slots)
-    # The pairs one by one, so that only one of them is held twice.
+    # One pair at a time, so that only one is held twice.
     for layer in uppers:
         rows = None if run.not_finite else paired(arena, slots, layer, run, heads)
         if rows is not None:
@@ -73,9 +73,9 @@ class _Rows:
     """A pair's list before it is written.
 
     Attributes:
-        entries: [G] int64 on the host, M of each KV head, those of other ranks as well.
-        dense: k, v [G, M, D] and which rows there are [G, M]; those of codes are zeros.
-        codes: float32 [2, G, 2K, F] of (key, value).
+        entries: int64 [G] on the host, entries of each KV head's list, on all ranks.
+        dense: k, v [g, M, D] and, bool [g, M], which rows a list has; rows of codes are zeros.
+        codes: float32 [2, g, 2K, F] of (key, value).
     """
 
     entries: torch.Tensor
@@ -91,7 +91,7 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
     numbers = [x.dense() for at in (layer - 1, layer) for x in arena.at_slots(at, slots)]
     found = run.shared(layer, *numbers)
     excepted = torch.stack([found.except_k, found.except_v])
-    # As entries stand: through a layer's scale they are read with everything else of it.
+    # Of entries without their scales: reading a layer multiplies all of it by its scale.
     lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
     floats = pairs.floats_of_row(storage.shape[4], storage.dtype)
     encoded = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
@@ -116,9 +116,9 @@ def _put_codes(
     """Write codes to the front of a pair's lists, bit by bit.
 
     Args:
-        pages: of the request.
-        first_page: [G] of the lists, on the host.
-        codes: float32 [2, G, 2K, F].
+        pages: int64, of the request.
+        first_page: [g] of the lists, on the host.
+        codes: float32 [2, g, 2K, F].
     """
     first = to_device(first_page, torch.int64, pages.device)
     place = torch.arange(codes.shape[2], device=pages.device)
@@ -135,7 +135,7 @@ def _list(
     excepted: torch.Tensor,
     more: int,
 ) -> torch.Tensor:
-    """[G, N + more, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
+    """[g, N + more, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
     rows = torch.where(excepted[:, :, None], own.to(direction.dtype), direction)
     first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :more]
     lower = below.to(rows.dtype).gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))

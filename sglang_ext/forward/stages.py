@@ -1,13 +1,13 @@
-"""What a forward has found on all stages (`--pp`), known to all when its result is processed.
+"""What a forward has found on all stages (`--pp`), carried out when its result is processed.
 
 Every stage has a scheduler, a pool and a radix cache of its own, and SGLang has them make the same
-decisions by giving them the same requests in the same order. So whatever a scheduler can see, the
-slots of a request above all, has to change on all stages at the same place of that order. What a
-policy keeps, of a prompt or where entries leave while a request decodes, is found in the forward,
-by each stage for its layers; how much that is, and whether something has failed, is sent to the
-others then (of a prompt whose policy compares layers, the numbers by which: parts.py), and nothing
-is done about it before the result is processed, when it has arrived. Then all know how many slots a
-fold takes; where there are not so many, nothing leaves at that step.
+decisions by giving them the same requests in the same order. So all that a scheduler can see, above
+all the slots of a request, has to change at the same place of that order on all stages. What a
+policy keeps, of a prompt or at a fold, is found in the forward, by each stage for its layers. Each
+stage then tells the others how many entries that is (of a prompt whose policy compares layers, the
+numbers that are compared: parts.py) and whether something has failed, and carries nothing out
+before the result is processed, when these messages have arrived. Then all know how many slots a
+fold takes; if there are too few, nothing leaves at that step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Outcome:
-    """Of one forward, from its end until its result is processed."""
+    """What one forward has found, from its end until its result is processed."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Outcome:
     ) -> None:
         """
         Args:
-            finishing: requests whose prompt ends in it.
+            finishing: requests whose prompt ends in it, with their states.
         """
         self._services, self._batch, self._finishing = services, batch, finishing
         self._prefill = step.prefill
@@ -63,10 +63,10 @@ class Outcome:
             self._receive = services.stages.send(torch.cat(found).to(torch.int64))
 
     def take_up(self, batch: Any) -> None:
-        """Its result is about to be processed.
+        """Carry out what was found; the result of the forward is about to be processed.
 
         Raises:
-            RuntimeError: that of another forward is.
+            RuntimeError: `batch` is another forward's.
         """
         if batch is not self._batch:
             raise RuntimeError("results are not processed in the order of their forwards")
@@ -85,7 +85,7 @@ class Outcome:
         self._services.reports.finished(self._finishing)
 
     def _found(self, req: Any, state: State) -> torch.Tensor:
-        """Of a request whose prompt ends: not finite, and what is said of each layer."""
+        """int64 [1 + L * size] of a request whose prompt ends: not finite, and `Part.said`."""
         part = self._part(req)
         not_finite = torch.tensor([part is not None and not part.finite])
         size = numbers_of_layer(state, self._services.store.kv_heads)
@@ -93,16 +93,16 @@ class Outcome:
         return torch.cat([not_finite, said])
 
     def _lists_of(self, landed: Landed | None) -> torch.Tensor:
-        """Of a request of which entries may leave: not finite, and what stays of each list."""
+        """int64 [1 + L * G] of a request that may lose entries: not finite, and what stays."""
         not_finite = torch.tensor([landed is not None and not landed.finite])
         kept = None if landed is None else landed.kept
         return torch.cat([not_finite, self._of_model(kept, self._services.store.kv_heads)])
 
     def _of_model(self, here: torch.Tensor | None, size: int) -> torch.Tensor:
-        """So many numbers of each layer of the model, those of other stages 0.
+        """int64 [L * size] numbers of the model's layers, 0 for layers of other stages.
 
         Args:
-            here: [l, size] of the layers that are here; None where something has failed here.
+            here: int64 [l, size] of the layers that are here; None if something has failed here.
         """
         arena = self._services.arena
         layers = torch.zeros((arena.model_layers, size), dtype=torch.int64)
@@ -134,7 +134,12 @@ class Outcome:
             self._services.detach([(req, state)])
 
     def _fold(self, goes_on: Collection[int], steps: Sequence[torch.Tensor]) -> None:
-        """Carry out the folds of requests that go on; steps: what all stages say of each."""
+        """Carry out the folds of requests that go on.
+
+        Args:
+            goes_on: `id` of these requests.
+            steps: for each of `_leaving`, what all stages have sent, as of `_lists_of`.
+        """
         if not self._leaving:
             return
         room, agreed = Room(self._services), {}
@@ -148,7 +153,7 @@ class Outcome:
         self._services.forget_rows()
 
     def _left(self, leaving: Leaving, own: torch.Tensor, room: Room) -> Left | None:
-        """What a fold comes to; None where nothing leaves after all."""
+        """What a fold keeps; None if nothing is to leave after all."""
         store, (request, state, length) = self._services.store, leaving
         if int(own[0]):
             state.memory.withdraw(finite=False)

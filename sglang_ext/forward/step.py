@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """The plugin's part in one forward; each part is None in a forward of another kind.
+    """The plugin's parts in one forward; those that the forward has no use for are None.
 
-    A mixed forward has the parts of both.
+    A mixed forward has the parts of a prefill and `decode`.
     """
 
     def __init__(self, services: Services, batch: Any) -> None:
@@ -40,7 +40,7 @@ class Step:
 
     @property
     def decoding(self) -> slice | None:
-        """Rows that decode in an extend forward, at its current layer; None where it has none."""
+        """Rows of an extend forward that decode, at the current layer; None if there are none."""
         if not self._decoding or self._frame.rows(self._decoding[0]) is None:
             return None
         first, last = (self._frame.there(self._decoding[each]) for each in (0, -1))

@@ -17,9 +17,9 @@ class Extent:
     """One request in a view.
 
     Attributes:
-        row: of SGLang's table of slots, whose first `length` elements are its tokens' slots.
-        length: tokens there, those without rows included.
-        rows: of its last tokens.
+        row: row of SGLang's table of slots; its first `length` elements are its tokens' slots.
+        length: number of these tokens, those without rows in the view included.
+        rows: number of its rows in the view: those of its last tokens.
         index: of the request in SGLang's batch.
     """
 
@@ -43,7 +43,7 @@ def make(
         runner: SGLang's model runner.
         batch: the forward batch that SGLang made.
         extents: the requests, in order of their rows.
-        ids, positions, slots: [rows] of the tokens of all of them; entries are written to `slots`.
+        ids, positions, slots: [rows] of all requests' rows; entries are written to `slots`.
     """
     lengths = [e.length for e in extents]
     counts = [e.rows for e in extents]
@@ -79,7 +79,7 @@ def make(
 
 
 def rows_of(hidden: Any, batch: Any) -> tuple[Rows, Any]:
-    """The rows that a layer returned for a batch, and how the next one adds them up.
+    """The rows that a layer returned for a batch, and how output and residual are added up.
 
     Args:
         hidden: what the layer returned.

@@ -1,8 +1,7 @@
-"""Kernels of a policy and of attention, compiled before a request waits for them.
+"""Compiles kernels of a policy and of attention before a request waits for them.
 
-A request that is not there goes the way of those that come: prompts of the sizes at which kernels
-are chosen, a copy of nothing, folds. Nothing in the pool changes but its first slot, which is no
-request's.
+A dummy request goes the way of real ones: prompts of the sizes by which kernels are chosen, a copy
+of nothing, folds. Nothing in the pool changes but its first slot, which belongs to no request.
 
 Dimensions: L layers, H query heads, G KV heads, D head size.
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.request.request import Served
 
-# Tokens that a resumed request computes at once: with few of them programs hold fewer queries.
+# Tokens that a resumed request computes at once: with few tokens programs hold fewer queries.
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096)
 
 
@@ -33,7 +32,7 @@ def warm(services: Services, served: Served, queries: torch.dtype) -> None:
     """Compiles all that prefills, copies and folds of a policy launch, whatever the prompt.
 
     Args:
-        queries: their type.
+        queries: dtype of queries.
     """
     served.warm(queries)
     if not served.kernels.read_the_pool:
@@ -52,7 +51,7 @@ def warm(services: Services, served: Served, queries: torch.dtype) -> None:
 
 
 def warm_variant(served: Served, queries: torch.dtype) -> None:
-    """Compiles what other parameters change of a policy that has been warmed."""
+    """Compiles what differs from a warmed policy that has other parameters."""
     served.warm(queries)
 
 
@@ -60,8 +59,9 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     """Compiles the attention of decode steps and of resumed requests.
 
     Args:
-        heads: H of this rank; dtype: of its queries.
-        requests: that decode together at most.
+        heads: H of this rank.
+        dtype: of its queries.
+        requests: number of requests that decode together at most.
     """
     from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
     from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
@@ -84,7 +84,7 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     indptr = none.expand(arena.kv_heads + 1).contiguous()
     lists = (arena.entries, arena.values, indptr, none)
     read = [TOGETHER, Apart(none, ones, ones)] if tables.paired.numel() else [TOGETHER]
-    # Few KV heads have whole lists only with more tokens than these.
+    # With few KV heads lists are left whole only for more tokens than these.
     cuts = [*((tokens, None) for tokens in _TOKENS), (_TOKENS[-1], 1)]
     for (tokens, splits), apart in itertools.product(cuts, read):
         q = torch.zeros(1, tokens, heads, size, dtype=dtype, device=device)
@@ -92,18 +92,18 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
 
 
 def _prompts(served: Served, device: torch.device) -> list[int]:
-    """Tokens of prompts; Triton's interpreter compiles nothing, and is slow."""
+    """Lengths of prompts to warm; Triton's interpreter compiles nothing and is slow: one."""
     wanted = prompts(served.bound)
     return wanted if device.type == "cuda" else wanted[:1]
 
 
 def _batches(requests: int) -> list[int]:
-    """Powers of two up to so many, and that: lists are cut by how many there are."""
+    """Powers of two below `requests`, and it: their number decides how lists are cut."""
     return [*(2**n for n in range((requests - 1).bit_length())), requests]
 
 
 def _copy_nothing(services: Services, served: Served, run: Any) -> None:
-    """What follows a prompt, of which nothing is kept."""
+    """Launches what follows a prompt, of which nothing is kept."""
     arena, device = services.arena, services.arena.storage.device
     slots = torch.zeros(run.size, dtype=torch.int64, device=device)
     size = (arena.layers, arena.kv_heads)
@@ -133,7 +133,7 @@ def _empty(services: Services, served: Served) -> Private:
 
 
 def _fold_nothing(services: Services, served: Served) -> None:
-    """What writes a fold."""
+    """Launches what writes a fold, of no entries."""
     arena, kernels, storage = services.arena, served.kernels, services.arena.storage
     layers, heads, device = arena.layers, arena.kv_heads, storage.device
     number = torch.zeros(1, dtype=torch.int64, device=device)
@@ -142,7 +142,7 @@ def _fold_nothing(services: Services, served: Served) -> None:
     given = (number, number, slots)
     where = (storage, Tables.empty(1, layers, heads, 1, device), *given)
     kernels.entry_ids(*where, lists)
-    # As many are said to proceed as there are layers where nobody waits for numbers, or one.
+    # `proceed` has L columns if the host does not wait for numbers, or else one.
     alone = lists[:1]
     for proceed in (lists[:layers].reshape(1, layers), alone):
         kernels.compact_in_place(*where, lists, lists, proceed)
@@ -163,7 +163,7 @@ def _fold_nothing(services: Services, served: Served) -> None:
 
 
 def _take_nothing(services: Services, served: Served) -> None:
-    """Rows of hidden states between layers."""
+    """Launches what takes and puts rows of hidden states between layers."""
     arena, kernels, runner = services.arena, served.kernels, services.runner
     device = arena.storage.device
     number = torch.zeros(1, dtype=torch.int64, device=device)
