@@ -6,8 +6,8 @@ checks and its attributes stay what SGLang expects. Prefills run in the stock ba
 kernels go over the keys once instead of twice. Decode batches in which nothing is compressed run
 in the stock backend, too, with its own kernel and its own CUDA graph; the others are read either
 row by row through lists of entries (torch_native, the reference) or all at once, by a reader
-(readers.py). So are the rows of a mixed batch that decode, once the stock backend has run: it reads
-slots that they have given up.
+(readers.py). The decoding rows of a mixed batch are read in the same way after the stock backend
+has run, whose attention of these rows is wrong: it read slots that they have given up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def attach(
         name: its name in SGLang's registry.
         heads: H, query heads of the model.
         dtype: of its queries.
-        decodes: whether decode steps run on it, not prefills alone.
+        decodes: whether decode steps run on it, not only prefills.
 
     Returns:
         The same instance.
@@ -72,8 +72,8 @@ def attach(
         members = {"forward_decode": _decode_by_lists(stock, services, paged_attention)}
         reader = None
     else:
-        # Triton decides when its kernels are made whether they are interpreted, and the reference
-        # does not need it.
+        # Triton decides when kernels are declared whether they are interpreted; the reference
+        # needs none.
         from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 
         reader = TritonReader(services, heads, dtype)
@@ -95,8 +95,8 @@ def attach(
             out, lse = compat.extend_with_lse(name, stock.forward_extend, *given, **options)
         else:
             out = stock.forward_extend(*given, **options)
-        # Where SGLang replays a prefill's graph in pieces, attention runs between them: once per
-        # forward, on the rows that are no padding, with this forward's step.
+        # If SGLang replays a prefill's graph in pieces, attention runs between them: once per
+        # layer, without padding rows, with this forward's step.
         if step is not None and step.prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             step.prefill.observe(layer, Queries(heads, lse))
@@ -109,12 +109,12 @@ def attach(
         return out
 
     def wanted(step: Any, q: Any, layer: Any) -> bool:
-        """Whether policies need what softmax summed up, of the very logits that they see."""
+        """Whether policies need the log-sum-exp, and attention has the logits that they see."""
         alike = q.dtype == services.arena.storage.dtype and compat.scale(layer) == 1.0
         return alike and step.prefill.reads_lse
 
     def decode(self: Any, heads: Any, out: Any, layer: Any, batch: Any) -> None:
-        """The last rows of a mixed forward, [B, H, D] queries and attention, written in place."""
+        """Attention of the last rows of a mixed forward: [B, H, D] queries `heads`, to `out`."""
         step = _step(services)
         if step is not None and step.reads:
             with step.reading():
@@ -166,7 +166,7 @@ def _decode_by_tables(
     stock: Any, services: Services, tables: TritonReader, pages: FlashInferReader | None
 ) -> dict[str, Callable[..., Any]]:
     def reader(batch: Any) -> TritonReader | FlashInferReader:
-        """Of this forward, or of the graph that is being captured."""
+        """The reader of this forward, or of the graph that is being captured."""
         captured, step = compat.captured_attention(), _step(services)
         if pages is None or (captured is not None and captured != graphs.PAGES):
             return tables
@@ -194,8 +194,8 @@ def _decode_by_tables(
     wrappers: dict[int, Any] = {}
 
     def create_decode_wrappers(self: Any, bs: int, num_tokens: int) -> Any:
-        # SGLang plans a replay in those of the last capture of its batch size. Two of its graphs
-        # have stock attention, and find their plans in the same.
+        # SGLang plans a replay in the wrappers of the last capture of its batch size. Two variants
+        # have stock attention, and find their plans in the same wrappers.
         if bs not in wrappers:
             wrappers[bs] = stock._create_decode_wrappers(self, bs, num_tokens)
         return wrappers[bs]
@@ -213,8 +213,8 @@ def _decode_by_tables(
         step = _step(services)
         if in_capture and pages is not None and compat.captured_attention() == graphs.PAGES:
             pages.capture(batch.batch_size)
-        # A replay in which Triton reads runs no stock attention, and has none to plan. Eager steps
-        # may fall back to it.
+        # A replay in which Triton reads runs no stock attention: there is nothing to plan. Eager
+        # steps may fall back to stock attention.
         replays = not in_capture and batch.forward_mode.is_decode()
         if replays and step is not None and graphs.reads_tables(services):
             if pages is None or not pages.chosen(step):
@@ -223,8 +223,8 @@ def _decode_by_tables(
 
     def shared_read_ends(self: Any, mode: Any) -> Any:
         declared = stock.shared_read_ends(self, mode)
-        # The scheduler may write to its table of slots once they are over; ours reads it in every
-        # layer.
+        # The scheduler may write to its table of slots after these reads; our attention reads the
+        # table in every layer.
         return compat.read_during_layers(declared) if graphs.reads_tables(services) else declared
 
     members: dict[str, Callable[..., Any]] = {
@@ -239,13 +239,13 @@ def _decode_by_tables(
 
 
 def _tails(services: Services) -> tuple[torch.Tensor, list[int]] | None:
-    """From where stock attention of a decode forward reads rows that read compressed entries.
+    """Where the tails begin that stock attention reads in a decode forward.
 
-    What lies before is read by others, or by nobody: slots of these tokens are gone.
+    Earlier tokens are in private pages or dropped: their slots are gone.
 
     Returns:
-        Position by row of the table of slots; that of each row of the forward, on the host. None:
-        nobody reads compressed entries.
+        Positions by row of the table of slots, int32; positions by row of the forward, on the host.
+        None: no row reads compressed entries.
     """
     step = _step(services)
     if step is None or not step.reads:

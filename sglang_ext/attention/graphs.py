@@ -1,16 +1,16 @@
 """Which of two or three CUDA graphs a decode step replays.
 
-SGLang captures a decode graph per batch size, and several where attention has variants. Here it has
-two: plain batches replay a graph with the stock attention and nothing else, and batches in which a
-request reads compressed entries one whose attention reads the device tables (tables.py). That one
-notes queries as well (queries.py), if any served policy reads them while decoding, so a batch in
-which a policy will read this step's queries replays it even before anything has been compressed:
-its attention reads requests without private pages, too. Variants of both that note none would only
-save other batches of compressed requests one small copy per layer, for twice the graphs.
+SGLang captures a decode graph per batch size and variant of attention. Here there are two variants:
+plain batches replay a graph with nothing but the stock attention, and batches in which a request
+reads compressed entries replay one whose attention reads the device tables (tables.py). The latter
+also notes queries (queries.py), if any served policy reads them while decoding. So a batch in which
+a policy will read this step's queries replays it even before anything has been compressed: its
+attention also reads requests without private pages. A further variant that notes no queries would
+only save some batches of compressed requests one small copy per layer, for more graphs.
 
-Where FlashInfer may read private pages (readers.py) there is a third one, in which it does.
+If FlashInfer may read private pages (readers.py) there is a third variant, in which it does.
 
-Policies do nothing between layers, so no step runs without a graph on their account.
+Policies do nothing between layers, so no step runs without a graph because of them.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class GraphVariants:
 
     @property
     def capture_labels(self) -> tuple[str, ...]:
-        """All that there are, in the order of their captures.
+        """All variants, in the order of their capture.
 
-        The plain one last: FlashInfer's backend keeps the buffers that it plans in of the last
-        capture of a batch size, and that of compressed entries reads none of them.
+        The plain one is last: FlashInfer's backend plans in the buffers of the last capture of a
+        batch size, and the compressed variant reads none of them.
         """
         pages = self._services.pages_reader
         return (COMPRESSED, PLAIN) if pages is None else (COMPRESSED, PAGES, PLAIN)
 
     def select(self, forward_batch: Any) -> str:
-        """The variant for the batch of the forward that is going on."""
+        """The variant for the batch of the current forward."""
         services = self._services
         if not reads_tables(services):
             return PLAIN
@@ -83,7 +83,7 @@ def verify(runner: Any) -> None:
         runner: SGLang's model runner, graphs captured.
 
     Raises:
-        Refused: they were.
+        Refused: they lack it.
     """
     captured = runner.decode_cuda_graph_capture_bs
     if captured and not isinstance(

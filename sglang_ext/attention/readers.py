@@ -1,10 +1,10 @@
-"""What reads compressed entries in decode forwards: Triton's kernel, or FlashInfer's.
+"""Readers of compressed entries in decode forwards: Triton's kernel, or FlashInfer.
 
-Triton's kernel reads the device tables, private pages and tails of all requests at once. FlashInfer
-reads the private pages, by plans that are made when lists change (private_attention_flashinfer.py),
-and SGLang's own wrapper the tails. Triton's serves every batch and is the default; FlashInfer's
-serves where SGLang decodes by FlashInfer and no request stores layers in pairs, where it was
-measured to be faster (see `tuned`) or the operator asked for it.
+Triton's kernel reads private pages and tails of all requests at once, by the device tables.
+FlashInfer reads private pages, by plans that are made when lists change
+(private_attention_flashinfer.py), and SGLang's own wrapper reads the tails. Triton's reader serves
+every batch and is the default. FlashInfer's serves if SGLang decodes by FlashInfer, no request
+stores layers in pairs, and it was measured to be faster (see `tuned`) or the operator asked for it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLASHINFER = "flashinfer"  # of `tuned.READERS`, and SGLang's backend that it goes with
+FLASHINFER = "flashinfer"  # in `tuned.READERS`, and the name of the backend that it needs
 
 
 class Reader(Protocol):
     """Attention of decode forwards in which requests read compressed entries."""
 
     def reserve(self, requests: int) -> None:
-        """Allocate what batches of so many requests need, before they are captured."""
+        """Allocate what batches of up to `requests` need, before their graphs are captured."""
 
     def decode(
         self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool
     ) -> torch.Tensor:
-        """[B, H, D] attention of all rows, and their new keys and values in the pool if asked.
+        """[B, H, D] attention of all rows; writes their new keys and values if asked.
 
         Arguments are those of SGLang's `forward_decode`.
         """
 
 
 class TritonReader:
-    """Over the device tables, for the heads of one model.
+    """Reads by Triton's kernel, over the device tables.
 
     Attributes:
         dtype: of queries.
@@ -63,7 +63,7 @@ class TritonReader:
         self.workspace: Workspace | None = None
 
     def reserve(self, requests: int) -> None:
-        """As of `Reader`; and the queries that graphs note."""
+        """As of `Reader`; also the buffer for queries that graphs note."""
         from kvpolicy.kernels.attention.decode_attention_triton import (
             Workspace,
             workspace_elements,
@@ -99,8 +99,8 @@ class TritonReader:
 
         Args:
             heads: [B, H, D] queries.
-            rows: [B] of the table of slots.
-            lengths: [B] tokens of the requests.
+            rows: int [B] of the table of slots.
+            lengths: int [B] tokens of the requests.
             req_to_token: [rows, context] SGLang's table of slots.
         """
         from kvpolicy.kernels.attention import decode_attention_triton
@@ -125,8 +125,8 @@ class _Lists(NamedTuple):
     """Private lists of one request.
 
     Attributes:
-        held: [L, G] entries of each that is here.
-        average: entries of one, of all the model's, so that all ranks have one number.
+        held: int64 [l, g] entries of each list that is here.
+        average: mean entries of all lists of the model, so that all ranks have the same number.
     """
 
     held: np.ndarray
@@ -134,10 +134,10 @@ class _Lists(NamedTuple):
 
 
 class FlashInferReader:
-    """Over private pages by FlashInfer, and tails by SGLang's own wrapper.
+    """Reads private pages by FlashInfer, and tails by SGLang's own wrapper.
 
-    Of several ranks all replay graphs of the same kind: SGLang's sums over ranks read, in a graph,
-    what the same graph of another rank writes.
+    All ranks replay the same variant of a graph: SGLang's sums over ranks read, in a graph, what
+    the same graph of another rank writes.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class FlashInferReader:
     ) -> None:
         """
         Args:
-            forward: the stock `forward_decode`, called with the backend and what that takes.
+            forward: the stock `forward_decode`, called with the backend before its arguments.
             group: query heads per KV head.
             dtype: of queries.
             always: whether it reads every batch that it can, measured or not.
@@ -161,11 +161,11 @@ class FlashInferReader:
         self._group, self._dtype, self._always = group, dtype, always
         self._sizes: list[int] = []  # of captured batches
         self._failed = False
-        # What was last asked for, what it led to, and what is planned.
+        # The last question to `ready`, its answer, and what is planned.
         self._asked: tuple[weakref.ref[DecodeStep], int | None] | None = None
         self._answer = False
         self._planned: tuple[int | None, tuple[int, ...]] | None = None
-        # Lists of the latest batch: layouts of its rows, lists of each, and entries [L, B, G].
+        # Of the latest batch: layout versions by row, lists by version, entries int64 [l, B, g].
         self._versions: tuple[int, ...] = ()
         self._lists: dict[int, _Lists] = {}
         self._counts = np.empty(0)
@@ -176,14 +176,14 @@ class FlashInferReader:
         self._attention.reserve(requests)
 
     def capture(self, requests: int) -> None:
-        """A graph of so many requests is about to be captured."""
+        """Plan for a graph of `requests` requests that is about to be captured."""
         self._plan_nothing(requests)
         self._sizes = sorted({*self._sizes, requests})
 
     def replays(self, step: DecodeStep, rows: torch.Tensor) -> bool:
         """Whether a step that replays a graph is to replay one in which this reads.
 
-        If so, it is planned.
+        If so, its attention is planned.
 
         Args:
             rows: int [B or more] of the table of slots.
@@ -192,17 +192,17 @@ class FlashInferReader:
         return bool(fitting) and self.ready(step, rows, captured=fitting[0])
 
     def chosen(self, step: DecodeStep) -> bool:
-        """Whether `replays` or `ready` said so of this step."""
+        """Whether the last answer of `replays` or `ready` was true, and about this step."""
         return self._answer and self._asked is not None and self._asked[0]() is step
 
     def ready(self, step: DecodeStep, rows: torch.Tensor, *, captured: int | None = None) -> bool:
-        """Whether this is to read a step's batch; if so, it is planned.
+        """Whether this is to read a step's batch; if so, its attention is planned.
 
-        A batch of the same lists in the same order is planned once, and asked about once per step.
+        It is decided once per step; a batch of the same lists in the same order is planned once.
 
         Args:
             rows: as of `replays`.
-            captured: requests of the graph that is replayed; None: without one.
+            captured: number of requests of the graph that is replayed; None: no graph.
         """
         if self._asked is None or self._asked[0]() is not step or self._asked[1] != captured:
             self._answer = self._prepare(step, rows, captured)
@@ -222,7 +222,7 @@ class FlashInferReader:
         self._attention.merged(state, state)
 
     def _plan_nothing(self, captured: int) -> None:
-        """Plan a graph of so many requests, of which none reads private pages."""
+        """Plan a graph of `captured` requests, of which none reads private pages."""
         storage = self._services.arena.storage
         none = torch.zeros(0, dtype=torch.int64, device=storage.device)
         counts = np.zeros((storage.shape[0], 0, storage.shape[3]), dtype=np.int64)
@@ -242,7 +242,7 @@ class FlashInferReader:
                 given = (tables, rows[: len(self._versions)], self._counts)
                 self._attention.plan(*given, captured=captured)
                 self._planned = asked
-        except Exception as error:  # others' library; no request needs to fail for it
+        except Exception as error:  # of another library: no request need fail for it
             if captured is not None and self._services.ranks.size > 1:
                 # Other ranks may have planned: the same graph is replayed here.
                 step.fail_reading(error)
@@ -255,7 +255,7 @@ class FlashInferReader:
         return not self._failed
 
     def _wants(self, step: DecodeStep) -> bool:
-        """Whether such a batch is to be read by this; notes what its lists are."""
+        """Whether this is to read the step's batch; notes the lists of the batch."""
         held = step.held
         if not step.reads or any(x is not None and x.shared is not None for x in held):
             return False
@@ -318,7 +318,7 @@ def by_flashinfer(
     heads: int,
     dtype: torch.dtype,
 ) -> FlashInferReader | None:
-    """The reader of a stock backend, if it may read.
+    """FlashInfer's reader for a stock backend; None if it is not to read, or cannot.
 
     Args:
         name: of the backend in SGLang's registry.
@@ -326,7 +326,7 @@ def by_flashinfer(
         heads: H; dtype: of queries.
 
     Raises:
-        Refused: the operator asked for it, and it cannot be had.
+        Refused: the operator asked for it, and it cannot read.
     """
     asked, storage = options.attention(), services.arena.storage
     if not may_read(name, storage.device):
