@@ -7,6 +7,8 @@ compressed entries yields L pages, one in each layer's rows. A page holds G entr
 KV head), and not necessarily of the layer in whose rows it lies: S slots are L * S pages, filled in
 order by the lists of layer 0 head 0, layer 0 head 1, ..., so budgets may differ between layers and
 heads and cost what they hold.
+
+Dimensions: L layers of this stage, G KV heads of this rank, D head size, S slots, B requests.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ class Arena:
     """The pool's memory seen as entries and pages.
 
     Attributes:
-        storage: [L, 2, padded, G, D].
-        scales: float32 [L, 2, G], by which keys and values of 8 bits are multiplied, wherever
-            those of a layer lie; None where numbers stand as they are.
-        spans: layers of the model in each stage (`--pp-size`), of which there is one as a rule.
-        stage: which of these is here: L are its layers.
+        storage: [L, 2, padded slots, G, D] keys and values, in the pool's dtype.
+        scales: float32 [L, 2, G] by which 8-bit keys and values of a layer are multiplied, in
+            whatever pages they lie; None if entries have no scales.
+        spans: layers of the model in each stage (`--pp-size`).
+        stage: index of this stage.
     """
 
     storage: torch.Tensor
@@ -49,22 +51,22 @@ class Arena:
         return self.spans[self.stage]
 
     def place_of(self, layer: int) -> int:
-        """Where a layer of the model stands among those that are here."""
+        """Index of a layer of the model among those that are here."""
         return layer - self.own.start
 
     @property
     def model_layers(self) -> int:
-        """How many layers the model has, those of other stages among them."""
+        """Number of layers of the model, those of other stages included."""
         return self.spans[-1].stop
 
     @property
     def kv_heads(self) -> int:
-        """G, also the number of entries of a page."""
+        """G, which is also the number of entries of a page."""
         return self.storage.shape[3]
 
     @property
     def value_offset(self) -> int:
-        """Entries from a key to its value."""
+        """Distance from a key to its value, in entries."""
         return self.storage.shape[2] * self.kv_heads
 
     @property
@@ -83,16 +85,16 @@ class Arena:
         return self.storage[:, :, 0].numel() * self.storage.element_size()
 
     def set_scales(self, scales: Sequence[tuple[float, float]]) -> None:
-        """Take what the model says of each layer's keys and values of 8 bits."""
+        """Set the scales of 8-bit entries: (key, value) for each of the L layers."""
         if self.scales is not None:
             self.scales.copy_(torch.tensor(scales)[:, :, None])
 
     def at_slots(self, layer: int, slots: torch.Tensor) -> tuple[Slots, Slots]:
-        """Keys and values of a layer, from 0 of those that are here, at [n] int64 slots."""
+        """Keys and values at int64 [n] slots of a layer, from 0 to L - 1."""
         return self._at_slots(slice(layer, layer + 1), slots)
 
     def of_all_layers(self, slots: torch.Tensor) -> tuple[Slots, Slots]:
-        """Keys and values of all layers that are here, at [n] int64 slots."""
+        """Keys and values at int64 [n] slots, of all L layers."""
         return self._at_slots(slice(None), slots)
 
     def _at_slots(self, layers: slice, slots: torch.Tensor) -> tuple[Slots, Slots]:
@@ -103,7 +105,7 @@ class Arena:
         return Slots(k, slots, of_k), Slots(v, slots, of_v)
 
     def at_ids(self, ids: torch.Tensor) -> tuple[Entries, Entries]:
-        """Keys and values of the lists [B * L * G, M] int64 of B requests, all layers."""
+        """Keys and values at int64 [B * L * G, M] entries, the lists of B requests."""
         of_k = of_v = None
         if self.scales is not None:
             lists = len(ids) // (self.layers * self.kv_heads)
@@ -111,7 +113,7 @@ class Arena:
         return Entries(self.entries, ids, of_k), Entries(self.values, ids, of_v)
 
     def unscaled(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values [G, n, D] of a layer as its entries stand for them, but not rounded."""
+        """Keys and values [G, n, D] of a layer divided by its scales, not yet rounded."""
         if self.scales is None:
             return [k, v]
         return [x / by[:, None, None] for x, by in zip((k, v), self.scales[layer], strict=True)]
@@ -129,14 +131,14 @@ class Arena:
         return (slots.to(torch.int64)[:, None] + rows[None, :]).reshape(-1)
 
     def slots_for(self, pages: int) -> int:
-        """Slots that yield so many pages."""
+        """Slots that yield `pages` pages."""
         return -(-pages // self.layers)
 
     def most_slots(self, entries: int, layers: int) -> int:
-        """Slots that suffice for so many entries, however they are spread over layers and heads.
+        """Slots that suffice for `entries`, however they are spread over layers and heads.
 
         Args:
-            layers: of the stage whose entries they are.
+            layers: number of layers of the stage whose entries they are.
         """
         lists, page = layers * self.kv_heads, self.kv_heads
         return -(-((entries + min(lists, entries) * (page - 1)) // page) // layers)
@@ -154,12 +156,12 @@ def create_arena(
     """Allocate the pool of the only stage: zeros, as SGLang's own buffers are; scales are 1.
 
     Args:
-        region: in which the entries are allocated. SGLang may give its memory back and take other
-            (`--enable-memory-saver`), and scales have to stay.
+        region: context in which entries are allocated. SGLang may free its memory for a time
+            (`--enable-memory-saver`); scales are allocated outside, because they have to stay.
     """
     scales = None
     if dtype in FLOAT8:
-        # Each row begins where kernels may read 16 bytes.
+        # Rows are aligned so that kernels may read 16 bytes from their beginnings.
         scales = torch.ones((layers, 2, -(-kv_heads // 4) * 4), device=device)[:, :, :kv_heads]
     with region or nullcontext():
         storage = torch.zeros((layers, 2, slots, kv_heads, head_dim), dtype=dtype, device=device)

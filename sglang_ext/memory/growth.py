@@ -1,7 +1,7 @@
-"""How much memory a request may come to need while it decodes under a policy that goes on.
+"""How much memory a request may need while it decodes under a policy that goes on.
 
-SGLang admits requests as if the output of every one stayed in memory. Where a policy holds the
-cache at a size, that is far too much, and long generations would run one after the other.
+SGLang admits requests as if all their output stayed in memory. If a policy bounds the size of the
+cache, that is far too much, and long generations would run one after the other.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Growth:
 
     def __init__(self, bound: Bound, arena: Arena, page_size: int) -> None:
         self._bound, self._arena = bound, arena
-        # A tail until the next fold, and a page of which only a part is used for each of both.
+        # The tail until the next fold, and partly used pages, of the tail and of private slots.
         self._between = bound.fold_interval + 2 * page_size + arena.kv_heads
         self._steady = is_steady(bound)
         self.most = lru_cache(maxsize=4096)(self._most)
 
     def _most(self, prompt: int, output: int) -> int | None:
-        """Slots that a request holds at most beside a prompt in the radix cache.
+        """Most slots that a request holds beside a prompt in the radix cache.
 
         Args:
-            output: tokens that it generates at most.
+            output: most tokens that it generates.
 
         Returns:
-            None where that grows with the output, as in stock SGLang.
+            None if that grows with the output, as in stock SGLang.
         """
         if not self._steady:
             return None
@@ -43,24 +43,24 @@ class Growth:
         return max(slots) + self._between
 
     def _most_of(self, layers: range, prompt: int, output: int) -> int:
-        """What the lists of one stage's layers take."""
+        """Most slots that the lists of one stage's layers take."""
         entries = max_entries(self._bound, prompt, layers)
         if entries >= len(layers) * self._bound.shape.kv_heads * prompt:
-            # The cache has not reached its size yet: it may become as for a prompt that long.
+            # Nothing leaves the prompt yet: the cache may grow as large as that of a longer prompt.
             entries = max_entries(self._bound, prompt + output, layers)
         share = share_of_rank(entries, self._bound, self._arena, prompt + output)
         return self._arena.most_slots(share, len(layers))
 
 
 def share_of_rank(entries: int, bound: Bound, arena: Arena, tokens: int) -> int:
-    """How many of so many entries of a request one of several ranks is reckoned to hold.
+    """For how many of a request's `entries` one rank reserves slots.
 
-    An even share. Where KV heads compete, a rank may come to hold more; then it takes the slots
-    when that is known, or the request is served in full. Where tokens leave the prefill it cannot
-    be, and all that may come is reckoned with.
+    An even share. If KV heads compete, a rank may come to hold more; it then takes these slots when
+    that is known, or the request is served in full. If tokens leave the prefill, the request cannot
+    be served in full: slots are reserved for the most that one rank may hold.
 
     Args:
-        tokens: of the request.
+        tokens: number of the request's tokens.
     """
     total = bound.shape.kv_heads
     share = -(-entries * arena.kv_heads // total)

@@ -11,7 +11,7 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.private import Listed, Private
 
-# indptr, indices and what is known of them besides, of one layer.
+# indptr, indices and `apart` of `paged_attention`, of one layer.
 _OfLayer = tuple[torch.Tensor, torch.Tensor, Apart]
 
 
@@ -34,10 +34,10 @@ class Lists:
         """
         Args:
             requests: B compressed requests.
-            lengths: tokens of each, prompt included, after this forward.
+            lengths: [B] tokens of each, prompt included, after this forward.
             req_to_token: [rows, context] SGLang's table of ordinary slots.
-            remember: whether what is listed of private pages stays in their layout for the next
-                forward: 8 bytes for an entry, 24 where layers are stored in pairs.
+            remember: whether lists of private pages are kept in `Layout.listed` for the next
+                forward: 8 bytes per entry, 24 if layers are stored in pairs.
         """
         self._arena, self._requests, self._remember = arena, list(requests), remember
         self._latest: tuple[int, _OfLayer] | None = None
@@ -54,14 +54,14 @@ class Lists:
         """Entry lists of one layer.
 
         Returns:
-            indptr [B * G + 1] int64, indices [nnz] int64 and what `paged_attention` takes besides.
+            int64 indptr [B * G + 1], int64 indices [nnz] and `apart` of `paged_attention`.
         """
         if self._latest is None or self._latest[0] != layer:
             self._latest = layer, self._lists(layer)
         return self._latest[1]
 
     def of(self, request: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one request alone: indptr [G + 1], indices [nnz] int64."""
+        """Lists of one request alone: int64 indptr [G + 1], int64 indices [nnz]."""
         indptr, indices, _ = self.layer(layer)
         groups = self._arena.kv_heads
         sizes = self._sizes(layer)
@@ -71,19 +71,19 @@ class Lists:
         return own - start, indices[start:end]
 
     def _sizes(self, layer: int) -> tuple[int, ...]:
-        """[B * G] lengths of the lists, without asking the device."""
+        """[B * G] lengths of the lists, known to the host."""
         counts = itertools.chain.from_iterable(r.entries(layer) for r in self._requests)
         return tuple(count + tail for count, tail in zip(counts, self._tails, strict=True))
 
     def _starts(self, sizes: tuple[int, ...]) -> torch.Tensor:
-        """[B * G + 1] int64 of lists that are so long; layers often have the same."""
+        """int64 [B * G + 1] indptr of lists of these lengths; layers often have the same."""
         if sizes not in self._indptr:
             starts = list(itertools.accumulate(sizes, initial=0))
             self._indptr[sizes] = to_device(starts, torch.int64, self._tail.device)
         return self._indptr[sizes]
 
     def _lists(self, layer: int) -> _OfLayer:
-        """Put together; keys and values apart only where a request stores the layer in a pair."""
+        """Join private pages and tails; values apart only if a request has the layer in a pair."""
         held = [self._listed(private, layer) for private in self._requests]
         tail = self._tail + self._arena.key_base(layer)
 
@@ -101,7 +101,7 @@ class Lists:
         return indptr, keys, Apart(joined((x.values for x in held), tail), key_scale, value_scale)
 
     def _listed(self, private: Private, layer: int) -> Listed:
-        """What one request holds in private pages, at a layer."""
+        """Entries that one request has in private pages at a layer."""
         known = private.layout.listed
         if layer in known:
             return known[layer]

@@ -1,4 +1,7 @@
-"""The compressed copy of one request: which slots hold it, and what its pages contain."""
+"""The compressed copy of one request: which slots hold it, and what its pages contain.
+
+Dimensions: L layers and G KV heads of the model, l and g those that are here, S slots.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class Listed(NamedTuple):
     """Where the entries of one request's private pages lie at a layer, KV head by KV head.
 
     Attributes:
-        keys, values: int64 [n] per KV head.
+        keys, values: int64 [n] entries per KV head.
         key_scale, value_scale: float32 [n] per KV head, by which what lies there is multiplied;
             None: by 1.
     """
@@ -31,15 +34,16 @@ class Layout:
     """Where the lists of a copy lie in its pages.
 
     Attributes:
-        counts: [L, g] int32 entries of each (layer, KV head) that is here.
-        first_page: [L, g] int32, index of the list's first page among the request's pages.
-        laid_out: per layer and KV head of the model, entries that the pages hold, those of other
-            ranks as well: they have as many slots for them.
-        held: of these, the lists that are here.
-        room: [L, G] entries for which each list has pages, on the host; as `laid_out`.
-        layer_starts: per layer, `first_page` of its first list, for the host.
-        needs: slots that all entries take with so many tokens more, as far as asked.
-        listed: per layer, where its entries lie, as far as decode steps have listed them.
+        counts: int32 [l, g] entries of each list that is here, on the device.
+        first_page: int32 [l, g] index of each list's first page among the request's pages, on the
+            device.
+        laid_out: [L][G] entries of each list, those of other ranks and stages included, where the
+            request has as many slots.
+        held: [l][g] of `laid_out`, the lists that are here.
+        room: int64 [L, G] entries for which each list has pages.
+        layer_starts: [l] `first_page` of each layer's first list, on the host.
+        needs: number of further tokens -> slots that all entries then take, as far as asked.
+        listed: layer -> where its entries lie, as far as decode steps have listed them.
     """
 
     counts: torch.Tensor
@@ -59,16 +63,16 @@ class Private:
     Attributes:
         row: row of the request in SGLang's request pool.
         policy: name of the policy.
-        slots: [S] int64.
-        tail_start: position from which entries lie in ordinary slots: what was there when the
-            copy was last written. Of these slots the request may own some before that position:
-            the boundary of ownership is a multiple of SGLang's page size.
+        slots: int32 [S].
+        tail_start: position from which tokens lie in ordinary slots: the number of tokens when the
+            copy was last written. The request may still own slots of some tokens before it, since
+            it gives up whole pages of SGLang's.
         shared: layers that are stored in pairs, if any.
-        full: whether every list lost entries when it was written last.
-        keeps_size: whether its lists, if they are full, stay as long at every fold; None: nobody
-            has asked since they were laid out.
-        borrowed: how many of the slots, the first ones, are still the prompt's, in the request's
-            row: it was compacted within them, and the row has not been given up yet.
+        full: whether every list lost entries at the last fold.
+        keeps_size: whether its lists, if they are full, keep their sizes at every fold; None: not
+            asked since they were laid out.
+        borrowed: number of its first slots that the request's row still owns: the prompt was
+            compacted within them, and the row has not been given up yet.
     """
 
     row: int
@@ -88,7 +92,7 @@ class Private:
 
     @property
     def layout(self) -> Layout:
-        """Where its lists lie.
+        """Where its lists lie in its pages.
 
         Raises:
             RuntimeError: nothing has been laid out yet.
@@ -117,13 +121,13 @@ class Private:
         return self._layout.laid_out if self._layout is not None else []
 
     def entries(self, layer: int) -> list[int]:
-        """How many entries each KV head reads in private pages at a layer; the host knows."""
+        """[g] entries that each KV head reads in private pages at a layer, known to the host."""
         held = self.layout.held[layer]
-        # Two layers of a pair read one list, of which each takes as many as there are tokens.
+        # Two layers of a pair read one list, each as many entries as the prompt has tokens.
         return held if self.shared is None else [self.tail_start] * len(held)
 
     @property
     def table_bytes(self) -> int:
-        """Memory of the tables that describe it."""
+        """Bytes of the tensors that describe it on the device."""
         lists = (self.counts, self.first_page) if self.ready else ()
         return sum(t.nbytes for t in (self.slots, *lists))

@@ -1,8 +1,8 @@
-"""Slots set aside for internal requests, so that those take nobody's.
+"""Slots set aside for internal requests, so that these take none from other requests.
 
 They are taken from SGLang's allocator at the start and are no part of the capacity that it
 schedules. While an internal request is computed, as many as it needs are lent to the allocator: all
-others find as many free slots as without it, and nobody's prompt leaves the radix cache for it.
+others find as many free slots as without it, and no prompt leaves the radix cache for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-AMPLE = 0.1  # of the pool: what is free beyond it may be taken too
+AMPLE = 0.1  # share of the pool; free slots beyond it may be taken too
 
 
 class Allocator(Protocol):
@@ -37,7 +37,7 @@ class SetAside:
     def __init__(self, allocator: Allocator, slots: int) -> None:
         """
         Args:
-            slots: how many; whole pages of them are taken.
+            slots: number of slots, rounded down to whole pages.
         """
         self._allocator = allocator
         self.total = slots // allocator.page_size * allocator.page_size
@@ -47,11 +47,11 @@ class SetAside:
         self.take()
 
     def take(self) -> None:
-        """Take all of them from an allocator that nobody has taken anything from."""
+        """Take all of them from an allocator all of whose slots are free."""
         self._lent.clear()
         self._used.clear()
         self._ended.clear()
-        self.slots = torch.empty(0, dtype=torch.int64)  # [S] those that are not lent
+        self.slots = torch.empty(0, dtype=torch.int64)  # int64 [S] that are not lent
         if self.total:
             taken = self._allocator.alloc(self.total)
             if taken is None:
@@ -76,13 +76,13 @@ class SetAside:
         )
 
     def lend(self, rid: str, tokens: int, used: Callable[[], int]) -> bool:
-        """Lend what a request needs for so many tokens; False, and nothing, if that is too much.
+        """Lend what a request of `tokens` tokens needs; False, and nothing, if that is too much.
 
-        Nor does a request get a loan that has not given an earlier one back.
-        Where there are too few, free slots of which SGLang has ample do for the rest.
+        A request whose earlier loan has not been taken back gets none either. If too few slots are
+        left here, the rest may be slots that SGLang has free beyond `AMPLE`.
 
         Args:
-            used: says how many slots the request has at present, parts of pages among them.
+            used: gives the number of slots that the request uses now, parts of pages included.
         """
         if rid in self._lent:
             return False
@@ -99,7 +99,7 @@ class SetAside:
         return True
 
     def ended(self, rid: str) -> None:
-        """The slots of a request are free, or will be at the end of this step."""
+        """Note that a request's slots are free, or will be at the end of this step."""
         if rid in self._lent:
             self._ended.add(rid)
 
@@ -107,8 +107,8 @@ class SetAside:
         """Take back what was lent to requests that have ended.
 
         Args:
-            evict: asks the radix cache to make so many slots available; somebody may have taken
-                the page that SGLang wants more for each request and does not use.
+            evict: asks the radix cache to make slots available, as others may have taken the page
+                that SGLang wants more for each request and does not use.
         """
         for rid in sorted(self._ended):
             lent = self._lent[rid]

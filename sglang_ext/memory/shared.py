@@ -1,4 +1,4 @@
-"""Layers of a request that are stored in pairs: which they are, and how they are read."""
+"""Layers of a request that are stored in pairs: which layers, and how they are read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Shared:
     """Which layers of a request are stored in pairs.
 
     Attributes:
-        uppers: upper layers.
+        uppers: the upper layer of each pair.
         tokens: N of the prompt.
-        paired: int32 [L] on the device, as in the device tables.
+        paired: int32 [L] on the device, as in `Tables`.
     """
 
     uppers: frozenset[int]
@@ -28,7 +28,7 @@ class Shared:
 
     @classmethod
     def of(cls, uppers: Sequence[int], tokens: int, arena: Arena) -> Shared:
-        """Of a prompt of so many tokens."""
+        """For a prompt of `tokens` tokens."""
         paired = torch.zeros(arena.layers, dtype=torch.int32)
         paired[list(uppers)] = 1 + OWN
         paired[[upper - 1 for upper in uppers]] = 1 + BELOW
@@ -36,7 +36,7 @@ class Shared:
         return cls(frozenset(uppers), tokens, on_device)
 
     def at(self, layer: int) -> int | None:
-        """Which of a pair a layer is; None if it is whole."""
+        """`OWN` for the upper layer of a pair, `BELOW` for the lower one, None for other layers."""
         if layer in self.uppers:
             return OWN
         return BELOW if layer + 1 in self.uppers else None
@@ -47,12 +47,12 @@ class Shared:
         """How one layer of a pair reads the prompt's tokens.
 
         Args:
-            which: of the pair.
+            which: as of `at`.
             entry_at: from places [..., G, n] or [n] in the pair's lists to entries [..., G, n].
 
         Returns:
-            int64 [2, G, N] entries of keys and of values, and float32 [2, G, N] by which they are
-            multiplied.
+            int64 [2, G, N] entries of keys and of values, and float32 [2, G, N] scales by which
+            they are multiplied.
         """
         numbers, tokens = pairs.numbers(arena.storage), self.tokens
         device = numbers.device

@@ -3,10 +3,12 @@
 Slots come from SGLang's own allocator and are counted in its unit, so that admission, eviction,
 retraction and the leak checks see one pool:
 available + evictable + protected + session + uncached + private == total at every step, where
-slots set aside for internal requests are in none of them but while they are lent.
+slots set aside for internal requests are counted only while they are lent.
 The store is also the pool's "aux cache": SGLang tells it when a request's row is freed or when
-everything is flushed. Private slots are tensors of the scheduler's stream, wherever they are taken;
-what is laid out in them belongs to the forwards' (see streams.py).
+everything is flushed. Tensors of private slots belong to the scheduler's stream, wherever they are
+taken; layouts belong to the forwards' stream (see streams.py).
+
+Dimensions: L layers and G KV heads of the model, l and g those that are here, R ranks, S slots.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ class Store:
         """
         Args:
             changed: called with a policy's name and the slots it now holds, after every change.
-            tables: what decode steps read on the device, if they do.
-            streams: on which slots are taken and given back.
+            tables: device tables to keep current; None if decode steps read none.
+            streams: of the scheduler, on which slots are taken and given back, and of forwards.
             set_aside: slots of internal requests, if there are any.
-            heads: which of the model's KV heads are here. A request has as many slots on every
-                rank: those that it needs where it needs most.
+            heads: which of the model's KV heads are here. A request has the same number of slots
+                on every rank: as many as the rank needs that needs most.
         """
         self.arena = arena
         self.allocator = allocator
@@ -76,16 +78,16 @@ class Store:
         return self.held - self.set_aside.lent + self.set_aside.unused
 
     def whole_pages(self, slots: int) -> int:
-        """Rounded up to what the allocator hands out."""
+        """`slots`, rounded up to whole pages of the allocator."""
         return whole_pages(self.allocator, slots)
 
     def allocate(
         self, row: int, policy: str, slots: int, tail_start: int, evict: Callable[[int], object]
     ) -> Private | None:
-        """Take slots for a request, evicting from the radix cache where needed; None if too few.
+        """Take slots for a request, evicting from the radix cache if needed; None if too few.
 
         Args:
-            evict: asks the radix cache to make so many slots available.
+            evict: asks the radix cache to make a number of slots available.
         """
         if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
@@ -100,7 +102,7 @@ class Store:
         return private
 
     def borrow(self, row: int, policy: str, slots: torch.Tensor, tail_start: int) -> Private:
-        """Compact a request within the slots of its prompt, which are the row's until `own`.
+        """Use slots of a request's prompt as private slots; its row owns them until `own`.
 
         Args:
             slots: [S] int32, whole pages of the allocator.
@@ -112,14 +114,14 @@ class Store:
         return private
 
     def own(self, private: Private) -> None:
-        """The row has been given up but for the slots that a request had borrowed of it."""
+        """Count borrowed slots as private: the rest of the request's row has been given up."""
         self._count(private.policy, private.borrowed)
         private.borrowed = 0
 
     def _take(
         self, more: Sequence[int], evict: Callable[[int], object], earlier: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """So many slots for each, behind those that it has, int32; None if too few are left."""
+        """int32 slots of each: its earlier ones, then new ones; None if too few are left."""
         with self._streams.scheduling():
             evict(sum(more))
             taken = self.allocator.alloc(sum(more))
@@ -131,26 +133,23 @@ class Store:
             return self._streams.shared(torch.cat(list(itertools.chain.from_iterable(parts))))
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
-        """Give back all slots of a request but the first ones."""
+        """Give back all slots of a request but the first `keep`."""
         own = max(keep, private.borrowed)  # what is borrowed is given back with the row
         private.borrowed = min(keep, private.borrowed)
         surplus = private.slots.numel() - own
         with self._streams.scheduling():
-            # Whole pages: `free` would look for equal ones, for which the host waits.
+            # Whole pages: `free` would look for duplicates, for which the host waits.
             self.allocator.free_segment(private.slots[own:].to(torch.int64), start_pos=0)
             private.slots = self._streams.shared(private.slots[:keep].clone())
         self._count(private.policy, -surplus)
 
     @property
     def kv_heads(self) -> int:
-        """G of the model, those of other ranks among them."""
+        """G, KV heads of the model, those of other ranks included."""
         return self._heads.total(self.arena.kv_heads)
 
     def slots_for(self, counts: torch.Tensor) -> int:
-        """Slots that so many entries [L, G] take, on the rank or stage where they take most.
-
-        Here and elsewhere they are those of the whole model.
-        """
+        """Slots that [L, G] entries take, on the rank and stage where they take most."""
         return self._slots_for(counts.numpy())
 
     def _slots_for(self, counts: np.ndarray) -> int:
@@ -160,39 +159,39 @@ class Store:
         return self.whole_pages(most)
 
     def _of_ranks(self, counts: np.ndarray) -> np.ndarray:
-        """[L, R, g] pages that so many entries take of each rank's lists."""
+        """int64 [L, R, g] pages that [L, G] entries take, by rank."""
         return self._pages(counts).reshape(len(counts), -1, self.arena.kv_heads)
 
     def ends_of_layers(self, counts: np.ndarray) -> list[np.ndarray]:
-        """Pages up to the last list of a layer, if lists follow each other.
+        """Pages up to the end of each layer, if lists of [L, G] entries follow each other.
 
         Returns:
-            Of every stage [l, R], of its layers and each rank.
+            int64 [l, R] for each stage: of its layers, by rank.
         """
         pages = self._of_ranks(counts).sum(axis=2)
         return [pages[each.start : each.stop].cumsum(axis=0) for each in self.arena.spans]
 
     def here(self, counts: torch.Tensor) -> torch.Tensor:
-        """Of [L, G] entries those of the lists that are here."""
+        """[l, g] entries of the lists that are here, of [L, G]."""
         own = self.arena.own
         return self._heads.part(counts[own.start : own.stop], 1)
 
     def _pages(self, counts: np.ndarray) -> np.ndarray:
-        """That so many entries take, list by list."""
+        """Pages that entries take, list by list."""
         return -(-counts // self.arena.kv_heads)
 
     def entries_with(self, private: Private | None, length: int) -> np.ndarray:
-        """int64 [L, G] entries of a request with so many tokens, if none of them leaves now.
+        """int64 [L, G] entries of a request with `length` tokens, if none leaves now.
 
         Args:
-            private: None where nothing has left so far.
+            private: its private pages; None if nothing has left so far.
         """
         if private is None:
             return np.full((self.arena.model_layers, self.kv_heads), length, dtype=np.int64)
         return np.array(private.laid_out, dtype=np.int64) + (length - private.tail_start)
 
     def slots_with(self, private: Private | None, length: int) -> int:
-        """Slots that these entries take."""
+        """Slots that the entries of `entries_with` take."""
         if private is None:
             return self._slots_for(self.entries_with(None, length))
         needs, tail = private.layout.needs, length - private.tail_start
@@ -201,7 +200,7 @@ class Store:
         return needs[tail]
 
     def grow(self, private: Private, slots: int, evict: Callable[[int], object]) -> bool:
-        """Take more slots, until a request has so many; False, and nothing, if too few are left.
+        """Take slots until a request has `slots`; False, and none, if too few are left.
 
         Args:
             evict: as for `allocate`.
@@ -211,10 +210,10 @@ class Store:
     def grow_together(
         self, requests: Sequence[Private], slots: Sequence[int], evict: Callable[[int], object]
     ) -> torch.Tensor | None:
-        """As `grow`, of several requests at once: of all of them, or of none.
+        """As `grow`, for several requests at once: for all of them, or for none.
 
         Returns:
-            int32 slots of all, one request's behind those of the other; None if too few are left.
+            int32 slots of all, one request's after the other's; None if too few are left.
         """
         pairs = zip(requests, slots, strict=True)
         more = [max(number - each.slots.numel(), 0) for each, number in pairs]
@@ -234,7 +233,7 @@ class Store:
         """Lay out the pages for what was kept and give back the slots that are not needed.
 
         Args:
-            counts: [L, G] entries that will be written, of all ranks, on the host.
+            counts: int64 [L, G] entries that will be written, on the host.
         """
         slots = self.slots_for(counts)
         if private.slots.numel() > slots:
@@ -244,13 +243,13 @@ class Store:
     def fill_together(
         self, requests: Sequence[Private], counts: Sequence[torch.Tensor], slots: torch.Tensor
     ) -> Tables:
-        """As `fill`, of several requests at once, whose slots they all keep.
+        """As `fill`, for several requests at once, which keep all their slots.
 
         Args:
-            slots: as of `grow_together`.
+            slots: int32, of all requests, one's after the other's.
 
         Returns:
-            Where their lists lie, of the i-th one in row i.
+            Tables whose row i says where the lists of the i-th request lie.
         """
         device, page = self.arena.storage.device, self.arena.kv_heads
         held = [self.here(each) for each in counts]
@@ -278,22 +277,22 @@ class Store:
         return Tables(of_all, firsts_of_all, tails, slots_start, slots, paired=of_all[:0, :, 0])
 
     def lay_out(self, counts: torch.Tensor) -> torch.Tensor:
-        """Where the lists of a request that are here begin if they follow each other.
+        """Where the lists of a request that are here begin, if they follow each other.
 
         Args:
-            counts: [L, G] entries, of all ranks, on the host.
+            counts: int64 [L, G] entries, on the host.
 
         Returns:
-            [L, g] first page of each list.
+            int64 [l, g] first page of each list, on the host.
         """
         return torch.tensor(_before(self._pages(self.here(counts).numpy())))
 
     def shortened(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
-        """The lists of a request have become shorter where they lie.
+        """Note that the lists of a request have other sizes, in the pages that they had.
 
         Args:
-            counts: [L, G] entries that they hold, of all ranks, on the host.
-            written: int32 [L, g], those that are here, on the device.
+            counts: int64 [L, G] entries that they hold, on the host.
+            written: int32 [l, g] of `counts`, the lists that are here, on the device.
         """
         held = self.here(counts).tolist()
         private.layout = replace(
@@ -303,7 +302,7 @@ class Store:
             self._tables.note(private)
 
     def tail_moved(self, private: Private) -> None:
-        """The lists of a request are as long as before, and its tail begins elsewhere."""
+        """Note that a request's tail begins elsewhere; its lists have the same sizes."""
         if self._tables is not None:
             self._tables.note_tail(private)
 
@@ -317,7 +316,7 @@ class Store:
         self.fill(private, self._nothing)
 
     def hold(self, private: Private, slots: int, evict: Callable[[int], object]) -> None:
-        """Have a request hold so many slots, and nothing in them.
+        """Have a request hold `slots` slots, without entries in them.
 
         Args:
             evict: as for `allocate`.
@@ -333,7 +332,7 @@ class Store:
 
     @property
     def _nothing(self) -> torch.Tensor:
-        """[L, G] entries of a request that holds none."""
+        """int64 [L, G] zeros: entries of a request that holds none."""
         return torch.zeros((self.arena.model_layers, self.kv_heads), dtype=torch.int64)
 
     def release(self, private: Private) -> None:
@@ -365,7 +364,7 @@ class Store:
         self._when_empty()
 
     def when_empty(self, do: Callable[[], None]) -> None:
-        """Do something now, and whenever SGLang has emptied its pool, as for other weights."""
+        """Call `do` now, and whenever SGLang has emptied its pool, as for new weights."""
         self._when_empty = do
         do()
 
@@ -415,6 +414,6 @@ class Store:
 
 
 def _before(pages: np.ndarray) -> np.ndarray:
-    """How many pages the lists before each one take."""
+    """Number of pages that the lists before each one take."""
     before: np.ndarray = pages.cumsum().reshape(pages.shape) - pages
     return before

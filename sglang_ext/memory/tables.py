@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class DeviceTables:
     """The tables of one scheduler.
 
-    Private slots of one row lie together. They are handed out from the front to the back; when the
-    end is reached, all are written again from the front, which always makes room because there is
-    twice as much of it as the pool has slots.
+    Private slots of one row lie together in `tables.slots`. Places there are given out from front
+    to back; when the end is reached, all rows are written again from the front, which always makes
+    room because there are twice as many places as the pool has slots.
 
     Attributes:
         tables: what kernels read.
@@ -45,7 +45,7 @@ class DeviceTables:
         """
         Args:
             rows: R of SGLang's table of slots, the padding row included.
-            slots: of the pool.
+            slots: number of slots of the pool.
             pairs: whether a request may store layers in pairs.
         """
         sizes, device = (rows, arena.layers, arena.kv_heads, slots), arena.storage.device
@@ -57,7 +57,7 @@ class DeviceTables:
         self._places: dict[int, range] = {}
         self._versions: dict[int, int] = {}  # of the rows that are written
         self._latest = 0
-        self.end = 0  # of the places that are taken
+        self.end = 0  # of the places in `tables.slots` that are taken
 
     @staticmethod
     def empty(
@@ -69,30 +69,30 @@ class DeviceTables:
         *,
         pairs: bool,
     ) -> Tables:
-        """The tables of a pool of so many slots, of which no row has private pages."""
+        """Tables for a pool of `slots` slots, in which no row has private pages."""
         return Tables.empty(rows, layers, kv_heads, 2 * slots, device, pairs=pairs)
 
     def note(self, private: Private) -> None:
-        """A request's private pages are laid out anew; read when the tables are written."""
+        """Note private pages that are laid out anew; they are read when the tables are written."""
         self._changed[private.row] = private
 
     def note_tail(self, private: Private) -> None:
-        """Only where a request's tail begins has changed; read when the tables are written."""
+        """Note a tail that begins elsewhere; it is read when the tables are written."""
         self._moved[private.row] = private
 
     def forget(self, row: int) -> None:
-        """A row has no private pages any more."""
+        """Note that a row has no private pages any more."""
         self._changed[row] = None
 
     def forget_all(self) -> None:
-        """No row has private pages any more."""
+        """Note that no row has private pages any more."""
         self._changed = dict.fromkeys((*self._changed, *self._written))
 
     def version(self, row: int) -> int:
-        """Which layout of a row's private pages is written; 0 where there are none.
+        """Number of the layout of a row's private pages that is written; 0 if there are none.
 
-        No two layouts have one number, whichever rows they are of: lists, and where their pages
-        lie, are as they were while it stays.
+        No two layouts have the same number, in whatever rows: while a row's number stays, so do its
+        lists and the places of their pages.
         """
         return self._versions.get(row, 0)
 
@@ -129,7 +129,7 @@ class DeviceTables:
         tails.index_copy_(0, rows, starts)
 
     def _find_places(self, changed: Sequence[Private]) -> Sequence[Private]:
-        """Where slots go; returns whose are to be written."""
+        """Find places for slots; return the requests whose slots are to be written."""
         for private in changed:
             place, count = self._places.get(private.row), private.slots.numel()
             if place is not None and count <= len(place):
@@ -182,10 +182,10 @@ class DeviceTables:
         return to_device([each.row for each in requests], torch.int64, self.tables.slots.device)
 
     def check(self, held: Iterable[Private]) -> None:
-        """Raise unless the tables say what requests hold, where nothing is still to be written.
+        """Raise unless the tables are what requests hold; changes not yet written are left out.
 
         Args:
-            held: of every row that holds private pages which may be read.
+            held: the private pages of every row that are laid out.
 
         Raises:
             RuntimeError: says which row is wrong.

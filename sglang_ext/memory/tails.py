@@ -1,6 +1,6 @@
-"""Ordinary slots that several requests give up at once.
+"""Ordinary slots that several requests give up in one operation.
 
-SGLang frees the slots of one request after the other, and copies its list of free ones each time.
+SGLang would free them request by request, and copy its list of free slots each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvpolicy.sglang_ext.face.host import to_device
 
 
 class Tail(NamedTuple):
-    """Tokens first .. end - 1 of the request in a row of SGLang's table of slots, whole pages."""
+    """Tokens `first` to `end - 1` of a row of SGLang's table of slots, whole pages."""
 
     row: int
     first: int
@@ -25,7 +25,7 @@ def free_tails(tree: Any, tails: Sequence[Tail]) -> None:
     """Give tails back to the allocator; the table forgets their slots.
 
     Args:
-        tree: SGLang's radix cache, which knows both.
+        tree: SGLang's radix cache, which has both.
     """
     table: torch.Tensor = tree.req_to_token_pool.req_to_token
     rows, first, end = np.array(tails, np.int64).reshape(-1, 3).T
@@ -35,6 +35,6 @@ def free_tails(tree: Any, tails: Sequence[Tail]) -> None:
     if not len(places):
         return
     slots, index = table.view(-1), to_device(places.tolist(), torch.int64, table.device)
-    # Whole pages may stand one after the other as if they were one request's.
+    # Since pages are whole, slots of several requests may be freed as if they were one's.
     tree.token_to_kv_pool_allocator.free_segment(slots.index_select(0, index), start_pos=0)
     slots.index_fill_(0, index, 0)
