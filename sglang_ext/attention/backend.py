@@ -53,7 +53,7 @@ def attach(
     Args:
         backend: instance of one of `refusals.SERVED_BACKENDS`.
         name: its name in SGLang's registry.
-        heads: H, query heads of the model.
+        heads: H of this rank.
         dtype: of its queries.
         decodes: whether decode steps run on it, not only prefills.
 

@@ -153,7 +153,7 @@ class FlashInferReader:
         """
         Args:
             forward: the stock `forward_decode`, called with the backend before its arguments.
-            group: query heads per KV head.
+            group: number of query heads per KV head.
             dtype: of queries.
             always: whether it reads every batch that it can, measured or not.
         """
@@ -323,7 +323,7 @@ def by_flashinfer(
     Args:
         name: of the backend in SGLang's registry.
         forward: its `forward_decode`.
-        heads: H; dtype: of queries.
+        heads: H of this rank; dtype: of queries.
 
     Raises:
         Refused: the operator asked for it, and it cannot read.

@@ -28,8 +28,8 @@ def compress(
 ) -> None:
     """Copy a prompt's kept entries to the request's private pages, or give these back.
 
-    They are given back if everything is kept, if the copy saves no slots and the policy does not go
-    on, and if there are no slots for it. Where tokens have left the prefill there must be a copy.
+    They are given back if everything is kept, if there are no slots for the copy, or if it saves
+    none and the policy does not go on. If tokens have left the prefill, there must be a copy.
 
     Args:
         request: SGLang's.

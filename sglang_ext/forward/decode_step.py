@@ -138,7 +138,7 @@ class DecodeStep:
             self.fail_reading(error)
 
     def fail_reading(self, error: Exception) -> None:
-        """Fail all rows with compressed entries or noted queries; from now on there are none."""
+        """Fail all rows with compressed entries or noted queries; now all rows are plain ones."""
         for row in {*self._private, *self._noted.tolist()}:
             self._services.failures.note(self._rows.requests[row], READING, error)
         self._private, self._noted = {}, self._noted[:0]
@@ -191,7 +191,7 @@ class DecodeStep:
 
         Args:
             rows: of the requests.
-            leaving: the rows at which entries leave.
+            leaving: the rows that lose entries.
 
         Returns:
             (group, member) pairs; requests of one group are taken through their steps together.
@@ -222,7 +222,7 @@ class DecodeStep:
         """The requests that may lose entries on any stage, in order of their rows.
 
         Args:
-            rows: those at which entries leave on this stage.
+            rows: those that lose entries on this stage.
         """
         found = []
         for row, state in enumerate(self._rows.states):
@@ -235,7 +235,7 @@ class DecodeStep:
         return found
 
     def _leaving(self, may: Sequence[int]) -> set[int]:
-        """The rows at which entries leave, of those at which they may."""
+        """The rows that lose entries now, of those that may."""
         room, rows, leaving = Room(self._services), self._rows, set()
         for row in may:
             request, state, length = rows.requests[row], rows.states[row], int(self._lengths[row])

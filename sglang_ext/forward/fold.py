@@ -56,7 +56,7 @@ class Left:
 
     @classmethod
     def of(cls, landed: Landed) -> Left:
-        """From numbers of the device, if there is one stage only."""
+        """From the device's numbers, if there is only one stage."""
         return cls(landed.kept, landed.left, landed.fewest)
 
     @classmethod
@@ -67,7 +67,7 @@ class Left:
 
 
 def begun(services: Services, request: Any, state: State, length: int) -> Private:
-    """The private pages of a request of `length` tokens; they begin, empty, at its first fold."""
+    """The private pages of a request of `length` tokens; new, empty ones if it has none yet."""
     if state.private is None:
         row = request.kv.req_pool_idx
         state.private = services.store.allocate(row, state.served.name, 0, length, services.evict)
@@ -75,7 +75,7 @@ def begun(services: Services, request: Any, state: State, length: int) -> Privat
 
 
 def give_up_tail(services: Services, request: Any, state: State, length: int) -> None:
-    """Free the tail's slots: the tail of a request begins after its `length` tokens now."""
+    """Have a request's tail begin after its `length` tokens, and give up the slots before."""
     state.compressed_copy.tail_start = length
     services.detach([(request, state)])
 
@@ -95,7 +95,7 @@ class _Rows:
 
 
 def fits(store: Store, private: Private | None, counts: torch.Tensor) -> bool:
-    """Whether each list has pages for its part of [L, G] kept entries, and few slots too many."""
+    """Whether each list has pages for its kept entries, [L, G], and slots are not wasted."""
     if private is None or not private.ready:
         return False
     if counts.tolist() == private.laid_out:
@@ -201,7 +201,7 @@ class Fold:
         give_up_tail(self._services, self._request, self._state, self._length)
 
     def _rows(self) -> Iterator[_Rows]:
-        """What stays of each layer in turn, read when it is iterated to."""
+        """What stays of each layer in turn, read on demand."""
         dtype, choices = self._services.arena.storage.dtype, self._choices
         for layer in range(len(choices)):
             choice = choices.pop(0)  # so that its merged rows are freed

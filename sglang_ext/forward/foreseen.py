@@ -53,7 +53,7 @@ class Foreseen:
     """A request whose copy has been launched.
 
     Attributes:
-        progress: the request's at the launch; it has another one if it was retracted since.
+        progress: its state's at the launch; the state has another one after a retraction.
         counts: int64 [L, g] entries for which each list has room, on the host.
         numbers: int64 [L * g + 1] on the device: entries that each list keeps, and whether the
             model's tensors were finite.
@@ -68,7 +68,7 @@ class Foreseen:
     arriving: Arriving
 
     def fitting(self, kept: torch.Tensor) -> torch.Tensor:
-        """Bool [L, g, N] of as many entries as there is room for: `kept`, or else the first ones.
+        """bool [L, g, N], as many entries as there is room for: `kept`, or else the first ones.
 
         So that the request reads its own entries, and nobody else's, until `confirm`.
         """

@@ -2,7 +2,7 @@
 
 Either the stage has chosen what its layers keep, and tells the others how many entries that is; or
 the policy compares layers, and the stage tells the numbers that are compared: all stages choose
-when they have them of all layers.
+when they have those of all layers.
 
 Dimensions: L layers of the model, l of the stage, G KV heads of the model, g of the rank, N tokens
 of the prompt, S numbers of a layer.

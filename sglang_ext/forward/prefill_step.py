@@ -411,7 +411,7 @@ class PrefillStep:
         return _Chosen(kept, kept.sum(dim=2), held, finite)
 
     def _numbers(self, chosen: list[_Chosen]) -> Iterator[list[torch.Tensor]]:
-        """Bring what the host needs of each request to it, in one transfer.
+        """What the host needs to know of each request, in one transfer.
 
         Returns:
             Of each: int64 [l, G] entries of each list, of all ranks; int64 [l, G], or [0, G] if
@@ -436,7 +436,7 @@ class PrefillStep:
         compress(self._services, scored.request, state, scored.prompt_slots, kept, counts, run)
 
     def _describe(self, scored: Scored, kept: torch.Tensor) -> None:
-        """Note which of bool [l, g, N] entries were copied, if the answer is to say it."""
+        """Note which entries were copied, bool [l, g, N], if the answer is to say it."""
         state, told = scored.state, scored.state.told
         paired = bool(state.served.upper_layers)  # they hold everything
         if told.shows_kept and not told.counted and state.private is not None and not paired:

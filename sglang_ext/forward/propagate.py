@@ -71,7 +71,7 @@ class _Leaving(_Part):
 
 
 def shifts(batch: Any) -> torch.Tensor | None:
-    """How much smaller positions of a batch's rows are after second prefills; None: all the same.
+    """By how much second prefills lower the positions of a batch's rows; None: all by 0.
 
     Returns:
         int64 [rows] on the CPU; in a decode batch further rows may follow the requests'.

@@ -3,9 +3,9 @@
 An upper layer and the one below it store one direction per token, KV head and tensor (key, value),
 and a length for each layer, all in one list of private pages per KV head
 (`kernels/entries/pairs.py`). Tokens of `except` keep both originals. Keys and values are excepted
-independently, so one entry may hold a direction as key and an original as value; the number of
-further entries of the list is the larger of the excepted keys and values. Layers without a pair are
-copied whole. Later tokens lie in ordinary slots, whole.
+independently, so one entry may hold a direction as key and an original as value; the list has as
+many further entries as keys or values are excepted, whichever number is larger. Layers without a
+pair are copied whole. Later tokens lie in ordinary slots, whole.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Outcome:
         self._services, self._batch, self._finishing = services, batch, finishing
         self._prefill = step.prefill
         known = [(req, state_of(req)) for req in batch.reqs]
-        # A request that is retracted meanwhile begins anew.
+        # A request that is retracted meanwhile has another `Progress` then.
         self._concerned = [(req, own, own.progress) for req, own in known if own is not None]
         for _, state, _ in self._concerned:
             state.under_way += 1
@@ -55,7 +55,7 @@ class Outcome:
         found = [self._found(req, state) for req, state in self._ending]
         landed = {id(own.request): own.landed for fold in self._folds for own in fold.members}
         found += [self._lists_of(landed.get(id(each.request))) for each in self._leaving]
-        # After all that may fail.
+        # Read last: what precedes may fail.
         found.insert(0, torch.tensor([state.failing for _, state, _ in self._concerned]))
         self._sizes = [each.numel() for each in found]
         self._receive = None

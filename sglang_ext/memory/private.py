@@ -37,8 +37,8 @@ class Layout:
         counts: int32 [l, g] entries of each list that is here, on the device.
         first_page: int32 [l, g] index of each list's first page among the request's pages, on the
             device.
-        laid_out: [L][G] entries of each list, those of other ranks and stages included, where the
-            request has as many slots.
+        laid_out: [L][G] entries of each list, those of other ranks and stages included, which hold
+            as many slots.
         held: [l][g] of `laid_out`, the lists that are here.
         room: int64 [L, G] entries for which each list has pages.
         layer_starts: [l] `first_page` of each layer's first list, on the host.
@@ -63,7 +63,7 @@ class Private:
     Attributes:
         row: row of the request in SGLang's request pool.
         policy: name of the policy.
-        slots: int32 [S].
+        slots: int32 [S], on the device.
         tail_start: position from which tokens lie in ordinary slots: the number of tokens when the
             copy was last written. The request may still own slots of some tokens before it, since
             it gives up whole pages of SGLang's.

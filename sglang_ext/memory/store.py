@@ -88,6 +88,9 @@ class Store:
 
         Args:
             evict: asks the radix cache to make a number of slots available.
+
+        Raises:
+            RuntimeError: the row has private slots already.
         """
         if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
@@ -105,7 +108,10 @@ class Store:
         """Use slots of a request's prompt as private slots; its row owns them until `own`.
 
         Args:
-            slots: [S] int32, whole pages of the allocator.
+            slots: int32 [S], whole pages of the allocator.
+
+        Raises:
+            RuntimeError: as of `allocate`.
         """
         if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
@@ -138,7 +144,7 @@ class Store:
         private.borrowed = min(keep, private.borrowed)
         surplus = private.slots.numel() - own
         with self._streams.scheduling():
-            # Whole pages: `free` would look for duplicates, for which the host waits.
+            # Whole pages: `free` would look for equal ones by `unique`, for which the host waits.
             self.allocator.free_segment(private.slots[own:].to(torch.int64), start_pos=0)
             private.slots = self._streams.shared(private.slots[:keep].clone())
         self._count(private.policy, -surplus)
@@ -378,7 +384,7 @@ class Store:
             free: slots on the allocator's free list.
 
         Raises:
-            RuntimeError: says which slots are wrong.
+            RuntimeError: says which slots or rows are wrong.
         """
         slots = [p.slots[p.borrowed :].to(torch.int64) for p in self.by_row.values()]
         held = torch.cat([*slots, self.set_aside.slots.to(free.device)])
