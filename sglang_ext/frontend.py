@@ -1,10 +1,10 @@
-"""What the plugin does where SGLang talks to clients: the tokenizer's process, or its workers.
+"""The plugin where SGLang talks to clients: in the tokenizer's process, or in HTTP workers.
 
-Requests are completed with what a route of SGLang drops, and get the policy that the traffic's
-rules give them (experiment/traffic.py); answers are completed with what happened to them.
+Requests get back the fields that a route of SGLang drops, and the policy that experiment/traffic.py
+chooses for them; answers get the facts about what their policy did.
 
-Hooks are those of a process. A program may make several `sgl.Engine`s, each with policies of its
-own or none: which server a hook works for is known by SGLang's tokenizer manager.
+Hooks are installed once per process. A program may make several `sgl.Engine`s, each with its own
+policies or none, so a hook finds its `Server` as an attribute of SGLang's tokenizer manager.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.compat import Function
 from kvpolicy.sglang_ext.face.errors import Refused
 
-KEY = "kv_policy"  # in an answer's meta_info
-MOST_CHOICES = 8  # of an answer, whose facts its header holds
+KEY = "kv_policy"  # key in SGLang's customized_info and in an answer's meta_info
+MOST_CHOICES = 8  # choices of an answer whose facts its header holds
 
-Answers = AsyncGenerator[Any, None]  # of one request, as SGLang makes them
+Answers = AsyncGenerator[Any, None]  # answers to one request, as SGLang yields them
 
-_SERVER = "kv_policy_server"  # of SGLang's tokenizer manager
-_FACTS = "kv_policy_facts"  # of SGLang's state of a request, and of an ASGI scope
-_OWN = (KEY, RAW)  # in SGLang's customized_info
+_SERVER = "kv_policy_server"  # attribute of SGLang's tokenizer manager
+_FACTS = "kv_policy_facts"  # attribute of SGLang's state of a request; key in an ASGI scope's state
+_OWN = (KEY, RAW)  # the plugin's keys in SGLang's customized_info
 
 
-_next: Server | None = None  # of the tokenizer manager that is made next
+_next: Server | None = None  # for the tokenizer manager that is made next
 
 
 def install(server: Server) -> None:
@@ -71,7 +71,7 @@ def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None
 
 
 def _server_of(manager: Any) -> Server | None:
-    """What serves the clients of a tokenizer manager; None of an engine without policies."""
+    """The `Server` of a tokenizer manager; None for an engine without policies."""
     found: Server | None = getattr(manager, _SERVER, None)
     return found
 
@@ -82,7 +82,7 @@ def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
 
 
 def before_aborted(manager: Any, aborted: Any, *args: Any) -> None:
-    """Before TokenizerManager._handle_abort_req: such answers have no `meta_info`."""
+    """Before TokenizerManager._handle_abort_req: aborted answers have no `meta_info`."""
     server, state = _server_of(manager), manager.rid_to_state.get(aborted.rid)
     if server is not None and state is not None:
         meta_info = {"finish_reason": aborted.finished_reason or {"type": "abort"}}
@@ -100,8 +100,8 @@ def _around_meta_info(
 ) -> None:
     """Around TokenizerManager.update_request_meta_info.
 
-    SGLang collects such facts per output token; those of a policy are one value per request, of
-    which later elements bring what has changed.
+    SGLang collects customized info per output token. A policy's facts are one value per request;
+    later elements that are not None update it.
     """
     others = {name: values for name, values in info.items() if name not in _OWN}
     original(manager, meta_info, state, others, index, *args)
@@ -133,7 +133,7 @@ def _around_generate(
 async def _generate(
     server: Server, original: Callable[..., Answers], manager: Any, obj: Any, request: Any
 ) -> Answers:
-    """Answers to a request, with its policy chosen."""
+    """Answers to a request, after its policy has been chosen."""
     if compat.is_scoring(obj):
         async with aclosing(original(manager, obj, request)) as answers:
             async for answer in answers:
@@ -168,15 +168,15 @@ async def _around_state(original: Function, manager: Any) -> list[dict[str, Any]
 
 
 def before_crash_dump(manager: Any, *args: Any, **options: Any) -> None:
-    """Before TokenizerManager.dump_requests_before_crash: scoring requests are nobody's."""
+    """Before TokenizerManager.dump_requests_before_crash: drop scoring requests."""
     for rid, state in list(manager.rid_to_state.items()):
         if compat.is_scoring(state.obj):
             del manager.rid_to_state[rid]
 
 
 def _noted(answers: Answers, obj: Any, request: Any) -> Answers:
-    """The same answers; what happened is noted for the header of one that is not streamed."""
-    # The header of a stream is sent before anything is known.
+    """The same answers; those that are not streamed leave their facts for `FactsHeader`."""
+    # The header of a stream is sent before its facts are known.
     stream = request is None or getattr(obj, "stream", False)
     return answers if stream else _noting(answers, request)
 
@@ -192,9 +192,10 @@ async def _noting(answers: Answers, request: Any) -> Answers:
 
 
 class FactsHeader:
-    """ASGI middleware: the facts of an answer as its header `x-kv-policy`.
+    """ASGI middleware that writes the facts of an answer into its header `x-kv-policy`.
 
-    One JSON object, or a list of them where there are several answers; `kept` is left out.
+    The value is a JSON object; for several choices a list of objects or nulls, at most
+    `MOST_CHOICES`. `kept` is left out.
     """
 
     def __init__(self, app: Function) -> None:

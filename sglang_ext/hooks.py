@@ -1,4 +1,4 @@
-"""The hooks, by process; each only translates SGLang's arguments for `Runtime`."""
+"""The hooks of a scheduler process; each only translates SGLang's arguments for `Runtime`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def stop(error: Refused) -> SystemExit:
-    """What to raise to stop the server with one message and no traceback."""
+    """The exception that stops the server with one message and no traceback."""
     return SystemExit(f"kvpolicy: {error}")
 
 
@@ -175,7 +175,7 @@ def _after_pool(services: Services) -> Function:
 
 def _after_rows(services: Services) -> Function:
     def after(_: None, pool: Any, *args: Any, **options: Any) -> None:
-        """After ReqToTokenPool.__init__: rows of its table for the views of propagating prompts."""
+        """After ReqToTokenPool.__init__: add rows for views of propagating prompts."""
         if services.propagates:
             table = pool.req_to_token
             scratch = table.new_zeros((reserved.SCRATCH, table.shape[1]))
@@ -187,7 +187,7 @@ def _after_rows(services: Services) -> Function:
 
 def _after_positions(services: Services) -> Function:
     def after(forward_batch: Any, cls: type, batch: Any, *args: Any, **options: Any) -> Any:
-        """After ForwardBatch.init_new: positions of what follows a prompt that was restarted."""
+        """After ForwardBatch.init_new: move positions that follow a second prefill."""
         shifts = propagate.shifts(batch) if services.propagates else None
         if shifts is not None:
             positions = forward_batch.positions
@@ -211,7 +211,7 @@ def _around_can_run_graph(services: Services) -> Function:
 
 def _after_graph_variants(services: Services) -> Function:
     def after(variants: Any, *args: Any, **options: Any) -> Any:
-        """After create_attention_graph_variants: a graph for batches that read compressed ones."""
+        """After create_attention_graph_variants: add graphs for compressed batches."""
         if variants is not None:
             raise stop(Refused("--kv-policy: this model's attention has graph variants already."))
         return graphs.GraphVariants(services)
@@ -232,10 +232,10 @@ def _after_start(runtime: Runtime) -> Function:
 
 def _around_beams(runtime: Runtime) -> Function:
     def around(original: Function, coordinator: Any, req: Any, *args: Any) -> Any:
-        """Around BeamCoordinator.validate_and_init: gives a request other sampling options.
+        """Around BeamCoordinator.validate_and_init, which gives a request other sampling options.
 
-        What a request asks of policies is kept. It is refused here: once it is queued, a group of
-        beams cannot be ended like others.
+        Its `custom_params` are kept. What policies cannot serve is refused here: once queued, a
+        group of beams cannot be ended like other requests.
         """
         custom = req.sampling_params.custom_params
         error: str | None = original(coordinator, req, *args)
@@ -291,7 +291,7 @@ def _around_add_one(runtime: Runtime) -> Function:
 
 def _around_add_chunked(runtime: Runtime) -> Function:
     def around(original: Function, adder: Any, req: Any) -> Any:
-        """Around PrefillAdder.add_chunked_req; returns the request while it is not finished."""
+        """Around PrefillAdder.add_chunked_req; returns the request while its prefill goes on."""
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
@@ -310,7 +310,7 @@ def _around_add_chunked(runtime: Runtime) -> Function:
 
 
 def _around_match_prefix(original: Function, tree: Any, params: Any) -> Any:
-    """Around UnifiedRadixCache.match_prefix; what internal requests find counts as unused."""
+    """Around UnifiedRadixCache.match_prefix; what internal requests find is not marked as used."""
     if params.req is None or tree.disable or not asked.scores(params.req):
         return original(tree, params)
     return compat.found_unnoticed(tree, params.key)

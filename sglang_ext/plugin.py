@@ -1,10 +1,10 @@
 """The entry point that SGLang calls in each of its processes (`sglang.srt.plugins`).
 
-SGLang logs an exception of a plugin, also one of its import, and goes on without it. A server that
-was asked for a policy must not start without it, so nothing that may fail is imported here at
-module level, and what fails once a policy is asked for stops SGLang at the next moment at which it
-does not go on: when it publishes its options. From the command line that is one message and
-SystemExit; elsewhere, as in the program that makes an `sgl.Engine`, an ordinary exception.
+SGLang logs a plugin's exceptions, those of its import included, and goes on without the plugin. But
+a server that was asked for a policy must not start without it. So nothing that may fail is imported
+here at module level, and once a policy is asked for, an error is raised where it stops SGLang: when
+the command line is parsed or the options are published. On the command line it is SystemExit with
+one message; elsewhere, as in a program that makes an `sgl.Engine`, an ordinary exception.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpolicy.sglang_ext.face.errors import Refused
 
 WORKER_APP = "kvpolicy.sglang_ext.worker:app"
 
-_command_line = False  # whether SGLang has parsed one in this process
+_command_line = False  # whether SGLang has parsed its command line in this process
 
 
 def register() -> None:
@@ -52,10 +52,10 @@ def _raising(error: BaseException) -> Callable[..., None]:
 
 
 def _stop(error: Exception, *, command_line: bool) -> BaseException:
-    """What to raise to stop this process with one message.
+    """The exception that stops this process with one message.
 
     Args:
-        command_line: whether the process is SGLang's own.
+        command_line: whether it ends SGLang's command line (SystemExit) or a program (Refused).
     """
     what = error if isinstance(error, Refused) else f"the plugin failed to start: {error!r}"
     return (SystemExit if command_line else Refused)(f"kvpolicy: {what}")
@@ -76,7 +76,7 @@ def _install(paths: list[str], settings: list[str]) -> None:
                 inspection=options.allows_inspection(),
             )
         )
-    # The process of `sgl.Engine` has the scheduler's module loaded too, but no command line.
+    # In either case: `sgl.Engine`'s process has the scheduler's module loaded, but is no scheduler.
     compat.register(compat.PUBLISH, _after_publish, "after")
 
 
@@ -145,12 +145,12 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
 
 
 def _serve_clients(policies: Sequence[Any], config: Any, token_bytes: int, workers: int) -> None:
-    """Install what a process does that talks to clients.
+    """Install the plugin's part in a process that talks to clients.
 
     Args:
         config: SGLang's model config.
-        token_bytes: KV memory of one token.
-        workers: processes that talk to clients.
+        token_bytes: KV memory of one token in all layers, in bytes.
+        workers: number of processes that talk to clients.
     """
     from kvpolicy.sglang_ext import frontend
     from kvpolicy.sglang_ext.experiment import loading
@@ -168,5 +168,5 @@ def _serve_clients(policies: Sequence[Any], config: Any, token_bytes: int, worke
     traffic = Traffic(catalog.policies, options.override(), live, allowed, labels)
     server = Server(traffic, token_bytes=token_bytes, context=config.context_len)
     frontend.install(server)
-    if workers == 1:  # several would have to be switched together
+    if workers == 1:  # several processes would have to be switched together
         Control(server, catalog).install()

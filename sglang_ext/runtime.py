@@ -1,20 +1,22 @@
 """The life of compressed requests in one scheduler.
 
-queued     `queue` chooses the policy and decides what is known about compressing the request
+queued     `queue` chooses the policy and decides, as far as is known, whether to compress
 admitted   `reserve` adds the private slots to what the request needs
-batched    `allocate` takes them when the forward ends the prompt
-forward    `step` observes every layer; afterwards the kept entries are copied to private pages
+batched    `allocate` takes them for the forward that ends the prompt
+forward    `Step` observes every layer; afterwards the kept entries are copied to private pages
 published  `published` leaves the prompt to the radix cache, unlocked: others can hit it, and it is
            the first to be evicted when memory is short
-decoding   reads private pages and the tail; the tail grows as in stock SGLang. Of a request whose
-           policy goes on each step is noted; where entries may leave, the policy is taken through
-           the noted steps, what stays is folded into private pages, and `detach` gives up the
-           tail's slots (and the prompt, if it is still there)
-retracted  `retracted`; the prompt is prefilled again, the same entries are chosen, and the output
-           so far is computed on them in further chunks, so that decoding goes on as it would have
-freed      SGLang frees the row, the store gives back the slots
+decoding   attention reads private pages and the tail, which grows as in stock SGLang. For a policy
+           that goes on while requests decode, the queries of each step are noted; at a step at
+           which entries may leave, the policy is taken through the noted steps, what stays is
+           folded into private pages, and `detach` gives up the tail's slots (and the prompt's, if
+           they are still held)
+retracted  `retracted` forgets what is lost; the prompt is prefilled again, the same entries are
+           chosen, and the output so far is computed on them in further chunks, so that decoding
+           goes on as it would have
+freed      SGLang frees the row, and the store the private slots
 
-A policy's work at any of these is contained (failures.py): where it fails, it fails one request.
+An error of a policy at any of these points concerns only its request (forward/failures.py).
 """
 
 from __future__ import annotations
@@ -58,17 +60,17 @@ class Runtime:
         self.forcing = Forcing()
         self.raw = Raw()
         self._under_way: deque[Outcome] = deque()
-        self._foreseen: list[Foreseen] = []  # until the device has said how much stays
-        # Tokens of a prompt that may not be split, for policies by which tokens leave the prefill.
+        self._foreseen: list[Foreseen] = []  # prompts whose kept numbers are on the device
+        # Most tokens of a prompt that `propagate:` needs in one piece; None: any number.
         self.one_piece: int | None = None
-        # From the start on, when they are bound to the model.
+        # Set by `start`, which binds the policies to the model.
         self.policies: ServedPolicies
         self.changes: Changes
 
     # Queued and admitted.
 
     def queue(self, req: Any) -> None:
-        """Take what a request that enters the queue asks for; refuse what cannot be done."""
+        """Choose the policy of a request that enters the queue; refuse what cannot be done."""
         if request.is_assigned(req):
             return
         served, shows_kept = None, False
@@ -83,10 +85,10 @@ class Runtime:
         self.services.reports.queued(req, shows_kept=shows_kept)
 
     def _asked_for(self, req: Any) -> tuple[Served | None, bool]:
-        """What serves a request, and whether its answer says what was kept.
+        """The policy of a request, and whether its answer says which positions are kept.
 
         Raises:
-            ValueError: it asks for what cannot be done; for the client.
+            ValueError: it asks for what cannot be done; the message is for the client.
         """
         wanted = asked.of(req, inspection=self.inspection)
         shows_kept = kept.wanted(wanted)
@@ -97,7 +99,7 @@ class Runtime:
         return served, shows_kept
 
     def refuses(self, req: Any) -> str | None:
-        """Why a request cannot have what it asks of policies; None: it can."""
+        """Why a request cannot have what it asks of policies; None if it can."""
         try:
             self._asked_for(req)
         except ValueError as error:
@@ -106,16 +108,16 @@ class Runtime:
 
     def _take_assigned(self, req: Any) -> None:
         top = asked.assigned(req).get("top")
-        if top and req.beam_group is None:  # beams have distributions of their own
+        if top and req.beam_group is None:  # each beam has its own distributions
             self.raw.note(req, top)
         if asked.scores(req):
             internal.queue(req)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
-        """Longest prefix that may be taken from the radix cache.
+        """Number of tokens, at most `matched`, that a request may take from the radix cache.
 
-        The observation window is computed again, and at least the last token of the prompt: a
-        resumed request must pass the end of its prompt to be compressed there.
+        The observation window, and at least the prompt's last token, is computed again: a resumed
+        request must pass the end of its prompt to be compressed there.
         """
         state, most = state_of(req), matched
         if state is None or not state.observed:
@@ -128,9 +130,9 @@ class Runtime:
         return max(min(matched, most), 0)
 
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
-        """Slots beyond its tokens that a request needs when it is admitted.
+        """Slots that a request needs at its admission beyond those that SGLang reckons.
 
-        Negative where its output needs fewer slots than it has tokens, as SGLang reckons.
+        Negative where folds let its output hold fewer slots than it has tokens.
 
         Args:
             adder: SGLang's prefill adder.
@@ -144,10 +146,10 @@ class Runtime:
         return more
 
     def still_needs(self, req: Any, estimate: float) -> float:
-        """Slots that a running request may come to need besides those that it holds.
+        """Slots that a running request may still take besides those that it holds.
 
         Args:
-            estimate: SGLang's, as if its output stayed in memory.
+            estimate: SGLang's number, as if all output stayed in memory.
         """
         state, needs = state_of(req), estimate
         if state is None or state.decoding is None:
@@ -157,10 +159,10 @@ class Runtime:
         return needs
 
     def admit_again(self, running: Any) -> None:
-        """The scheduler is about to admit requests.
+        """Before the scheduler admits requests: let it use what has been freed since it last did.
 
-        SGLang takes a batch to be full until one of its requests ends, because only that frees
-        memory there; leaving a prompt to the radix cache frees memory too.
+        Stock SGLang takes a batch to be full until one of its requests ends, as nothing else frees
+        memory; here, leaving a prompt to the radix cache does too.
         """
         self.services.store.set_aside.take_back(self.services.evict)
         if self.services.has_room:
@@ -170,8 +172,8 @@ class Runtime:
     def must_wait(self, adder: Any, req: Any, has_chunked: bool) -> bool:
         """Whether a request cannot be admitted now.
 
-        A resumed one cannot while another one is in chunks, a propagating one not while there are
-        too many of its kind in the pass, or if SGLang would split what must be in one piece.
+        A resumed request waits while another request is in chunks. A propagating one waits while
+        the pass has too many of its kind, or would split a prompt that must be in one piece.
         """
         state = state_of(req)
         if state is None or not state.observed:
@@ -182,7 +184,7 @@ class Runtime:
         return state.resumes and (has_chunked or adder.new_chunked_req is not None)
 
     def end_early(self, req: Any) -> bool:
-        """End a resumed request's pass at its prompt or where entries left; whether it is cut."""
+        """Cut a resumed request's pass where its prompt ends or entries left; True if cut."""
         state = state_of(req)
         if state is None or not state.resumes:
             return False
@@ -198,8 +200,8 @@ class Runtime:
     def allocate(self, batch: Any) -> None:
         """Take private slots for the requests whose prompt ends in this batch.
 
-        One that propagates takes them with its first chunk: once its deeper layers have been left
-        out, it cannot be served in full any more.
+        A propagating one takes them with its first chunk: once tokens have not gone through deeper
+        layers, it cannot be served in full any more.
         """
         self.services.tree = batch.tree_cache
         for req in batch.reqs:
@@ -230,13 +232,13 @@ class Runtime:
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run a batch's forward with the plugin's part in it.
 
-        Of several stages it is over for the plugin at `processing`.
+        With several stages, the plugin's part ends at `processing`.
         """
         self.services.tree = batch.tree_cache
         self.services.tables.write()
         self.forcing.prepare(batch)
         self.raw.prepare(batch)
-        if batch.forward_mode.is_extend():  # prompts end, and compressed ones come to decode
+        if batch.forward_mode.is_extend():  # prompts end, and their requests join decode batches
             self.services.forget_rows()
         self.services.step = step = Step(self.services, batch)
         try:
@@ -254,22 +256,22 @@ class Runtime:
         return result
 
     def processing(self, batch: Any) -> None:
-        """The scheduler is about to process a forward's result.
+        """Before the scheduler processes a forward's result: take up what the forward found.
 
-        Stages compute a batch at different times, but each computes, schedules and processes in
-        the same order as all others. What a forward has found on all of them is taken up here.
-        So is, of one stage, what the device has found where the host did not wait for it.
+        With several stages, that is what it found on all of them: they compute a batch at different
+        times, but all compute, schedule and process results in the same order. With one stage, it
+        is what the host has not waited for the device to say (forward/foreseen.py).
         """
         if self.services.stages.size > 1:
             self._under_way.popleft().take_up(batch)
         elif self._foreseen and batch.forward_mode.is_extend():
-            # The forward that ends a prompt may run while the chunk before is processed.
+            # The forward that ends a prompt may run while the chunk before it is processed.
             rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
             ended = [req for req, prefix, new in rows if prefix + new >= len(req.origin_input_ids)]
             self._confirm(set(map(id, ended)))
 
     def _confirm(self, processed: Collection[int]) -> None:
-        """Hear from the device what stays of prompts whose forward is processed, by id."""
+        """Read from the device what stays of prompts; `processed` has the ids of their requests."""
         waiting, self._foreseen = self._foreseen, []
         for each in waiting:
             if not each.goes_on:
@@ -282,7 +284,8 @@ class Runtime:
     def awaits(self, adder: Any, req: Any) -> bool:
         """Whether a request in chunks cannot go on in a pass.
 
-        Stages do not know yet what stays of it, or it has no room.
+        It cannot while some stage does not know what stays of its prompt, or where its next chunk
+        has no room.
         """
         state = state_of(req)
         if (
@@ -297,7 +300,7 @@ class Runtime:
     # Published, retracted.
 
     def published(self, req: Any) -> None:
-        """SGLang has offered to the radix cache what a request has computed."""
+        """After SGLang has offered a request to the radix cache: give up what has been copied."""
         state = state_of(req)
         if state is None or req.prefix_len < state.prompt:
             return
@@ -306,7 +309,7 @@ class Runtime:
             self.services.detach([(req, state)])
 
     def ends(self, req: Any) -> bool:
-        """Whether a request that has ended, as SGLang has it, ends with an error instead.
+        """Whether a request that SGLang has ended has to end with an error instead.
 
         Its policy may have failed on some rank since the ranks agreed last. Stages have agreed
         before they process a result.
@@ -320,10 +323,10 @@ class Runtime:
         return req.to_finish is not None
 
     def released(self, req: Any) -> None:
-        """SGLang is about to free a finished request.
+        """Before SGLang frees a finished request.
 
-        One whose first token ended it may have had a decode step meanwhile: what that computed from
-        chosen entries must not be left to the radix cache.
+        A request that its first token ended may have had a decode step meanwhile; what that step
+        computed from chosen entries must not enter the radix cache.
         """
         self.services.store.set_aside.ended(req.rid)
         self.services.forget_rows()
@@ -336,16 +339,19 @@ class Runtime:
             compat.keep_for_session(self.services.tree, req)
 
     def owned(self, req: Any, length: int) -> int:
-        """Up to where SGLang frees a finished request's row as its own; above is what it ran ahead.
+        """Number of tokens of a finished request's row that it owns; later ones were run ahead.
 
-        A fold may have taken in the token that was decoded after the last one of the answer.
+        A fold may have included the token that was decoded after the last one of the answer.
+
+        Args:
+            length: SGLang's number.
         """
         state = state_of(req)
         detached = state is not None and state.detached
         return max(length, req.kv.cache_protected_len) if detached else length
 
     def retracted(self, req: Any) -> None:
-        """Forget what is computed again; SGLang has freed the compressed copy with the row."""
+        """Forget what will be computed again; SGLang has freed the compressed copy with the row."""
         state = state_of(req)
         self.services.forget_rows()
         if state is None:

@@ -38,7 +38,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
 
     Args:
         scheduler: SGLang's, with its model loaded.
-        targets: what hooks were registered on.
+        targets: names of SGLang that hooks were registered on.
 
     Raises:
         Refused: the server cannot serve what it was asked for.
@@ -89,7 +89,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
 
 
 def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> None:
-    """Every kernel that is known to be needed, before the server says that it is ready."""
+    """Compile every kernel known to be needed, before the server says that it is ready."""
     runner = scheduler.tp_worker.model_runner
     for each in served:
         started = time.perf_counter()
@@ -117,10 +117,12 @@ def _within(
     make: Callable[[Policy, Bound], Served],
     warm: Callable[[Services, Served], None],
 ) -> Callable[[Policy, Bound], Served]:
-    """Makes policies that need nothing but what was prepared when the server started.
+    """A function that makes policies while the server runs, from what its start prepared.
+
+    It raises `Refused` where a policy needs more, or its kernels cannot be compiled.
 
     Args:
-        warm: compiles what they need besides.
+        warm: compiles the kernels of a policy.
     """
 
     def within(policy: Policy, bound: Bound) -> Served:
@@ -153,7 +155,7 @@ def verify(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     """Refuse to serve unless every part of the plugin is in place.
 
     Args:
-        targets: what hooks were registered on.
+        targets: names of SGLang that hooks were registered on.
 
     Raises:
         Refused: says what is missing.
