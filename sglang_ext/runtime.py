@@ -60,7 +60,7 @@ class Runtime:
         self.forcing = Forcing()
         self.raw = Raw()
         self._under_way: deque[Outcome] = deque()
-        self._foreseen: list[Foreseen] = []  # prompts whose kept numbers are on the device
+        self._foreseen: list[Foreseen] = []  # of which the host has not read what stays
         # Most tokens of a prompt that `propagate:` needs in one piece; None: any number.
         self.one_piece: int | None = None
         # Set by `start`, which binds the policies to the model.

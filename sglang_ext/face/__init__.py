@@ -1,1 +1,1 @@
-"""Towards SGLang and the operator: its names, options, what is refused."""
+"""The plugin's face to SGLang and the operator: SGLang's names, options, what is refused."""

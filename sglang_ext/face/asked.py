@@ -1,4 +1,4 @@
-"""What a request asks of policies: the keys of its `custom_params` that are the plugin's."""
+"""What a request asks of policies: the plugin's keys in its `custom_params`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed
 
-PREFIX = "kv_"  # keys that begin so are the plugin's; others belong to whoever else reads them
+PREFIX = "kv_"  # keys that begin so are the plugin's; others are left alone
 POLICY = "kv_policy"
 KEPT = "kv_policy_kept"
 FORCE = "kv_policy_force"
 SET = "kv_policy_set"
 
 ASSIGNED = "kv_policy_assigned"  # written by the front end, which refuses it from clients
-NO_ROOM = "kv_policy: no slots are free"  # how an internal request is refused
+NO_ROOM = "kv_policy: no slots are free"  # message by which an internal request is refused
 
 _KEYS = (POLICY, SET, KEPT, FORCE)
 _INSPECTION = (KEPT, FORCE)
-_LONGEST = 60  # characters of a value that messages and logs repeat
+_LONGEST = 60  # characters of a client's value that messages and logs repeat
 
 
 def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
     """The plugin's keys of a request's `custom_params`.
 
     Args:
-        inspection: whether the server answers questions for evaluation.
+        inspection: whether the keys for evaluation are allowed (`--kv-policy-allow-inspection`).
 
     Raises:
-        ValueError: `custom_params` is no JSON object, a key is unknown, or the server does not
-            answer it; the message is for the client.
+        ValueError: `custom_params` is no JSON object, or a key is unknown or not allowed; the
+            message is for the client.
     """
     custom = request.sampling_params.custom_params
     if custom is None:
@@ -51,7 +51,7 @@ def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
 
 
 def assigned(request: Any) -> Mapping[str, Any]:
-    """What the front end has written into a request (experiment/traffic.py)."""
+    """What the front end has written into a request (experiment/traffic.py); empty if nothing."""
     custom = request.sampling_params.custom_params
     found = custom.get(ASSIGNED) if isinstance(custom, dict) else None
     return {} if found is None else found
@@ -68,7 +68,7 @@ def shown(value: Any) -> str:
 
 
 def named(value: Any) -> str:
-    """The same of what should be a name."""
+    """As `shown`, for a value that should be a name."""
     return f"`{_short(value)}`" if isinstance(value, str) else shown(value)
 
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-Function = Callable[..., Any]  # of SGLang's, or a hook on one
+Function = Callable[..., Any]  # a function of SGLang, or a hook on one
 
 CHECKED_VERSIONS = ("0.5.22", "0.5.23")
 
-# Hook targets. The launcher needs the first two, the front end those after them.
+# Hook targets: the launcher's (the first three), the front end's.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 PUBLISH = "sglang.srt.runtime_context.publish"
@@ -88,7 +88,7 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 TOKENIZER_MODULE = "sglang.srt.managers.tokenizer_manager"
 HTTP_MODULE = "sglang.srt.entrypoints.http_server"
 
-# Classes of models whose hidden states can lose rows, by the names of such models.
+# Model classes whose hidden states can lose rows (`propagate:`), with the names of their models.
 LOSE_ROWS = {
     "apertus.ApertusForCausalLM": "Apertus",
     "arcee.ArceeForCausalLM": "Arcee",
@@ -104,10 +104,10 @@ LOSE_ROWS = {
     "qwen3_moe.Qwen3MoeForCausalLM": "Qwen3-MoE",
 }
 
-CHANGE = "kv_policy"  # method of control messages that are the plugin's
-_SCORING = "kv_policy_scoring"  # attribute of requests that score others
+CHANGE = "kv_policy"  # method of the plugin's control messages
+_SCORING = "kv_policy_scoring"  # attribute of requests made by `scoring_request`
 
-# Routes whose bodies have no field for `custom_params`: SGLang reads over it.
+# Routes whose bodies have no field for `custom_params`: SGLang ignores it.
 _WITHOUT_CUSTOM_PARAMS = ("/v1/messages", "/v1/responses", "/api/chat", "/api/generate")
 
 _HEALTH_ROUTES = ("/health", "/health_generate")
@@ -121,7 +121,7 @@ def installed_version() -> str:
 def in_scheduler() -> bool:
     """Whether this process may run a scheduler: its module is loaded before the plugins are.
 
-    Also true in the process of `sgl.Engine`, where the hooks lie idle.
+    Also true in the process of `sgl.Engine`, where the hooks are never called.
     """
     return SCHEDULER_MODULE in sys.modules
 
@@ -132,19 +132,19 @@ def has_tokenizer() -> bool:
 
 
 def _route(request: Any) -> str:
-    """The path of an HTTP request below the one where the application lies."""
+    """The path of an HTTP request below the application's root path."""
     path: str = request.scope["path"]
     root = request.scope.get("root_path", "").rstrip("/")  # `--fastapi-root-path`
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def drops_custom_params(request: Any) -> bool:
-    """Whether the route of an HTTP request reads over `custom_params` in its body."""
+    """Whether the route of an HTTP request ignores `custom_params` in its body."""
     return _route(request) in _WITHOUT_CUSTOM_PARAMS
 
 
 def adapter_read_over(request: Any, body: Mapping[str, Any]) -> str | None:
-    """What stands behind the model's name, on the one route of OpenAI's that reads over it."""
+    """The text after `:` in the model's name on `/v1/responses`, which ignores it; else None."""
     model = body.get("model")
     if _route(request) != "/v1/responses" or not isinstance(model, str):
         return None
@@ -163,7 +163,7 @@ def add_middleware(middleware: type) -> None:
 def worker_app() -> Any:
     """SGLang's HTTP application in a worker process (`--tokenizer-worker-num`), with the plugins.
 
-    SGLang itself loads none there.
+    SGLang itself loads no plugins there.
     """
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.plugins import load_plugins
@@ -195,7 +195,7 @@ def register(target: str, hook: Function, kind: str) -> None:
 
 
 def apply_hooks() -> None:
-    """Apply what was registered since SGLang applied hooks; those applied stay as they are."""
+    """Apply hooks registered since SGLang last applied hooks; applied ones stay as they are."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     HookRegistry.apply_hooks()
@@ -286,7 +286,7 @@ def captures_hidden_states(options: Any) -> bool:
 
 
 def captured_requests(options: Any) -> int:
-    """Requests of the largest decode batch that is captured if the pool has room for so many."""
+    """Requests of the largest decode batch to be captured, the pool permitting; 0 if none is."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     decode = options.cuda_graph_config.decode
@@ -307,10 +307,10 @@ def captured_attention() -> str | None:
 
 
 def read_during_layers(declared: Any) -> Any:
-    """Where a forward's reads of shared tensors end if its layers read the table of slots.
+    """The `SharedReadEnds` of a forward whose layers read the table of slots.
 
     Args:
-        declared: where they end by the stock backend.
+        declared: the stock backend's.
     """
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
@@ -349,8 +349,8 @@ def kv_memory_region(pool: Any) -> Any:
 def attention_layers(model: Any) -> list[Any]:
     """The model's attention layers, in order of their ids.
 
-    Those of a model that SGLang computes with transformers' class are in a table, which has one for
-    layers without attention too.
+    A model that SGLang computes with transformers' class keeps them in a table, which also has
+    elements for layers without attention.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -381,7 +381,7 @@ def decoder_layers(model: Any) -> list[Any] | None:
 
 
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[T, C] embeddings of tokens [T], as the model's forward makes them."""
+    """[T, hidden] embeddings of tokens [T], as the model's forward makes them."""
     return model.model.embed_tokens(ids)
 
 
@@ -403,7 +403,7 @@ def start_stream(batch: Any) -> None:
 
 
 def take_stream(hidden: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What a layer left for the next: output and residual [T, C], and how they are added up."""
+    """A layer's output and residual, [T, hidden], and how the next layer is to add them up."""
     stream = batch.residual_stream
     update = stream.pending.update
     output, residual = stream.export(hidden)
@@ -411,7 +411,7 @@ def take_stream(hidden: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, An
 
 
 def put_stream(batch: Any, output: torch.Tensor, residual: torch.Tensor, update: Any) -> Any:
-    """Leave output and residual [T, C] in a batch; returns what the next layer is called with."""
+    """Leave output and residual in a batch; returns what the next layer is called with."""
     from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
     hidden, batch.residual_stream = ResidualStream.from_handoff(output, residual, update)
@@ -427,7 +427,7 @@ def view_of(batch: Any, fields: dict[str, Any]) -> Any:
 
 
 def prepare(runner: Any, batch: Any) -> None:
-    """Have attention and LoRA adapters run on the rows of a batch from now on, or of a view."""
+    """From now on, have attention and LoRA adapters run on the rows of a batch or of a view."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     if not batch.batch_size:  # no layer runs without rows, and FlashInfer cannot plan for none
@@ -438,7 +438,7 @@ def prepare(runner: Any, batch: Any) -> None:
 
 
 def adapt_rows(runner: Any, batch: Any) -> None:
-    """Have LoRA adapters applied to the rows of a batch from now on, or of a view."""
+    """From now on, have LoRA adapters applied to the rows of a batch or of a view."""
     if runner.lora_manager is not None:
         runner.lora_manager.prepare_lora_batch(batch)
 
@@ -449,8 +449,8 @@ def save_kv(
     """Write a forward's new keys and values into the pool, as the stock backend does.
 
     Args:
-        scales: of keys and values, where the backend applies those of the layer; k and v may then
-            be changed.
+        scales: of keys and values, where the backend applies the layer's; k and v may then be
+            changed in place.
     """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -459,7 +459,7 @@ def save_kv(
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:
-    """By what keys and values of 8 bits of an attention layer are multiplied when they are read."""
+    """Factors of an attention layer's 8-bit keys and values when they are read."""
     if layer.k_scale is None or layer.v_scale is None:
         return 1.0, 1.0
     return layer.k_scale_float, layer.v_scale_float
@@ -472,7 +472,7 @@ def lacks_scale(layer: Any) -> bool:
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
-    """Of the GPU that a server runs on; None without one of NVIDIA's."""
+    """(major, minor) of the GPU that a server runs on; None without an NVIDIA GPU."""
     import torch
 
     if device != "cuda" or not torch.cuda.is_available() or torch.version.cuda is None:
@@ -484,7 +484,7 @@ def gives_lse(name: str, backend: Any) -> bool:
     """Whether a stock backend's prefill can hand over the log-sum-exp of its logits.
 
     Args:
-        name: of the backend in SGLang's registry.
+        name: the backend's in SGLang's registry.
     """
     if name == "fa3":
         return "return_lse" in inspect.signature(backend.forward_extend).parameters
@@ -495,12 +495,14 @@ def gives_lse(name: str, backend: Any) -> bool:
 def extend_with_lse(
     name: str, forward: Function, backend: Any, *arguments: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A prefill of a backend that `gives_lse`, and float32 [rows, H] log-sum-exp of its logits.
-
-    None for it where the backend took a way that does not find it.
+    """Run a prefill of a backend that `gives_lse`.
 
     Args:
         forward: the stock `forward_extend`, which is called with the backend and all that follows.
+
+    Returns:
+        The output, and the natural log-sum-exp of the logits, float32 [rows, H]; None for the
+        latter where the backend took a path that does not compute it.
     """
     if name == "fa3":
         out, lse = forward(backend, *arguments, return_lse=True, **options)
@@ -511,7 +513,7 @@ def extend_with_lse(
 
 
 class _Noting:
-    """One of FlashInfer's wrappers, noting the log-sum-exp of what it is asked for."""
+    """A wrapper of FlashInfer that notes the log-sum-exp of every call."""
 
     def __init__(self, wrapper: Any, noted: list[torch.Tensor]) -> None:
         self._wrapper, self._noted = wrapper, noted
@@ -532,7 +534,7 @@ class _Noting:
 
 @contextmanager
 def _noting_lse(backend: Any) -> Iterator[list[torch.Tensor]]:
-    """What FlashInfer's wrappers of a backend find in the block, base 2 [rows, H] each."""
+    """Base-2 log-sum-exps [rows, H] that a backend's FlashInfer wrappers find in the block."""
     noted: list[torch.Tensor] = []
     metadata, ragged = backend.forward_metadata, backend.prefill_wrapper_ragged
     paged = metadata.prefill_wrappers
@@ -545,7 +547,7 @@ def _noting_lse(backend: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def flashinfer_decode(backend: Any) -> tuple[torch.Tensor, bool]:
-    """The workspace of SGLang's FlashInfer backend, and whether it decodes by tensor cores."""
+    """The workspace of SGLang's FlashInfer backend, and whether it decodes with tensor cores."""
     return backend.workspace_buffer, backend.decode_use_tensor_cores
 
 
@@ -571,11 +573,12 @@ def decode_with_lse(
 def begin_at_tails(
     backend: Any, tails: Callable[[], tuple[torch.Tensor, Sequence[int]] | None]
 ) -> None:
-    """Have SGLang's FlashInfer backend plan decode forwards from certain tokens on.
+    """Have SGLang's FlashInfer backend read the rows of decode forwards from their tails on.
 
     Args:
-        tails: gives int32 [rows] of SGLang's table of slots, from where each row is read, and the
-            same of the forward's rows on the host, those that pad it left out; None: all is read.
+        tails: returns the token from which each row is read: int32 [rows of SGLang's table of
+            slots] on the device, and on the host those of the forward's rows, padding left out;
+            None: rows are read from their beginning.
     """
     import torch
 
@@ -602,7 +605,7 @@ def begin_at_tails(
 
 
 def _natural(noted: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The log-sum-exp of a forward's tokens, or of these and of the prefix beside them."""
+    """Natural log-sum-exp of one noted base-2 value, or of two (new tokens and prefix); or None."""
     if not 1 <= len(noted) <= 2:
         return None
     whole = noted[0] if len(noted) == 1 else noted[0].logaddexp2(noted[1])
@@ -616,10 +619,10 @@ def stock_decode_rows(
 
     Args:
         q: [B, H, D] queries of the whole batch.
-        rows: [R] int64 rows wanted.
+        rows: [n] int64 rows wanted.
 
     Returns:
-        [R, H, D]
+        [n, H, D]
     """
     part = q[rows]
     return backend._run_sdpa_forward_decode(
@@ -638,21 +641,19 @@ def stock_decode_rows(
 
 
 def scaled(queries: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Queries as a policy sees them: its attention is softmax(q k / sqrt(D)); the model's may
-    be scaled otherwise.
-    """
+    """Queries for which a policy's attention, softmax(q k / sqrt(D)), is the model's."""
     factor = scale(layer)
     return queries if factor == 1.0 else queries * factor
 
 
 def scale(layer: Any) -> float:
-    """By what queries of a layer are multiplied for policies."""
+    """Factor of a layer's queries in `scaled`."""
     factor = layer.scaling * math.sqrt(layer.qk_head_dim)
     return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor
 
 
 def evict(tree: Any, slots: int) -> None:
-    """Ask the radix cache to evict until so many slots are free, or nothing is left to evict."""
+    """Ask the radix cache to evict until `slots` are free, or nothing is left to evict."""
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
     evict_from_tree_cache(tree, slots)
@@ -670,9 +671,9 @@ def locked_alone(tree: Any, request: Any) -> int:
 
 
 def rotary_embeddings(model: Any) -> list[Any | None]:
-    """What turns the keys of each attention layer of a model; None where nothing is found.
+    """The rotary embedding that turns the keys of each attention layer; None where none is found.
 
-    Also None where keys change after they have been turned.
+    Also None where it is off, where keys change after it, or where it pairs dimensions otherwise.
     """
     from sglang.srt.layers import rotary_embedding
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -690,9 +691,9 @@ def rotary_embeddings(model: Any) -> list[Any | None]:
 
 
 def frequencies(embedding: Any) -> torch.Tensor | None:
-    """[R / 2] radians by which a position turns each pair of dimensions of a rotary embedding.
+    """[pairs] radians per position by which a rotary embedding turns each pair of dimensions.
 
-    None where that depends on more than the position. YaRN also makes keys longer, all alike.
+    None where they depend on more than the position. YaRN also scales keys, all by one factor.
     """
     from sglang.srt.layers import rotary_embedding as rope
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
@@ -731,7 +732,7 @@ def end_beams(coordinator: Any, request: Any) -> None:
 
 
 def found_unnoticed(tree: Any, key: Any) -> Any:
-    """What the radix cache has of `key`; its order of eviction and its nodes stay as they are."""
+    """What the radix cache has of `key`; its eviction order and its nodes stay as they are."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
     length, node, _ = tree.tree_core.match_full_device_prefix(key)
@@ -741,8 +742,8 @@ def found_unnoticed(tree: Any, key: Any) -> Any:
 def keep_for_session(tree: Any, request: Any) -> None:
     """Have a session (`--enable-session-radix-cache`) refer to the prompt of a request that ends.
 
-    SGLang does so where it leaves to the radix cache what a request has computed. A compressed
-    request has left its prompt there before, and leaves nothing at its end.
+    SGLang does so when it leaves a request's tokens to the radix cache at the request's end. A
+    compressed request left its prompt there earlier, and leaves nothing at its end.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -758,7 +759,7 @@ def keep_for_session(tree: Any, request: Any) -> None:
 
 
 def not_free(stats: Any, slots: int) -> Any:
-    """SGLang's figures of its pool, with so many of its free slots counted as used."""
+    """SGLang's statistics of its pool, changed so that `slots` free slots count as used."""
     capacity = stats.full_num_used + stats.full_available_size + stats.full_evictable_size
     stats.full_available_size -= slots
     stats.full_num_used += slots
@@ -767,7 +768,7 @@ def not_free(stats: Any, slots: int) -> Any:
 
 
 def refuse_unnoticed(request: Any, message: str) -> None:
-    """What SGLang's `set_finish_with_abort` does to an internal request, without an error's log."""
+    """SGLang's `set_finish_with_abort` for an internal request, without the log of an error."""
     from array import array
     from http import HTTPStatus
 
@@ -780,7 +781,7 @@ def refuse_unnoticed(request: Any, message: str) -> None:
 
 @contextmanager
 def uncounted(adder: Any) -> Iterator[None]:
-    """What is admitted in the block is not counted among prefilled and cached tokens."""
+    """A block whose admissions are not counted among prefilled and cached tokens."""
     counted = (adder.log_input_tokens, adder.log_hit_tokens)
     try:
         yield
@@ -799,7 +800,7 @@ def end_with_error(request: Any, message: str) -> None:
 
 
 def end_again(request: Any) -> None:
-    """Let a request that SGLang has ended end as `end_with_error` says."""
+    """Let a request that SGLang has ended end with the error of `end_with_error` instead."""
     request.finished_reason, request.to_finish = request.to_finish, None
 
 
@@ -811,7 +812,7 @@ def is_health_check(request: Any) -> bool:
 
 
 def is_named_health_check(obj: Any) -> bool:
-    """In the front end: whether a request, or a part of it, has the name of such a check."""
+    """In the front end: whether the id of a request, or of one in a batch, is a health check's."""
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
@@ -819,7 +820,7 @@ def is_named_health_check(obj: Any) -> bool:
 
 
 def is_of_health_route(request: Any) -> bool:
-    """Whether an HTTP request asks for SGLang's health, by which clients send nothing else."""
+    """Whether an HTTP request came by a health route, which carries no request of a client."""
     return request is not None and _route(request) in _HEALTH_ROUTES
 
 
@@ -848,14 +849,14 @@ def running_needs(adder: Any, request: Any) -> float:
 
 
 def longest_estimated_output() -> int:
-    """Output tokens that the prefill adder reserves at most."""
+    """Most output tokens that the prefill adder reserves for one request."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     return CLIP_MAX_NEW_TOKENS
 
 
 def free_slots(allocator: Any) -> torch.Tensor:
-    """Slots on the allocator's free list."""
+    """[n] slots on the allocator's free list, on its device."""
     import torch
 
     pages, size = allocator.get_all_free_pages(), allocator.page_size
@@ -867,7 +868,7 @@ class TensorGroup:
     """The ranks among which a model's heads are divided (`--tp`), as torch knows them.
 
     Attributes:
-        rank: of this process; size: how many there are.
+        rank, size: number of this process's rank, from 0, and number of ranks.
         host, device: groups of `torch.distributed`, for numbers of the host and for tensors.
     """
 
@@ -878,7 +879,7 @@ class TensorGroup:
 
 
 def tensor_group() -> TensorGroup:
-    """That of this scheduler."""
+    """The `TensorGroup` of this scheduler."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group
@@ -890,7 +891,7 @@ class StageGroup:
     """The stages among which a model's layers are divided (`--pp-size`).
 
     Attributes:
-        stage: of this process; size: how many there are.
+        stage, size: number of this process's stage, from 0, and number of stages.
     """
 
     stage: int
@@ -898,7 +899,7 @@ class StageGroup:
 
 
 def stage_group() -> StageGroup:
-    """That of this scheduler."""
+    """The `StageGroup` of this scheduler."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().pp_group
@@ -911,13 +912,13 @@ def layers_of(pool: Any) -> range:
 
 
 def layers_here(configurator: Any) -> int:
-    """How many of the model's layers a scheduler has, before it has a pool."""
+    """Number of the model's layers on this stage, before it has a pool."""
     number: int = configurator.layer_info.num_effective_layers
     return number
 
 
 def dp_rank() -> int | None:
-    """Which one this scheduler is of several (`--dp-size`); None where it is the only one."""
+    """This scheduler's data-parallel rank (`--dp-size`); None if it is the only one."""
     from sglang.srt.runtime_context import get_parallel
 
     found: int | None = get_parallel().dp_rank
@@ -925,9 +926,9 @@ def dp_rank() -> int | None:
 
 
 def metric_labels(scheduler: Any) -> dict[str, str] | None:
-    """Labels that SGLang gives this scheduler's metrics; None where none are to be said.
+    """Labels that SGLang gives this scheduler's metrics; None where it is to export none.
 
-    That is when metrics are off, and on all ranks and stages but the first: every one knows of
+    That is where metrics are off, and on all ranks and stages but the first: each of them knows
     every request, which is to be counted once.
     """
     collector = scheduler.metrics_collector
@@ -946,7 +947,7 @@ def has_step_outputs() -> bool:
 
 
 def slot_bytes(config: Any, cache_dtype: str) -> int:
-    """KV memory of one token in all layers, from SGLang's model config.
+    """KV memory of one token in all layers, in bytes, from SGLang's model config.
 
     Args:
         cache_dtype: `--kv-cache-dtype`; `auto` is taken for the model's own.
@@ -964,7 +965,7 @@ def manager() -> Any:
 
 
 def session_of(obj: Any) -> str | None:
-    """The session that a request names."""
+    """The id of the session that a request names; None if it names none."""
     if obj.session_id is not None:
         return obj.session_id
     params = obj.session_params
@@ -999,9 +1000,10 @@ def allowed_labels() -> tuple[str, ...]:
 
 
 def set_labels(obj: Any, labels: dict[str, str], allowed: Collection[str]) -> None:
-    """Labels of SGLang's histograms for a request, in place of a client's of the same names.
+    """Set a request's labels of SGLang's histograms, in place of a client's of the same names.
 
-    A client's that the server does not allow would end in an error of the metrics library.
+    The client's other labels stay where `allowed` has them: any others would end in an error of the
+    metrics library.
     """
     given = obj.custom_labels if isinstance(obj.custom_labels, dict) else {}
     kept = {name: str(value) for name, value in given.items() if name in allowed}
@@ -1016,14 +1018,14 @@ def allow_labels(server_args: Any, labels: tuple[str, ...]) -> None:
 
 
 def front_end_labels(manager: Any) -> dict[str, str] | None:
-    """Labels of the tokenizer's own metrics without those of requests; None when they are off."""
+    """Labels of the tokenizer's metrics without those of requests; None when metrics are off."""
     if not manager.enable_metrics:
         return None
     return {name: value for name, value in manager.metrics_collector.labels.items() if value}
 
 
 def is_idle(manager: Any, most_used: float) -> bool:
-    """Whether no request waits for admission, and less than a share of the pool is used."""
+    """Whether no request waits for admission, and under `most_used` (a share) of each pool is."""
     loads = manager.load_snapshot_reader.read_all()
     return all(load.num_waiting_reqs == 0 and load.token_usage < most_used for load in loads)
 
@@ -1035,10 +1037,10 @@ def has_only_tokens(obj: Any) -> bool:
 
 
 def cache_namespace(obj: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request on which what it finds in the radix cache depends.
+    """Fields by which a scoring request finds in the radix cache what `obj` left there.
 
     Args:
-        meta_info: of the answer to `obj`: the same scheduler is to compute the request.
+        meta_info: of the answer to `obj`, whose scheduler is to compute the scoring request.
     """
     names = ("extra_key", "cache_salt", "lora_path")
     found = {name: getattr(obj, name, None) for name in names}
@@ -1046,10 +1048,10 @@ def cache_namespace(obj: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latencies(state: Any) -> tuple[float | None, float | None]:
-    """Seconds to the first token of a request that has ended, and to its end.
+    """Seconds to the first token of a request that has ended, and to its end; None if not known.
 
-    The first is None where it is not known: of an answer that was not streamed SGLang knows it only
-    with `--enable-metrics`; else it takes the time at which all tokens came.
+    For an answer that was not streamed, SGLang knows the first only with `--enable-metrics`; else
+    it notes the time at which all tokens came.
     """
     stats = state.time_stats
     known = 0 < stats.first_token_time < stats.finished_time
@@ -1064,7 +1066,7 @@ def complete_output(output: Any) -> None:
 
 
 def is_scoring(obj: Any) -> bool:
-    """Whether a request is one of `scoring_request`."""
+    """Whether a request was made by `scoring_request`."""
     return getattr(obj, _SCORING, False)
 
 
@@ -1073,7 +1075,7 @@ def add_route(path: str, method: str, endpoint: Function, *, admin: bool) -> Non
 
     Args:
         endpoint: from an HTTP request to a status and a JSON value.
-        admin: whether it takes the admin key; then it is refused where none is configured.
+        admin: whether the admin key is needed; if none is configured, requests are refused.
     """
     module = sys.modules.get(HTTP_MODULE)
     if module is None or any(
@@ -1095,9 +1097,9 @@ def add_route(path: str, method: str, endpoint: Function, *, admin: bool) -> Non
 
 
 async def change_policies(manager: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ask every scheduler for something between two batches; what they answer, as it comes.
+    """Send `body` to every scheduler, which handles it between two batches; their answers.
 
-    The message is SGLang's one for control whose body is any JSON; its method tells whose it is.
+    It travels in SGLang's control message whose body is any JSON, under the method `CHANGE`.
     """
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
@@ -1116,7 +1118,7 @@ def answer_change(scheduler: Any, request: Any, answer: dict[str, Any]) -> None:
 def scoring_request(
     tokens: list[int], *, start: int, top: int, custom: dict[str, Any], namespace: Mapping[str, Any]
 ) -> Any:
-    """A request that generates nothing: the `top` candidates of each token after `start`."""
+    """A request that generates nothing: it asks for `top` candidates of tokens after `start`."""
     from uuid import uuid4
 
     from sglang.srt.managers.io_struct import GenerateReqInput

@@ -1,6 +1,6 @@
-"""What the server's log says of kernels that Triton compiles, before the server is ready and after.
+"""Log lines about kernels that Triton compiles, before the server is ready and after.
 
-Where torch computes, Triton need not be there and nothing is said.
+Where torch computes, Triton need not be installed and nothing is logged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EVERY = 5.0  # seconds between two lines about one policy
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """A block in which kernels are compiled on purpose; the log says how far that has come."""
+    """A block in which kernels are compiled on purpose; the log shows its progress."""
     compilations = _compilations()
     if compilations is None:
         yield
@@ -46,7 +46,7 @@ def compiling(what: str) -> Iterator[None]:
 
 
 def watch_late() -> None:
-    """From now on a kernel that is compiled outside of `compiling` is a warning."""
+    """From now on, warn of each kernel that is compiled outside of `compiling`."""
     compilations = _compilations()
     if compilations is not None:
         compilations.watch(_late)

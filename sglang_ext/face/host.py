@@ -1,4 +1,4 @@
-"""Numbers between a device and the host, in as few waits as there are calls."""
+"""Copies of numbers between a device and the host, with at most one wait per call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which kernels compute in this server: Triton's, or the torch references that define them.
 
-Attention is chosen by the backends (backend.py).
+The reader of compressed entries in decode steps is chosen in attention/readers.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KernelsInUse:
 
     Attributes:
         name: `torch` or `triton`.
-        table: of the policies' programs, see `dsl/execute/kernels.py`.
+        table: functions that policies' programs call, see `dsl/execute/kernels.py`.
         compact_layers, place, compact_in_place, gather, rotate, turn, entry_ids, take_rows,
             put_rows: as in `kernels`.
     """
@@ -61,7 +61,7 @@ def in_use(device: torch.device) -> KernelsInUse:
 
 @cache
 def chosen_for(asked: str, device: str) -> KernelsInUse:
-    """As `in_use`, of what the operator asked for and a kind of device; logged once."""
+    """As `in_use`, from one of `options.KERNELS` and a device type; the choice is logged once."""
     check(asked, device)
     name = asked
     if asked == "auto":
@@ -72,10 +72,10 @@ def chosen_for(asked: str, device: str) -> KernelsInUse:
 
 
 def _tuned(device: str) -> str:
-    """Whether there are measured choices for this GPU, for the log; attention asks for them, too.
+    """What the log says of measured choices for this GPU, which attention uses too.
 
     Raises:
-        Refused: there are, and they cannot be used.
+        Refused: they exist and cannot be used.
     """
     try:
         return tuned.load(torch.device(device)).said
@@ -88,7 +88,7 @@ def check(asked: str, device: str) -> None:
 
     Args:
         asked: one of `options.KERNELS`.
-        device: its type, as in `cuda`.
+        device: device type, such as `cuda`.
 
     Raises:
         Refused: says what to do.
@@ -119,8 +119,8 @@ def _torch() -> KernelsInUse:
 
 
 def _triton() -> KernelsInUse:
-    # Triton decides when its kernels are made whether they are interpreted, and need not be there
-    # where torch computes.
+    # Imported late: Triton decides when kernels are declared whether they are interpreted, and need
+    # not be installed where torch computes.
     from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
     from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
     from kvpolicy.kernels.entries.compact_layers_triton import compact_layers

@@ -1,10 +1,10 @@
 """The command line options, and the policies they name.
 
-`--kv-policy PATH` may be given several times; the first policy is the default of requests that
-name none. `--kv-policy NAME=PATH` serves a file by another name, so that one file can be served
+`--kv-policy PATH` may be given several times; the first policy is the default for requests that
+name none. `--kv-policy NAME=PATH` serves a file under another name, so that one file can be served
 several times with different settings. `--kv-policy-set name=value` sets a parameter
-(`policy.name=value` when several policies are given). The other options are one value each. All may
-stand in the file of `--config`. Environment variables carry them to SGLang's child processes;
+(`policy.name=value` when several policies are given). The other options take one value each. All
+may stand in the file of `--config`. Environment variables carry them to SGLang's child processes;
 `sgl.Engine`, which has no command line, reads them too.
 """
 
@@ -47,7 +47,7 @@ ALLOW_SET_VARIABLE = "SGLANG_KV_POLICY_ALLOW_SET"  # policy.name, separated by c
 OVERRIDE_VARIABLE = "SGLANG_KV_POLICY_OVERRIDE"  # one of OVERRIDES
 EXPERIMENT_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT"  # path
 STATE_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_STATE"  # path
-SLOTS_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_SLOTS"  # of the pool
+SLOTS_VARIABLE = "SGLANG_KV_POLICY_EXPERIMENT_SLOTS"  # slots of the pool
 
 # Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
 DEFAULT_INTERVAL = 16
@@ -76,13 +76,13 @@ ANY, LISTED, NOBODY = OVERRIDES = ("any", "listed", "none")
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A checked policy file as it is served; two that say the same are two.
+    """A checked policy file as it is served; instances are equal only to themselves.
 
     Attributes:
-        name: by which requests choose it, the file's own unless the operator gave another.
-        path: of the file.
-        settings: parameter values that the operator set.
-        warnings: what the checker says of a file that is well; one text, empty for none.
+        name: name by which requests choose it: the file's, unless the operator gave another.
+        path: path of the file; `REQUEST` if the policy came while the server ran.
+        settings: parameter -> value that the operator set, as text.
+        warnings: the checker's warnings about a valid file, in one text; empty for none.
     """
 
     name: str
@@ -93,18 +93,18 @@ class Policy:
 
     @property
     def option(self) -> str:
-        """What asked for it, for messages: an option, unless it came while the server ran."""
+        """What asked for it, in messages: its option, or its name if it came as a `REQUEST`."""
         if self.path == REQUEST:
             return f"policy `{self.name}`"
         named = "" if self.name == self.program.name else f"{self.name}="
         return f"--kv-policy {named}{self.path}"
 
     def with_settings(self, values: Sequence[tuple[str, str]]) -> Policy:
-        """The same with other values of some parameters."""
+        """The same policy with other values of some parameters."""
         return replace(self, settings={**self.settings, **dict(values)})
 
     def bind(self, shape: ModelShape) -> Bound:
-        """The policy for a model.
+        """The policy bound to a model's sizes.
 
         Raises:
             Refused: a setting is unknown or not accepted, or the policy does not fit the model.
@@ -127,7 +127,7 @@ def text_of(value: float | bool) -> str:
 
 
 def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) -> None:
-    """Bind policies to a model, reckon what each costs and try it out, before anything is loaded.
+    """Bind policies to a model, check their costs and try them out, before anything is loaded.
 
     Args:
         length: tokens of the model's context.
@@ -268,7 +268,7 @@ def export(arguments: Namespace) -> None:
 
     Raises:
         Refused: a value contains the separator of its variable, is not among those of its option,
-            or is no number where one is wanted.
+            or is no number where one is wanted; or there is no --kv-policy.
     """
     for option, variable, separator in (
         ("kv_policy", PATHS_VARIABLE, os.pathsep),
@@ -351,10 +351,10 @@ def requested() -> tuple[list[str], list[str]]:
 
 
 def refuse_experiment(why: str) -> None:
-    """Where none can be served.
+    """Refuse an experiment where none can be served.
 
     Args:
-        why: for the operator.
+        why: the reason, for the operator.
 
     Raises:
         Refused: the environment names one.
@@ -418,13 +418,13 @@ def override() -> str:
 
 
 def experiment_file() -> Path | None:
-    """The file of the experiment, from the environment."""
+    """The file of the experiment, from the environment; None if there is no experiment."""
     found = os.environ.get(EXPERIMENT_VARIABLE)
     return Path(found) if found else None
 
 
 def experiment_state() -> Path | None:
-    """The file that keeps how an experiment ended, from the environment.
+    """The file that keeps where the experiment stands, from the environment; None if not set.
 
     Raises:
         Refused: there is no experiment, or no folder for the file.
@@ -443,11 +443,11 @@ def experiment_slots(pool: int = 0, context: int = 0) -> int:
     """Slots set aside for scoring requests again, from the environment.
 
     Args:
-        pool: slots that there are.
+        pool: slots of the pool; 0 while that is not known.
         context: tokens of the model's context.
 
     Raises:
-        Refused: it is not a whole number, there is no experiment, or more than half of the pool.
+        Refused: it is not a whole number or over half of the pool, or there is no experiment.
     """
     flag = "--kv-experiment-slots"
     found = _whole(SLOTS_VARIABLE, flag, 0)
@@ -481,7 +481,7 @@ def attention() -> str:
 
 
 def _one_of(variable: str, flag: str, values: Sequence[str]) -> str:
-    """A value from the environment; the first of those that there are by default."""
+    """A value from the environment, one of `values`; the first if none is set."""
     text = os.environ.get(variable, "").strip() or values[0]
     if text not in values:
         raise Refused(f"{flag} {text}: expected one of {', '.join(values)}")
@@ -489,10 +489,10 @@ def _one_of(variable: str, flag: str, values: Sequence[str]) -> str:
 
 
 def one_piece(chunk: int | None) -> int | None:
-    """Tokens of a prompt that is prefilled in one piece at most; None for any number.
+    """Most tokens of a prompt that is prefilled in one piece; None for any number.
 
     Args:
-        chunk: SGLang's chunk size, taken where the operator said nothing.
+        chunk: SGLang's chunk size, taken where the operator set no number.
 
     Raises:
         Refused: the operator's number is not a whole number from 1 on.
@@ -524,7 +524,7 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
     """Read and check policy files, each once.
 
     Args:
-        values, settings: of --kv-policy and --kv-policy-set.
+        values, settings: values of --kv-policy and of --kv-policy-set.
 
     Raises:
         Refused: a file cannot be read, is wrong or needs what is not served; two policies have the
@@ -574,7 +574,7 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
 
 
 def log_warnings(policies: Sequence[Policy]) -> None:
-    """What the checker says of files that are well, each once."""
+    """Log the checker's warnings about valid files, once per file."""
     for path, text in {policy.path: policy.warnings for policy in policies}.items():
         if text:
             logger.warning("--kv-policy %s:\n%s", path, text)

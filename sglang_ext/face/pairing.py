@@ -1,4 +1,4 @@
-"""Whether it is served that a policy with a section `share` stores layers in pairs."""
+"""Whether a server can store layers in pairs as a policy's section `share` asks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvpolicy.dsl.bind.bind import Bound
 
 
 def unserved(bound: Bound) -> str | None:
-    """Why sharing would save nothing, in one sentence; None if it does or is not asked for."""
+    """One sentence on why `share` would save nothing; None if it saves or the policy has none."""
     if bound.lowered.share is None:
         return None
     if not bound.upper_layers:

@@ -1,17 +1,17 @@
-"""The ranks of a scheduler (`--tp`) and its stages (`--pp`): all have to decide alike.
+"""The ranks (`--tp-size`) and stages (`--pp-size`) of a model: all have to decide alike.
 
-Ranks have some KV heads each, stages some layers.
+Each rank has some KV heads, each stage some layers.
 
-Every rank runs a scheduler of its own, so what is decided on one must be decided on all: which
-entries stay, how many slots a request takes, and whether its policy has failed. Tensors are
-exchanged on the device. Before each exchange the hosts meet (one number each): a rank that has
-failed says so instead of leaving the others waiting in it.
+Every rank runs its own scheduler, so what is decided on one must be decided on all: which entries
+stay, how many slots a request takes, and whether its policy has failed. Tensors are exchanged on
+the device. Before each exchange the hosts meet, with one number each, so that a rank that has
+failed says so instead of leaving the others waiting.
 
-Stages cannot meet: when one computes a batch, the next one computes the batch before it. But each
-has computed a batch before any of them processes its result. So what a forward has found here is
-sent when it is over, and waited for where its result is processed, where nobody waits any longer
-than SGLang does. Where stages have several ranks, all ranks of all stages send it. The ranks of one
-stage process a result at the same place, and may meet there.
+Stages cannot meet: while one computes a batch, the next computes the batch before it. But all have
+computed a batch before any of them processes its result. So each sends what a forward has found
+when the forward is over, and waits for the others when it processes the result, where SGLang has
+waited for them already. With several ranks per stage, all ranks of all stages send. The ranks of
+one stage process a result at the same point, and may meet there.
 """
 
 from __future__ import annotations
@@ -31,39 +31,42 @@ class FailedElsewhere(RuntimeError):
 
 
 class Ranks:
-    """The one rank of a scheduler without others.
+    """The only rank.
 
     Attributes:
-        size: how many there are.
-        heads: which of the model's KV heads this one has.
+        size: number of ranks.
+        heads: KV heads of the model that this rank has.
     """
 
     size = 1
     heads: Heads = ALL
 
     def meet(self, *, failed: bool = False) -> None:
-        """Every rank has come as far, or has failed on the way.
+        """Wait until every rank has come this far, or has failed on the way.
+
+        Args:
+            failed: whether this rank has failed.
 
         Raises:
-            FailedElsewhere: another one has.
+            FailedElsewhere: another rank has failed, and this one has not.
         """
 
     def worst(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of every rank's numbers, place by place; all give as many."""
+        """The maximum over all ranks of each number; all ranks give equally many."""
         return list(numbers)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A block in which this thread meets nobody: other ranks' numbers are its own."""
+        """A block in which this thread meets no rank, and takes its numbers for all ranks'."""
         yield
 
 
 class TensorRanks(Ranks):
-    """One of several.
+    """One of several ranks.
 
     Args:
         group: SGLang's.
-        kv_heads: G of the model, as of `Divided`.
+        kv_heads: G of the whole model.
     """
 
     def __init__(self, group: TensorGroup, kv_heads: int) -> None:
@@ -106,11 +109,11 @@ class TensorRanks(Ranks):
 
 
 class Stages:
-    """The one stage of a scheduler without others.
+    """The only stage.
 
     Attributes:
         spans: layers of each stage, in order.
-        own: those of this one.
+        own: layers of this stage.
     """
 
     def __init__(self, layers: range) -> None:
@@ -119,33 +122,33 @@ class Stages:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return len(self.spans)
 
     def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send what a forward has found here; all stages do after the forward of the same batch.
+        """Send what a forward has found here, as all stages do after the same batch's forward.
 
         Args:
-            found: int64, at least 0; as long on every stage.
+            found: int64, at least 0, of one shape on all ranks of all stages; may be overwritten.
 
         Returns:
-            What waits for the others, and gives the largest of all numbers, of every rank of every
-            stage.
+            A function that waits for the others and returns each number's maximum over all ranks of
+            all stages.
         """
         return lambda: found
 
 
 class PipelineStages(Stages):
-    """One of several.
+    """One of several stages.
 
     Args:
         group: SGLang's.
-        own: as the attribute.
+        own: layers of this stage.
     """
 
     def __init__(self, group: StageGroup, own: range) -> None:
-        # All processes of the model, and a group of its own: what SGLang sends between them does
-        # not get in its way.
+        # A separate group of all processes of the model, so that SGLang's messages do not mix with
+        # the plugin's.
         self._group = torch.distributed.new_group(backend="gloo")
         ends = torch.zeros((group.size, 2), dtype=torch.int64)
         ends[group.stage] = torch.tensor([own.start, own.stop])

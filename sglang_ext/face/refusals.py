@@ -1,4 +1,4 @@
-"""What a policy cannot be combined with: each is one sentence that names the option and why."""
+"""What policies cannot be combined with; each refusal is one sentence with the option and why."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvpolicy.sglang_ext.face import compat, kernels_in_use
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy, attention, experiment_file, kernels
 
-# Attention backends for prefills and decode steps, in any combination; see backend.py.
+# Attention backends for prefills and decode steps, in any combination; see attention/backend.py.
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
 CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
-# Option, the value with which it is harmless, how it is written, why it does not work.
+# Option (attribute of SGLang's), its harmless value, why any other cannot be served.
 OPTIONS = (
     ("speculative_algorithm", None, "draft tokens are verified against slots that were freed"),
     ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
@@ -56,7 +56,11 @@ OPTIONS = (
 
 
 def check_version() -> None:
-    """Refuse a version of SGLang that was not checked."""
+    """Refuse a version of SGLang that the plugin was not checked on.
+
+    Raises:
+        Refused: names the checked versions and the installed one.
+    """
     found = compat.installed_version()
     if found not in compat.CHECKED_VERSIONS:
         checked = ", ".join(compat.CHECKED_VERSIONS)
@@ -178,7 +182,10 @@ def model_shape(config: Any) -> ModelShape:
 
 
 def shape_of_rank(shape: ModelShape, ranks: int) -> ModelShape:
-    """Sizes of what one of so many ranks has of a model (`--tp`): at least one KV head.
+    """Sizes of one rank's part of a model (`--tp-size`), which has at least one KV head.
+
+    Args:
+        ranks: number of ranks.
 
     Raises:
         Refused: the ranks would have different numbers of heads.
@@ -192,11 +199,11 @@ def shape_of_rank(shape: ModelShape, ranks: int) -> ModelShape:
 
 
 def check_added_heads(config: Any, shape: ModelShape, ranks: int) -> None:
-    """Refuse a model to which SGLang has added heads, so that each rank has as many.
+    """Refuse a model to which SGLang has added heads so that they divide evenly among ranks.
 
     Args:
         config: SGLang's model config, as the model was loaded with it.
-        shape: as the checkpoint says.
+        shape: the checkpoint's sizes.
     """
     if model_shape(config) != shape:
         raise Refused(
@@ -206,7 +213,7 @@ def check_added_heads(config: Any, shape: ModelShape, ranks: int) -> None:
 
 
 def model_sizes(config: Any) -> ModelConfig:
-    """What a model's prefill takes, from SGLang's model config.
+    """Sizes that decide what a model's prefill costs, from SGLang's model config.
 
     Raises:
         Refused: the config lacks a size.
@@ -219,7 +226,7 @@ def model_sizes(config: Any) -> ModelConfig:
 
 
 def check_stages(policy: Policy, bound: Bound) -> None:
-    """Refuse a policy that the stages of a model cannot carry out each for its own layers.
+    """Refuse a policy that stages cannot carry out each for its layers alone.
 
     Raises:
         Refused: names the policy and says what it does.
@@ -234,7 +241,7 @@ def check_propagation(options: Any, names: Sequence[str]) -> None:
 
     Args:
         options: SGLang's options as resolved.
-        names: of the policies that propagate chosen tokens only.
+        names: names of the policies that propagate chosen tokens only.
 
     Raises:
         Refused: names the option and the policies.
@@ -251,9 +258,9 @@ def check_layers(layers: list[Any], shape: ModelShape, own: range) -> None:
     """Refuse a loaded model whose attention layers are not all ordinary and alike.
 
     Args:
-        layers: the model's attention layers that are here.
-        shape: what the policies were bound to.
-        own: their numbers, as this stage's.
+        layers: the model's attention layers on this stage.
+        shape: sizes of this rank's part of the model.
+        own: numbers of this stage's layers in the model.
 
     Raises:
         Refused: says which layer has what.
@@ -278,11 +285,11 @@ def check_layers(layers: list[Any], shape: ModelShape, own: range) -> None:
 
 
 def check_scales(layers: list[Any], backends: Iterable[str]) -> None:
-    """Refuse scales of entries of 8 bits that SGLang does not apply whenever it reads and writes.
+    """Refuse scales of 8-bit entries that SGLang does not apply at every read and write.
 
     Args:
-        layers: the model's attention layers.
-        backends: that it uses.
+        layers: the model's attention layers on this stage.
+        backends: names of the attention backends in use.
 
     Raises:
         Refused: says what to do.

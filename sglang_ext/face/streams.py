@@ -1,18 +1,18 @@
 """The order of what the scheduler and the forwards do on a device.
 
 With overlap, SGLang prepares a batch on the scheduler's stream while the forward before it runs on
-another. The list of free slots, the radix cache and the table of slots belong to the scheduler: its
-kernels write and read them on its own stream. But what a forward finds out decides how many private
-slots a request needs and which of its ordinary ones it gives up, so that has to be done in the
-middle of SGLang's forward.
+another. The list of free slots, the radix cache and the table of slots belong to the scheduler,
+whose kernels read and write them on the scheduler's stream. But a forward finds out how many
+private slots a request needs and which ordinary slots it gives up, so slots have to be taken and
+given up in the middle of SGLang's forward.
 
-`scheduling` is the context for it. On entry the scheduler's stream waits for what the forward has
-queued so far: a slot that is given up there goes back to the list only after the kernels that read
-it. On exit the forward's stream waits for the scheduler's: slots just taken are known before they
-are written to. Whoever gets a freed slot next writes to it in a later forward, whose kernels stand
-behind this one's on the same stream; copies from the host, which SGLang makes on a third, wait for
-that one too. Nothing else writes entries. On a CPU, and where the forward runs on the scheduler's
-own stream, there is nothing to order.
+`scheduling` is the context for that. On entry the scheduler's stream waits for what the forward has
+queued so far, so a slot goes back to the list only after the kernels that read it. On exit the
+forward's stream waits for the scheduler's, so slots just taken are in the tables before they are
+written to. The next owner of a freed slot writes to it in a later forward, whose kernels follow
+this one's on the same stream; copies from the host, which SGLang makes on a third stream, wait for
+the forward's too. Nothing else writes entries. On a CPU, and where the forward runs on the
+scheduler's stream, there is nothing to order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Streams:
 
     @contextmanager
     def _on(self, which: int) -> Iterator[None]:
-        """Go to the scheduler's stream (0) or that of its forwards (1), after the current one."""
+        """Work on the scheduler's stream (0) or its forwards' (1), after the current one's work."""
         if self._scheduler is None:
             yield
             return
