@@ -17,12 +17,11 @@ IN_FLIGHT = 2  # decode steps that may begin before a prompt is left to the radi
 def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
     """Whether a propagating prompt cannot be admitted to a pass.
 
-    There may be `most` of them in a pass. One that must be prefilled in one piece waits until it
-    fits or is alone; then the pass is made as large as it is. Its length was limited when it was
-    queued.
+    A pass may have `most` of them. A prompt that must be prefilled in one piece waits until it fits
+    or is alone; alone, it gets a pass as large as it is. Its length was limited when it was queued.
 
     Args:
-        adder: SGLang's prefill adder; its chunk size may be raised.
+        adder: SGLang's prefill adder; the tokens left in its pass may be raised.
     """
     states = (state_of(each) for each in adder.can_run_list)
     if sum(each is not None and each.propagates for each in states) >= most:
@@ -40,7 +39,7 @@ def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
 
 
 def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None) -> int:
-    """Slots beyond its tokens that a request needs when it is admitted; see `Runtime.reserve`."""
+    """Slots that a request needs beyond those that SGLang reckons; see `Runtime.reserve`."""
     slots = store.whole_pages(state.slots) if state.wanted else 0
     page = adder.per_req_token_overhead
     if req.kv.holds_kv:
@@ -65,8 +64,8 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     if compat.simulates_output(adder, req):
         state.in_place = may_move  # there is no radix cache
         return 0 if may_move else slots
-    # The copy takes the prompt's place: it holds both when its prefill ends, and the copy with
-    # its output later. Where there is no room for both, the prompt is compacted where it is.
+    # The copy takes the prompt's place: the request holds both when its prefill ends, and the copy
+    # with its output later. Where both have no room, the prompt is compacted within its slots.
     for in_place in (False, True) if may_move else (False,):
         state.in_place, needs = in_place, _most(slots, own, grows, in_place=in_place)
         if needs + page < _room(adder):
@@ -82,8 +81,9 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
 
 
 def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int | None) -> int:
-    """The same of a further chunk, which cannot wait: where its copy does not fit, it goes
-    without one. Until its prompt ends, what is missing is kept from others in the pass.
+    """`reserve` for a further chunk, which cannot wait: where its copy does not fit, none is made.
+
+    Before the last chunk, slots for the rest of the prompt are kept from others in the pass.
     """
     chunk = extend or 0
     room: int = _room(adder) - adder.ceil_paged_tokens(chunk) - adder.per_req_token_overhead
@@ -94,14 +94,14 @@ def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int |
 
 
 def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
-    """Whether a prompt's next chunk has room; the pass is made as small as the room is.
+    """Whether a prompt's next chunk has room; the pass is cut to the room that there is.
 
-    SGLang has a prompt that it has begun go on whatever room there is, and its server ends where
-    there is none. Requests that run may have taken what it reckoned with: their copies, or those of
-    other stages' batches, which it does not see. The prompt waits for them.
+    SGLang goes on with a prompt that it has begun even without room, and the server ends. Running
+    requests may have taken the slots that it reckoned with, for their copies or in batches of other
+    stages, which it does not see. The prompt waits for them.
 
     Args:
-        adder: SGLang's prefill adder; its chunk size may be lowered.
+        adder: SGLang's prefill adder; the tokens left in its pass may be lowered.
         others: whether requests may run besides those of the adder's batch.
     """
     running = 0 if adder.running_batch is None else len(adder.running_batch.reqs)
@@ -118,16 +118,16 @@ def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
 
 
 def _for_a_moment(adder: Any, req: Any, now: int, later: int) -> int | None:
-    """Slots that are left in a pass for a request alone that borrows from the output of others.
+    """Slots to reserve for the only request of a pass if it can borrow from others' reserves.
 
-    What running requests reserve for output to come is free as yet, and the new one gives up its
-    prompt as soon as its prefill has ended.
+    Slots that running requests reserve for output to come are still free, and the new request gives
+    up its prompt as soon as its prefill has ended.
 
     Args:
         now, later: slots that it holds until then, and afterwards with all of its output.
 
     Returns:
-        None where it does not fit even so.
+        The most that SGLang still admits; None where the request does not fit even so.
     """
     alone = all(each is req for each in adder.can_run_list)
     if not alone or req.output_ids or asked.scores(req):
@@ -142,7 +142,7 @@ def _for_a_moment(adder: Any, req: Any, now: int, later: int) -> int | None:
     chunk = tokens if adder.rem_chunk_tokens is None else max(adder.rem_chunk_tokens, 1)
     steps = adder.ceil_paged_tokens(IN_FLIGHT + -(-tokens // chunk))
     running = [] if adder.running_batch is None else adder.running_batch.reqs
-    # What a fold may take is kept for it.
+    # What folds of running requests may take is left to them.
     meanwhile = (compat.running_needs(adder, r) if _folds(r) else steps for r in running)
     return total - 1 if now < current - sum(meanwhile) else None
 
@@ -156,15 +156,15 @@ def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
     """Slots that a request holds at most: when its prefill ends, or with all of its output.
 
     Args:
-        slots: of its copy.
-        prompt, grows: tokens of its prompt that are its own, and of its output.
+        slots: slots of its copy.
+        prompt, grows: slots of its prompt that are its own, and slots that its output takes.
         in_place: whether the copy is made within the prompt's slots.
     """
     return max(_held(slots, prompt, in_place=in_place), slots + grows)
 
 
 def _held(slots: int, prompt: int, *, in_place: bool) -> int:
-    """Slots that it holds when its prefill ends; arguments as of `_most`."""
+    """Slots that a request holds when its prefill ends; arguments as in `_most`."""
     return prompt + IN_FLIGHT + (0 if in_place else slots)
 
 
@@ -175,7 +175,7 @@ def _room(adder: Any) -> int:
 
 
 def still_needs(req: Any, state: State, estimate: float) -> float:
-    """Slots that a running request may come to need; see `Runtime.still_needs`."""
+    """Slots that a running request may still take; see `Runtime.still_needs`."""
     most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
     if most is None:
         return estimate

@@ -1,13 +1,13 @@
 """What is known of the requests of a decode batch, kept from one forward to the next.
 
-Between two folds a decode step asks of each request only whether its policy will read the queries,
-and whether entries leave. Both are known ahead, so they stand here as numbers of tokens, by row of
-the batch, and a step compares all of them with the requests' lengths at once. They are found anew
-where a request joins, folds, fails or ends, not at every step.
+Between two folds a decode step needs to know of each request only whether its policy will read the
+queries and whether entries leave. Both are known ahead, so arrays by row of the batch hold the
+lengths in tokens at which they happen, and a step compares all of them with the requests' lengths
+at once. They are found anew when a request joins, folds, fails or ends, not at every step.
 
-So are queries: those of one step are one tensor of all rows that are noted. As long as these stay
-the same the steps gather here, and each request takes its own from them when its policy is taken
-through the steps, or the batch changes.
+Queries are kept here too, one tensor per step of all rows that are noted. As long as these rows
+stay the same, steps gather here; each request takes its queries when its policy is taken through
+the steps, or when the rows change.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvpolicy.sglang_ext.request.pending_steps import LONGEST
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
 from kvpolicy.sglang_ext.request.request import Decoding, state_of
 
-_NEVER = np.iinfo(np.int64).max  # tokens that no request has
+_NEVER = np.iinfo(np.int64).max  # a length that no request has
 
 
 class DecodeRows:
     """B requests that decode, one in each row.
 
     Attributes:
-        states: of each, None where no policy applies to it.
-        private: compressed copies, by row.
+        states: by row, the request's state; None where no policy applies to it.
+        private: row -> the request's compressed copy.
     """
 
     def __init__(self, requests: Sequence[Any], queries: QueryBuffer, device: torch.device) -> None:
@@ -47,9 +47,9 @@ class DecodeRows:
         self._queries, self._device = queries, device
         self._decoding: dict[int, Decoding] = {}
         number = len(self.requests)
-        # In tokens of the request, those of the forward included: where entries leave next, from
-        # where on queries are noted, and at the first step that its policy has not been taken
-        # through; how many steps that are noted may gather.
+        # Lengths of the request in tokens, this forward's included: at which entries leave next;
+        # from which queries are noted; at the first step that its policy has not been taken
+        # through. Then whether its policy takes the queries of all steps.
         self._leaves, self._noted_from = np.full((2, number), _NEVER)
         self._first_pending = np.zeros(number, np.int64)
         self._takes_all = np.zeros(number, bool)
@@ -64,7 +64,7 @@ class DecodeRows:
         return same and all(map(operator.is_, self.requests, requests))
 
     def renew(self, row: int, length: int) -> None:
-        """Find when a request's policy goes on, from the step by which it has so many tokens on."""
+        """Find anew at which lengths, from `length` on, a row notes queries and entries leave."""
         state = self.states[row]
         self._leaves[row] = self._noted_from[row] = _NEVER
         self._takes_all[row] = False
@@ -73,7 +73,7 @@ class DecodeRows:
         if state is None or decoding is None:
             return
         memory, later, first = decoding.memory, decoding.pending.wanted, length - state.prompt
-        # Where entries leave later than so, it is asked again in time to note queries.
+        # Where entries leave later than that, the row is renewed in time to note queries.
         step = state.next_leaving(first, LONGEST + (later or 0))
         self._takes_all[row] = later is None and not memory.not_finite
         self._first_pending[row] = state.prompt + memory.generated + 1
@@ -92,22 +92,22 @@ class DecodeRows:
             self.private[row] = state.private
 
     def noted(self, lengths: np.ndarray) -> np.ndarray:
-        """Rows of which policies will read the queries of a step after which they are so long."""
+        """Rows whose policies will read the queries of a step; `lengths` include its tokens."""
         return np.flatnonzero(self._noted_from <= lengths)
 
     def leaving(self, lengths: np.ndarray) -> np.ndarray:
-        """Rows of which entries may leave at such a step."""
+        """Rows of which entries may leave at the step with these lengths."""
         return np.flatnonzero(self._leaves <= lengths)
 
     def full(self, lengths: np.ndarray, most: int) -> np.ndarray:
-        """Rows whose policies are taken through steps before more than `most` gather."""
+        """Rows whose policies have to be taken through steps before more than `most` gather."""
         return np.flatnonzero(self._takes_all & (lengths - self._first_pending >= most - 1))
 
     def note(self, rows: np.ndarray, lengths: np.ndarray, batch: int) -> None:
         """Keep the queries of the step that is over.
 
         Args:
-            rows: as of `noted`.
+            rows: what `noted` returned for `lengths`.
             batch: rows of the forward, those of beams included.
         """
         if self._live_index is None or not np.array_equal(rows, self._live_rows):
@@ -118,11 +118,11 @@ class DecodeRows:
         self._lengths = lengths
 
     def hand_over(self) -> None:
-        """Let each request take the queries that were noted of it, of its pending steps."""
+        """Let each request take the noted queries of its pending steps."""
         steps, self._live = self._live, []
         if not steps:
             return
-        shared = {len(steps): steps}  # by how many of the last ones
+        shared = {len(steps): steps}  # number of the last steps -> these steps
         pending = self._lengths - self._first_pending + 1
         rows = self._live_rows.tolist()
         for place, (row, number) in enumerate(zip(rows, pending[rows].tolist(), strict=True)):

@@ -5,9 +5,9 @@ goes on as usual. SGLang computes the batch's distributions and samples as alway
 are replaced in place before the logprobs of "the sampled token" are looked up, so what is returned
 is the model's own distribution, and everything later finds the ids as if they had been sampled.
 
-Which output token a row is about follows from the tokens that the request has in this forward: the
-host's list of outputs lags by a step under overlap scheduling. What a forward forces travels with
-its sampling options, as sampling may come later than the forward.
+Which output token a row computes follows from the request's length in this forward: the host's list
+of outputs lags by a step under overlap scheduling. What a forward forces travels with its sampling
+options, as sampling may come later than the forward.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Forcing:
     """The prescribed tokens of one scheduler's requests, from their arrival to the sampler."""
 
     def __init__(self) -> None:
-        self._asked = False  # by any request since the start
-        self._now: Forced | None = None  # in the sampler
+        self._asked = False  # whether any request prescribed tokens since the start
+        self._now: Forced | None = None  # of the forward that is in the sampler
 
     def note(self, request: Any, asked: Mapping[str, Any]) -> None:
-        """Take a request's tokens when it arrives.
+        """Take the tokens that a request prescribes, when it arrives.
 
         Args:
             asked: what it asks of policies.

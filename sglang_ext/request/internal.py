@@ -1,7 +1,7 @@
-"""Requests of the plugin's own, which score another's tokens: nobody else notices them.
+"""Internal requests, which score another request's tokens: clients do not notice them.
 
-SGLang observes no times of them and leaves nothing of them in the radix cache, they are computed in
-slots set aside (set_aside.py), and whoever waits behind one that cannot be admitted goes first.
+SGLang observes no times of them and leaves nothing of them in the radix cache. They are computed in
+slots set aside (memory/set_aside.py), and one that cannot be admitted holds up none behind it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def queue(req: Any) -> None:
 
 
 def admit(set_aside: SetAside, adder: Any, req: Any, original: Callable[[], Any]) -> Any:
-    """Instead of the prefill adder's `add_one_req`: in slots set aside, or it is refused.
+    """Instead of the prefill adder's `add_one_req`: admit in slots set aside, or refuse.
 
     Args:
-        original: SGLang's own, with its arguments.
+        original: SGLang's `add_one_req`, with its arguments.
 
     Returns:
         The adder's answer.

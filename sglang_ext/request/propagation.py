@@ -20,10 +20,10 @@ class Plan:
     """How a policy propagates a prompt of N tokens.
 
     Attributes:
-        layer: after which tokens leave, once; None if data decide or if it is not only one layer.
+        layer: the one layer after which tokens leave; None if data decide it or there are several.
             Then the prompt has to be prefilled in one piece.
         restarts: whether the chosen tokens are prefilled again at positions 0, 1, ...
-        most_prefix: tokens that may be taken from the radix cache at most.
+        most_prefix: most tokens that may be taken from the radix cache.
     """
 
     layer: int | None
@@ -32,7 +32,7 @@ class Plan:
 
 
 def plan(bound: Bound, prompt: int) -> Plan | None:
-    """The plan for a prompt; None where surely every layer sees all tokens."""
+    """The plan for a prompt of N tokens; None if every layer is certain to see all of them."""
     lowered = bound.lowered.propagate
     if lowered is None:
         return None
@@ -43,14 +43,14 @@ def plan(bound: Bound, prompt: int) -> Plan | None:
 
 
 def _most_prefix(bound: Bound, tokens: Node, prompt: int) -> int:
-    """Cached tokens that a propagating prompt may use.
+    """Most cached tokens that a propagating prompt may use.
 
-    They have no rows: deeper layers read their entries, but nothing is computed for them. So the
-    last queries of every layer, the prompt's last token included, must be among the others. And a
-    second prefill writes its entries to slots that the request owns, as many as tokens are chosen.
+    Cached tokens have no rows: deeper layers read their entries, but nothing is computed for them.
+    So the last queries of every layer, the prompt's last token included, must be of other tokens.
+    And a second prefill writes its entries to slots that the request owns, one per chosen token.
 
     Args:
-        tokens: the lowered section's, which go deeper.
+        tokens: the lowered section's set of tokens that go deeper.
     """
     if bound.restarts:
         return prompt - max(Bounds(bound, prompt).size(tokens).head)
@@ -61,7 +61,7 @@ def _most_prefix(bound: Bound, tokens: Node, prompt: int) -> int:
 
 
 def _last_chosen(bound: Bound, node: Node, prompt: int, layer: int) -> int:
-    """How many of the last tokens a token set holds for certain, whatever the data."""
+    """Number of a prompt's last tokens that a token set holds whatever the data."""
     if node.op == "all":
         return prompt
     if node.op == "or":
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     """Rows that enter a layer, T of one or several requests.
 
     Attributes:
-        hidden, residual: [T, C] output of the layer before and the residual stream beside it.
+        hidden, residual: [T, hidden] output of the layer before and the residual stream beside it.
         ids, positions, slots: [T] int64 tokens, their positions and where their entries go.
     """
 
@@ -109,11 +109,11 @@ class Progress:
 
     Attributes:
         stopped: whether earlier chunks ended after the acting layer.
-        held: their rows, which wait for the last chunk; none of a policy that restarts.
-        layer: the first layer after which tokens left; None if none did.
+        held: their rows, which wait for the last chunk; empty if the policy restarts.
+        layer: first layer after which tokens left; None if none did so far.
         tokens: tokens that the last layer saw; None if none left.
-        shift: how many positions the output comes earlier than its tokens are in the request: N - m
-            after a second prefill of m tokens.
+        shift: by how much positions of output tokens are smaller than their places in the request:
+            N - m after a second prefill of m tokens, else 0.
         barred: whether the prompt was kept out of the radix cache.
     """
 
@@ -125,6 +125,6 @@ class Progress:
     barred: bool = False
 
     def facts(self, prompt: int) -> dict[str, int | None]:
-        """What an answer reports, of a prompt of N tokens."""
+        """What an answer reports of the propagation of a prompt of N tokens."""
         seen = prompt if self.tokens is None else self.tokens
         return {"selected_layer": self.layer, "propagated_tokens": seen}

@@ -1,12 +1,12 @@
-"""Queries of decode forwards, noted for policies that are taken through their steps later.
+"""Queries of decode forwards, noted for policies that are taken through the steps later.
 
 Every decode forward with a request that needs it copies each layer's queries, after RoPE, into one
 buffer `[L, rows, H, D]`, inside the CUDA graph where one is replayed; after the forward one copy
 keeps the rows of the requests whose policies go on (pending_steps.py).
 
-The buffer has as many rows as the largest captured batch, and lies there from before the capture
-on: graphs remember its address. A larger batch, which runs without a graph, has a buffer of its
-own, as has a server that captures nothing.
+The buffer has as many rows as the largest captured batch and is allocated before the capture:
+graphs remember its address. A larger batch, which runs without a graph, gets another buffer, as do
+all batches of a server that captures nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvpolicy.sglang_ext.request.pending_steps import LONGEST, Noted, PendingSte
 
 logger = logging.getLogger(__name__)
 
-# Bytes of queries that all requests of a forward hold at most, if that is enough for the steps
-# between two folds, see `most_steps`.
+# Most bytes of queries that all requests of a forward hold, if these suffice for the steps between
+# two folds; see `most_steps`.
 LARGEST = 2**28
 
 
@@ -41,22 +41,22 @@ def may_read(program: Program) -> bool:
 
 
 def most_bytes(step: int, interval: int) -> int:
-    """What queries may take, those of a step in the buffer and those noted for later.
+    """Most bytes of queries: those of a step in the buffer and those noted for later.
 
     Args:
-        step: bytes of one step's queries, of all requests whose policies go on at once.
+        step: bytes of one step's queries, of all requests that note them at once.
         interval: decode steps from one fold to the next.
     """
     return step * (1 + _fitting(step, interval))
 
 
 def _fitting(step: int, interval: int) -> int:
-    # Taking policies through their steps more often would fold nothing, and cost as much.
+    # Taking policies through steps more often than they fold would cost as much for nothing.
     return min(LONGEST, max(LARGEST // step, interval))
 
 
 class QueryBuffer:
-    """The queries of the decode forward that is going on, all layers.
+    """The queries of the running decode forward, of all layers.
 
     Attributes:
         needed: whether any served policy reads them.
@@ -77,7 +77,7 @@ class QueryBuffer:
         """Allocate the buffer of batches that are about to be captured, if any policy needs it.
 
         Args:
-            shape: [L, rows, H, D] of the largest.
+            shape: [L, rows, H, D] for the largest batch.
         """
         if not self.needed:
             return
@@ -96,7 +96,7 @@ class QueryBuffer:
         Args:
             layer: SGLang's attention layer.
             heads: [rows, H, D] after RoPE.
-            own: layers of the model that are here, L.
+            own: the L layers of this stage.
         """
         place, rows = layer.layer_id - own.start, heads.shape[0]
         self._layers[place] = layer
@@ -106,10 +106,14 @@ class QueryBuffer:
         held[place, :rows].copy_(heads)
 
     def take(self, rows: torch.Tensor, batch: int) -> torch.Tensor:
-        """[F, L, H, D] copies of F rows of the forward that is over, which had so many in all.
+        """[F, L, H, D] copies of the queries of F rows of the forward that is over.
 
         Args:
             rows: int64 [F] on the device.
+            batch: number of rows of the forward.
+
+        Raises:
+            RuntimeError: no queries of the forward were noted.
         """
         held = self._of(batch)
         if held is None:
@@ -117,10 +121,10 @@ class QueryBuffer:
         return held.transpose(0, 1).index_select(0, rows)
 
     def most_steps(self, requests: int) -> int:
-        """How many steps so many requests note before their policies are taken through them.
+        """Number of steps that `requests` note before their policies are taken through them.
 
-        At most `LONGEST`, and at most as many as fit into `LARGEST`, but at least those between two
-        folds: what is held grows with the requests.
+        It is what fits into `LARGEST`, but at least the steps between two folds and at most
+        `LONGEST`; so with many requests more than `LARGEST` may be held.
         """
         held = self.captured if self.larger is None else self.larger
         if held is None or not requests:
@@ -136,16 +140,16 @@ class QueryBuffer:
         return queries * by[:, None, None, None]
 
     def _of(self, rows: int) -> torch.Tensor | None:
-        """The buffer in which a forward of so many rows finds its place."""
+        """The buffer for a forward of `rows` rows; None if there is none yet."""
         captured = self.captured
         return captured if captured is not None and rows <= captured.shape[1] else self.larger
 
 
 def queries_of(pending: Sequence[PendingSteps], buffer: QueryBuffer) -> torch.Tensor:
-    """[B * L * H, T, D]: queries of B requests' last steps as policies see them.
+    """[B * L * H, T, D] queries of B requests' last T steps as policies see them.
 
-    All have noted those of as many steps, T. Those that were noted in the same batches, which all
-    are as a rule, are read at once.
+    All requests have noted T steps. Those noted in the same batches, as a rule all, are read at
+    once.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, each in enumerate(pending):
@@ -161,7 +165,7 @@ def queries_of(pending: Sequence[PendingSteps], buffer: QueryBuffer) -> torch.Te
 
 
 def _together(requests: Sequence[Sequence[Noted]]) -> torch.Tensor:
-    """[B, L, H, T, D] of requests that were noted in the same batches."""
+    """[B, L, H, T, D] queries of requests that were noted in the same batches."""
     made = []
     for parts in zip(*requests, strict=True):
         held = torch.stack(list(parts[0].steps), 3)

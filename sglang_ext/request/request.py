@@ -30,19 +30,19 @@ from kvpolicy.sglang_ext.request.propagation import Plan, Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
 
 _ATTRIBUTE = "kv_policy_state"
-_MANY = 1024  # output tokens during which entries surely may leave
-MOST_MOVED = 2**29  # bytes that are held twice where a prompt is compacted within its slots
-_PROMPTS = 4096  # lengths of prompts of which is remembered what admission and prefills ask
-_WARM = 256  # tokens of a prompt that needs every kernel generated for a policy
+_MANY = 1024  # output tokens within which entries are taken to leave
+MOST_MOVED = 2**29  # most bytes that are held twice while a prompt is compacted within its slots
+_PROMPTS = 4096  # prompt lengths for which a `Served` caches what admission and prefills ask
+_WARM = 256  # tokens of a prompt long enough to need every kernel generated for a policy
 
 
 @dataclass
 class Standing:
-    """How a policy has done, with whatever parameters.
+    """How often a policy has failed; shared by all its variants (serving/variants.py).
 
     Attributes:
         failures: requests for which it failed.
-        enabled: until it has failed too often.
+        enabled: False once it has failed too often.
     """
 
     failures: int = 0
@@ -53,7 +53,9 @@ class Served:
     """A policy bound to the model that is served.
 
     Attributes:
-        set: values of parameters that the request has set.
+        upper_layers: layers that are stored with the one below (`share:`).
+        standing: how often the policy has failed.
+        set: parameter values that requests have set, of a variant; else empty.
         heads_differ: whether the KV heads of a layer may hold different entries.
         in_stages: whether other stages have other layers.
     """
@@ -63,8 +65,8 @@ class Served:
     ) -> None:
         """
         Args:
-            page_size: of SGLang's allocator.
-            heads: which of the model's KV heads are here.
+            page_size: slots of a page of SGLang's allocator.
+            heads: KV heads of the model that this rank has.
         """
         self.policy, self.name = policy, policy.name
         self.bound = bound
@@ -83,10 +85,10 @@ class Served:
         self.set: dict[str, Any] = {}
 
     def warm(self, queries: torch.dtype) -> None:
-        """Compiles the kernels generated for the policy before a request waits for them.
+        """Compile the kernels generated for the policy before a request waits for them.
 
         Args:
-            queries: their type.
+            queries: dtype of the model's queries.
         """
         storage = self._arena.storage
         slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
@@ -94,17 +96,17 @@ class Served:
 
     @once.at_most(_PROMPTS)
     def plan(self, prompt: int) -> Plan | None:
-        """How a prompt is propagated; None where surely every layer sees all tokens."""
+        """How a prompt is propagated; None if every layer is certain to see all tokens."""
         return propagation.plan(self.bound, prompt)
 
     @once.at_most(_PROMPTS)
     def foreseen(self, prompt: int) -> list[int] | None:
-        """[L] entries that each list of a layer keeps of a prompt; None: data decide."""
+        """[L] entries that each list of a layer keeps of a prompt; None if data decide."""
         return foreseen(self.bound, prompt)
 
     @once.at_most(_PROMPTS)
     def tail(self, prompt: int) -> int:
-        """Last queries of a prompt that are read by themselves, not only in sums over all."""
+        """Number of a prompt's last queries that are read singly, not only in sums over all."""
         bound = self.bound
         windows = [node for node in bound.nodes() if node.operation.is_window]
         layers = range(bound.shape.layers)
@@ -116,18 +118,18 @@ class Served:
 
     @once.at_most(_PROMPTS)
     def most_slots(self, prompt: int) -> int | None:
-        """Private slots that suffice for a prompt; None when the policy surely keeps all of it."""
+        """Private slots that suffice for a prompt; None if compressing it saves nothing."""
         entries = max_entries(self.bound, prompt)
         if entries >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
         slots = max(self._most_slots_of(layers, prompt) for layers in self._arena.spans)
-        # Where the policy goes on, what it drops is dropped, even if that saves no slots; and what
-        # has left the prefill has left.
+        # A policy that goes on after the prompt, or lets tokens leave the prefill, is applied even
+        # where that saves no slots.
         goes_on = self.bound.folded.decode is not None or self.bound.propagates
         return slots if slots < prompt or goes_on else None
 
     def _most_slots_of(self, layers: range, prompt: int) -> int:
-        """What suffices for the layers of one stage."""
+        """Private slots that suffice for the layers of one stage."""
         entries = max_entries(self.bound, prompt, layers)
         share = share_of_rank(entries, self.bound, self._arena, prompt)
         return self._arena.most_slots(share, len(layers))
@@ -139,7 +141,7 @@ class Served:
         return self.bound.folded.decode is not None and keeps
 
     def folds_within(self, prompt: int, output: int) -> bool:
-        """Whether entries may leave while so many tokens are generated."""
+        """Whether entries may leave while `output` tokens are generated."""
         if self.bound.folded.decode is None:
             return False
         # The last token is not computed, so a request of n tokens has n - 1 decode steps.
@@ -153,7 +155,7 @@ class Queries:
 
     Attributes:
         heads: [T, H, D].
-        lse: float32 [T, H], log-sum-exp of each one's logits, as attention has found it; None: not.
+        lse: float32 [T, H], log-sum-exp of each query's logits; None if attention did not give it.
     """
 
     heads: torch.Tensor
@@ -161,7 +163,7 @@ class Queries:
 
     @classmethod
     def joined(cls, parts: Sequence[Queries]) -> Queries:
-        """One after the other."""
+        """The queries of all parts, in order; with `lse` only if every part has it."""
         lse = [each.lse for each in parts if each.lse is not None]
         whole = torch.cat(lse) if len(lse) == len(parts) else None
         return cls(torch.cat([each.heads for each in parts]), whole)
@@ -174,7 +176,7 @@ class Queries:
         return Queries(self.heads[rows], None if self.lse is None else self.lse[rows])
 
     def last(self, number: int) -> Queries:
-        """The last so many, or all."""
+        """The last `number` queries, or all if there are fewer."""
         return self.rows(slice(max(self.number - number, 0), None))
 
     def copied(self) -> Queries:
@@ -183,11 +185,11 @@ class Queries:
 
 @dataclass
 class Seen:
-    """What a policy has seen of a prompt in chunks that are not the last.
+    """What a policy has seen of a prompt in chunks before the last.
 
     Attributes:
-        window: per layer, queries of the observation window.
-        run: of the policy's program, where it adds up what chunks say.
+        window: layer -> queries of the observation window, by chunk.
+        run: run of the policy's program, where it sums over chunks; else None.
     """
 
     window: dict[int, list[Queries]] = field(default_factory=dict)
@@ -199,11 +201,11 @@ class Told:
     """What is reported of a request.
 
     Attributes:
-        facts: what its answer says.
+        facts: what its answer says of the policy.
         counted: whether metrics include it.
         seconds: time spent on scoring and compaction.
         shows_kept: whether its answer says which positions are kept.
-        kept: what it says of a prompt that was compressed.
+        kept: these positions of a compressed prompt, as `kept.described` gives them.
         folded: how many times entries have left while it decoded.
         dropped: entries that have left while it decoded.
     """
@@ -219,7 +221,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a policy that goes on after the prompt goes on from.
+    """What a policy that goes on after the prompt continues from.
 
     Attributes:
         memory: what it remembers.
@@ -240,22 +242,23 @@ class State:
         slots: private slots to reserve, an upper bound.
         uncompressed: why its prompt is served in full, or None.
         folds: whether entries may leave while it decodes.
-        decoding: what its policy goes on from, from the end of its prompt on; None: it does not.
-        private: its compressed copy, from the forward that ends its prompt, or its first fold, on.
+        decoding: what its policy continues from, once its prompt has ended; None: it does not.
+        private: its compressed copy, from the forward that ends its prompt (that begins it, if it
+            propagates) or from its first fold on; else None.
         published: whether SGLang has offered its prompt to the radix cache.
         detached: whether its prompt has been left to the radix cache.
-        in_place: whether it is compacted within the slots of its prompt, which others then cannot
-            find in the radix cache: there is no room for prompt and copy at once.
+        in_place: whether it is compacted within its prompt's slots, as prompt and copy at once have
+            no room; other requests then do not find the prompt in the radix cache.
         was_compressed: whether it decoded under its policy before it was retracted.
-        skipped: decode steps at which there were no slots for what would have stayed.
+        skipped: decode steps whose folds had no slots for what would have stayed.
         seen: what earlier chunks of its prompt have shown to its policy.
         told: what is reported of it.
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
         failed: whether the policy has failed in its work for the request.
-        failing: of several ranks or stages, how it has failed on this one, as long as the others do
-            not know; 0: it has not.
-        under_way: forwards with it of which not all stages know the outcome.
+        failing: with several ranks or stages, code of the failure on this one that the others do
+            not know of yet (forward/failures.py); 0 if there is none.
+        under_way: number of forwards with it whose outcome not all stages know yet.
     """
 
     served: Served
@@ -280,7 +283,7 @@ class State:
 
     @property
     def broken(self) -> bool:
-        """Whether the policy has failed here, if not on all ranks."""
+        """Whether the policy has failed here, even if other ranks do not know yet."""
         return self.failed or self.failing > 0
 
     @property
@@ -294,7 +297,7 @@ class State:
         """Whether its prompt may be compacted within its own slots.
 
         Args:
-            slot_bytes: of one slot, all layers; what is kept is held twice for a moment.
+            slot_bytes: bytes of one slot in all layers; kept entries are held twice for a moment.
         """
         bound = self.served.bound
         changes = bound.folded.prefill.merge is not None or bound.positions == "slots"
@@ -316,8 +319,8 @@ class State:
 
     @property
     def followed_plan(self) -> Plan | None:
-        """The plan by which its tokens leave, or may; None: they go through every layer."""
-        # Once chunks have stopped at a layer, deeper ones lack their entries: no row goes there.
+        """The plan by which its tokens may leave; None if all go through every layer."""
+        # Once chunks have stopped at a layer, deeper layers lack their entries: no row goes there.
         stopped = self.failed and self.progress.stopped
         return self.plan if self.wanted or stopped else None
 
@@ -362,7 +365,7 @@ class State:
 
     @property
     def goes_on_elsewhere(self) -> bool:
-        """Whether its policy goes on on other stages, which do not know yet that it failed here."""
+        """Whether its policy goes on on other stages, as they do not know that it failed here."""
         return self.failing > 0 and self.decoding is None and self.folds
 
     @property
@@ -373,7 +376,7 @@ class State:
 
     @property
     def queries(self) -> int:
-        """W, the last queries of the prompt that the policy observes."""
+        """W, number of the prompt's last queries that the policy observes."""
         return self.served.bound.queries(self.prompt)
 
     @property
@@ -386,7 +389,7 @@ class State:
         return step not in self.skipped and self.served.bound.leaves_at(step, self._seen_prompt)
 
     def next_leaving(self, step: int, most: int) -> int | None:
-        """The first of so many decode steps, from `step` on, at which entries are to leave."""
+        """The first of `most` decode steps from `step` on at which entries leave; None: none."""
         end = step + most
         while step < end:
             found = self.served.bound.next_leaving(step, self._seen_prompt, end - step)
@@ -397,20 +400,20 @@ class State:
 
     @property
     def _seen_prompt(self) -> int:
-        # After a restart the policy's prompt is the tokens that were chosen.
+        # After a second prefill the policy's prompt is the tokens that were chosen.
         return self.prompt if self.decoding is None else self.decoding.memory.prompt
 
     def pending_positions(self, length: int) -> range:
-        """Of the tokens whose steps its policy has not been taken through.
+        """Positions of the tokens whose steps its policy has not been taken through.
 
         Args:
-            length: tokens of the request, that of the last step included.
+            length: tokens of the request, the last step's included.
         """
         shift = self.progress.shift
         return range(self.prompt + self.memory.generated - shift, length - shift)
 
     def next_end(self, prefix: int, end: int) -> int:
-        """Where a pass of a resumed request must end: its prompt, or where entries leave.
+        """Length at which a pass of a resumed request ends: its prompt's, or where entries leave.
 
         Args:
             prefix, end: tokens before the pass, and after it if nothing cuts it short.
@@ -421,7 +424,7 @@ class State:
         return end if step is None else self.prompt + step
 
     def remember(self, run: Any, known: Known) -> None:
-        """After its prompt: go on from what a finished run of the policy's program has found."""
+        """After its prompt: keep what decode steps need of a finished run of its policy."""
         memory = Memory.after(run, known) if self.folds and not run.not_finite else None
         if memory is None:
             self.forget()
@@ -429,13 +432,13 @@ class State:
         self.decoding = Decoding(memory, PendingSteps(wanted(self.served.bound, memory.prompt)))
 
     def give_up(self, reason: Reason) -> None:
-        """Serve what is left of the request without its policy."""
+        """Serve the rest of the request without its policy."""
         self.uncompressed = reason
         self.seen = Seen()
         self.forget()
 
     def forget(self) -> None:
-        """Give up what its policy remembers: it goes on in full."""
+        """Forget what its policy remembers: no more entries leave while it decodes."""
         self.folds = False
         self.decoding = None
 
@@ -458,9 +461,9 @@ def decoding_in(batch: Any) -> list[Any]:
 
 
 def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
-    """Requests of an extend batch that a policy sees: state, rows, tokens before these.
+    """Requests of an extend batch whose prompt a policy sees: state, rows, tokens before the rows.
 
-    Those that decode are left out.
+    Requests that decode are left out.
     """
     end, prefilled = 0, len(batch.reqs) - len(decoding_in(batch))
     rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
@@ -495,13 +498,13 @@ def choose(policies: Mapping[str, Served], default: str, asked: Mapping[str, Any
 
 
 def assign(request: Any, served: Served | None, one_piece: int | None = None) -> None:
-    """Note the request's policy, and whether it can be compressed as far as known by now.
+    """Note the request's policy and, as far as is known, whether it can be compressed.
 
     Args:
-        one_piece: tokens that are prefilled at once at most, None for any number.
+        one_piece: most tokens that are prefilled in one piece; None for any number.
     """
     state = None if served is None else State(served, len(request.origin_input_ids), slots=0)
-    setattr(request, _ATTRIBUTE, state)  # at once: what fails from here on is the request's
+    setattr(request, _ATTRIBUTE, state)  # first: what fails from here on is the request's
     if state is None:
         return
     if not state.served.standing.enabled:
