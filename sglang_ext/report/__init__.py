@@ -1,1 +1,1 @@
-"""What is said of requests: facts in answers, metrics, kept positions."""
+"""Reports about requests: facts in answers, metrics, kept positions."""

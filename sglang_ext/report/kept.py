@@ -1,4 +1,4 @@
-"""Which positions of a prompt every list holds, for a client that asks: `kv_policy_kept`."""
+"""Which positions of a prompt every list holds, for clients that ask (`kv_policy_kept`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NOT_IN_STAGES = (
 
 
 def wanted(asked: Mapping[str, Any]) -> bool:
-    """Whether a request asks for it.
+    """Whether a request asks which positions are kept.
 
     Args:
         asked: what it asks of policies.
 
     Raises:
-        ValueError: what it says is neither true nor false; the message is for the client.
+        ValueError: the value is neither true nor false; the message is for the client.
     """
     value = asked.get(KEPT, False)
     if not isinstance(value, bool):
@@ -32,11 +32,11 @@ def wanted(asked: Mapping[str, Any]) -> bool:
 
 
 def described(kept: torch.Tensor, positions: torch.Tensor | None, prompt: int) -> dict[str, Any]:
-    """What an answer says; the host waits for the device.
+    """What an answer says of kept positions; the host waits for the device.
 
     Args:
         kept: [L, G, n] bool of n tokens.
-        positions: [n] int64 in the prompt, ascending; None: the tokens are the prompt.
+        positions: [n] int64, their positions in the prompt, ascending; None: 0 to N - 1.
         prompt: N.
 
     Returns:
@@ -50,7 +50,7 @@ def described(kept: torch.Tensor, positions: torch.Tensor | None, prompt: int) -
 
 
 def everything(layers: int, kv_heads: int, prompt: int) -> dict[str, Any]:
-    """The same of a prompt of N tokens that is held in full."""
+    """What an answer says of a prompt of N tokens that is held in full, as `described` does."""
     return _packed(np.ones((layers, kv_heads, prompt), dtype=bool))
 
 

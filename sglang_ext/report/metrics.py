@@ -12,7 +12,7 @@ from kvpolicy.sglang_ext.request.reasons import Reason
 # Seconds; compression of a prompt takes from under a millisecond to some seconds.
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# Name without `sglang:kv_policy_`, and what it counts. Series of the last ones have a reason.
+# Name without `sglang:kv_policy_` -> help. Series of `BY_REASON` have a label `reason` too.
 COUNTERS = {
     "requests_total": "Requests by policy, at the end of their prefill; `none`: without one.",
     "prompt_tokens_total": "Prompt tokens of requests that were compressed.",
@@ -56,11 +56,11 @@ class Metrics:
     def __init__(self, labels: Mapping[str, str] | None, policies: Iterable[str]) -> None:
         """
         Args:
-            labels: labels and values of SGLang's own scheduler metrics, or None.
-            policies: names of those that are served from the start.
+            labels: labels and values of SGLang's scheduler metrics; None where metrics are off.
+            policies: names of the policies that are served from the start.
 
         Raises:
-            Refused: one of the labels is called as ours are.
+            Refused: a label has the name of one of the plugin's labels.
         """
         self._on, self._begun = labels is not None, set[str]()
         if labels is None:
@@ -94,7 +94,7 @@ class Metrics:
             self.begin(policy)
 
     def begin(self, policy: str) -> None:
-        """A policy is served: all its series exist from now on, if they do not yet."""
+        """Create all series of a policy that is served, if they do not exist yet."""
         if not self._on or policy in self._begun:
             return
         self._begun.add(policy)
@@ -119,7 +119,7 @@ class Metrics:
             self._of(name, policy).observe(seconds)
 
     def without_policy(self) -> None:
-        """The prefill of a request that no policy applies to has ended."""
+        """Count a request that no policy applies to, at the end of its prefill."""
         self._add(NO_POLICY, requests_total=1)
 
     def compressed(
@@ -131,10 +131,11 @@ class Metrics:
         size: tuple[int, int],
         seconds: float,
     ) -> None:
-        """A prompt of so many tokens was compressed.
+        """Count a request whose prompt was compressed.
 
         Args:
-            entries, size: entries and bytes, before and after.
+            prompt: N, tokens of the prompt.
+            entries, size: entries and bytes, each before and after.
         """
         self._add(
             policy,
@@ -148,39 +149,39 @@ class Metrics:
         self._observe(policy, "compression_seconds", seconds)
 
     def propagated(self, policy: str, tokens: int) -> None:
-        """The last layer saw so many tokens of a prompt."""
+        """Count the tokens of a prompt that the last layer saw."""
         self._add(policy, propagated_tokens_total=tokens)
 
     def uncompressed(self, policy: str, reason: Reason) -> None:
-        """The prefill of a request that is served in full has ended."""
+        """Count a request that is served in full, at the end of its prefill."""
         self._add(policy, requests_total=1)
         self.gave_up(policy, reason)
 
     def gave_up(self, policy: str, reason: Reason) -> None:
-        """A request whose prefill has been counted goes on in full."""
+        """Count why a request, counted already, goes on in full."""
         if self._on:
             self._of("uncompressed_requests_total", policy, reason=reason.value).inc()
 
     def failed(self, policy: str, reason: Reason) -> None:
-        """A request ends with an error."""
+        """Count a request that a policy ended with an error."""
         if self._on:
             self._of("failed_requests_total", policy, reason=reason.value).inc()
 
     def folded(self, policy: str, dropped: int, seconds: float) -> None:
-        """So many entries of a request left at a decode step."""
+        """Count a fold of a request, in which `dropped` entries left."""
         self._add(policy, folds_total=1, decode_dropped_entries_total=dropped)
         self._observe(policy, "fold_seconds", seconds)
 
     def skipped_fold(self, policy: str) -> None:
-        """There were no slots for a fold."""
+        """Count a fold for which there were no slots."""
         self._add(policy, skipped_folds_total=1)
 
     def private_slots(self, policy: str, slots: int) -> None:
-        """Slots that the requests of a policy hold now."""
+        """Set the private slots that the requests of a policy hold now."""
         if self._on:
             self._of("private_slots", policy).set(slots)
 
     def enabled(self, policy: str, *, on: bool) -> None:
-        """Whether a policy is applied to its requests."""
+        """Set whether a policy is applied to its requests."""
         if self._on:
             self._of("enabled", policy).set(int(on))

@@ -1,4 +1,4 @@
-"""What is said of a request: its facts in the answer's `meta_info`, and the metrics."""
+"""Reports about a request: its facts in the answer's `meta_info`, and the metrics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Reports:
 
     def __init__(self, arena: Arena, metrics: Metrics, ranks: Ranks) -> None:
         self._metrics = metrics
-        # Of the whole model: the same is said whichever rank or stage is asked, each list once.
+        # Sizes of the whole model, so that every rank and stage reports the same, each list once.
         self._kv_heads = ranks.heads.total(arena.kv_heads)
         self._layers = arena.model_layers
         of_layer = arena.slot_bytes // (arena.layers * arena.kv_heads) * self._kv_heads
         self._slot_bytes = of_layer * self._layers
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
-        """Note at its arrival whether a request asks which positions are kept."""
+        """Note, when a request arrives, whether it asks which positions are kept."""
         state = state_of(req)
         if not shows_kept or req.to_finish is not None:
             return
@@ -44,17 +44,18 @@ class Reports:
         self._send(req, facts)
 
     def without_policy(self, req: Any) -> None:
-        """Note that the prompt of a request has ended that no policy applies to."""
-        # A retracted one comes again, with what it has said so far.
+        """Note that the prompt of a request to which no policy applies has ended."""
+        # A retracted request comes again, with its output so far.
         internal = compat.is_health_check(req) or asked.scores(req)
         if not req.output_ids and not internal and req.to_finish is None:
             self._metrics.without_policy()
 
     def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
-        """Note the outcome of compressing a prompt of which so many entries were chosen.
+        """Note the outcome of compressing a prompt.
 
         Args:
-            finite: whether the model's tensors were; otherwise nothing can be chosen by them.
+            entries: number of entries chosen, over all layers and KV heads.
+            finite: whether the model's tensors were finite; otherwise nothing can be chosen.
         """
         if state.private is None:
             shares = state.served.upper_layers
@@ -100,7 +101,7 @@ class Reports:
         return facts
 
     def finished(self, requests: Iterable[tuple[Any, State | None]]) -> None:
-        """Note those of which all stays, of requests whose prompt has ended."""
+        """Note, of requests whose prompt has ended, those without policy or served in full."""
         for req, state in requests:
             if state is None:
                 self.without_policy(req)
@@ -131,7 +132,7 @@ class Reports:
         self._metrics.gave_up(state.served.name, reason)
 
     def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
-        """Note that so many entries of a request have left at a decode step."""
+        """Note a fold of a request: `dropped` entries have left, in `seconds`."""
         state.told.folded += 1
         state.told.dropped += dropped
         now = {"folds": state.told.folded, "entries_dropped_in_decode": state.told.dropped}
