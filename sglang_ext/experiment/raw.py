@@ -1,9 +1,9 @@
 """In the scheduler: the model's own distributions of sampled requests, before any change to them.
 
 What SGLang reports of an output token is scaled by the temperature and follows logit bias,
-penalties and grammar. A comparison with full KV needs the logits as the model computed them. Of
-sampled requests alone the top K are taken at every output token, copied to the host with the rest
-of the step's result, and leave with the answer's last tokens.
+penalties and grammar. A comparison with full KV needs the logits as the model computed them. For
+sampled requests only, the top K candidates of every output token are taken, copied to the host with
+the rest of the step's result, and sent with the answer's last tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvpolicy.sglang_ext.face import compat
 
 logger = logging.getLogger(__name__)
 
-RAW = "kv_policy_raw"  # in SGLang's customized_info, and of a request
+RAW = "kv_policy_raw"  # key in SGLang's customized_info; attribute of a request
 
-_ROWS = "kv_policy_raw_rows"  # of sampling options
+_ROWS = "kv_policy_raw_rows"  # attribute of sampling options
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Recorded:
     """What has been taken of one request.
 
     Attributes:
-        top: K, how many of a token's candidates are taken.
-        logprobs, ids: of every output token [K], most probable first.
-        whole: whether none is missing.
+        top: K, number of candidates taken of each output token.
+        logprobs, ids: per output token, [K] float32 and [K] int32, most probable first.
+        whole: whether no output token is missing.
     """
 
     top: int
@@ -48,7 +48,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one forward that are taken, and K of each."""
+    """Rows of one forward whose candidates are taken, and K of each."""
 
     rows: list[int]
     tops: list[int]
@@ -58,7 +58,7 @@ class Raw:
     """The sampled requests of one scheduler."""
 
     def __init__(self) -> None:
-        self._any = False  # request has been sampled since the start
+        self._any = False  # whether any request has been sampled since the start
 
     def note(self, request: Any, top: int) -> None:
         """Take a request's distributions from its first output token on."""
@@ -66,7 +66,7 @@ class Raw:
         self._any = True
 
     def prepare(self, batch: Any) -> None:
-        """Before a forward: note which of its rows are taken."""
+        """Before a forward: note of which of its rows candidates are taken."""
         if not self._any or not batch.reqs:
             return
         found = [
@@ -79,7 +79,7 @@ class Raw:
         setattr(batch.sampling_info, _ROWS, rows)
 
     def sample(self, run: Callable[[], torch.Tensor], logits_output: Any, sampling: Any) -> Any:
-        """Sample; the raw logits are read before.
+        """Sample, after reading the logits as the model computed them.
 
         Args:
             run: SGLang's sampling, which changes the logits in place.
@@ -113,20 +113,20 @@ class OnDevice:
     ids: torch.Tensor
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> OnHost:
-        """SGLang's call after the forward."""
+        """Called by SGLang after the forward."""
         return OnHost(self.rows, copy_tensor(self.logprobs), copy_tensor(self.ids))
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """The same on the host, once the copy is done."""
+    """`OnDevice` on the host, once the copy is done."""
 
     rows: Rows
     logprobs: torch.Tensor
     ids: torch.Tensor
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
-        """SGLang's call when the step's tokens stand in the requests, before they are sent."""
+        """Called by SGLang when the requests have the step's tokens, before these are sent."""
         logprobs, ids = self.logprobs.numpy(), self.ids.numpy()
         for place, (row, top) in enumerate(zip(self.rows.rows, self.rows.tops, strict=True)):
             request, commit = batch.reqs[row], commits[row]
@@ -146,7 +146,7 @@ class OnHost:
 
 
 def take(logits: torch.Tensor, rows: Rows) -> OnDevice:
-    """The most probable candidates of some rows of logits [B, V]."""
+    """The most probable candidates of some rows of logits [B, vocabulary]."""
     index = torch.tensor(rows.rows, device="cpu").to(logits.device, non_blocking=True)
     # As SGLang computes logprobs of the input, so that equal logits give equal values.
     logprobs = torch.log_softmax(logits[index].float(), dim=-1)
@@ -155,7 +155,7 @@ def take(logits: torch.Tensor, rows: Rows) -> OnDevice:
 
 
 def _send(request: Any, recorded: Recorded) -> None:
-    """Let the answer's last tokens bring what was recorded."""
+    """Send what was recorded with the answer's last tokens."""
     visible = len(request.output_ids) if request.finished_len is None else request.finished_len
     if not recorded.whole or not 0 < visible <= len(recorded.ids):
         return

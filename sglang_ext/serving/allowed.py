@@ -30,17 +30,18 @@ class Allowed:
             names: of --kv-policy-allow-set, `POLICY.NAME`, or `NAME` where there is one policy.
 
         Raises:
-            Refused: a policy or parameter that is listed is not there.
+            Refused: a listed policy or parameter does not exist, or its policy is not said.
         """
         self._catalog = catalog
         self._names = _by_policy(list(catalog.policies.values()), names)
         self._check = lru_cache(maxsize=_MOST_CHECKED)(self._problem)
 
     def check(self, policy: Any, values: Any) -> None:
-        """Whether a request may set these values of a policy.
+        """Check that a request may set these parameters of a policy.
 
         Args:
-            policy: that the request names; None for the default.
+            policy: the name that the request gives; None for the default.
+            values: of the parameters, by name, as the client sent them.
 
         Raises:
             ValueError: it may not; the message is for the client.

@@ -26,7 +26,7 @@ from kvpolicy.sglang_ext.serving.changes import (
     WITHDRAW,
 )
 
-LOOK_EVERY = 0.1  # seconds
+LOOK_EVERY = 0.1  # seconds between two looks whether all schedulers are ready
 PATIENCE = 600.0  # seconds for compiling
 
 Claim = Callable[[], AbstractContextManager[None]]
@@ -37,7 +37,7 @@ class Catalog:
 
     Attributes:
         policies: by name; the first is the default of requests that name none.
-        model: what is served.
+        model: sizes of the model that is served.
         length: tokens of the model's context.
     """
 
@@ -64,7 +64,7 @@ class Catalog:
         ]
 
     async def check(self, name: str, text: str, settings: Mapping[str, str]) -> Policy:
-        """A policy as it would be served: checked, bound, reckoned and tried.
+        """A policy as it would be served: checked, bound, its cost reckoned, tried out.
 
         Raises:
             Refused: it cannot be served; the message says why.
@@ -123,7 +123,7 @@ class Catalog:
             claim: held meanwhile; it may refuse.
 
         Raises:
-            Refused: there is none of this name, or it is the default, or a scheduler failed.
+            Refused: no policy has this name, or it is the default, or a scheduler failed.
         """
         async with self._changing:
             if name not in self.policies:
@@ -141,10 +141,10 @@ class Catalog:
 
 @contextlib.asynccontextmanager
 async def _change(manager: Any) -> AsyncIterator[Callable[..., Awaitable[set[str]]]]:
-    """One change of all schedulers: where the block raises, all are as before.
+    """One change of all schedulers: if the block raises, all are as before.
 
     Yields:
-        What asks all schedulers for an action; it returns their states.
+        A function that asks all schedulers for an action and returns their states.
     """
     ticket = uuid4().hex
 
@@ -167,7 +167,7 @@ async def _change(manager: Any) -> AsyncIterator[Callable[..., Awaitable[set[str
 
 
 def _problem(answers: Sequence[Mapping[str, Any]]) -> str:
-    """What failed, of answers of which some did; it says where, unless all say the same."""
+    """What failed by the schedulers' answers, and where, unless all failed alike."""
     failed = {each["dp_rank"]: each["problem"] for each in answers if each["state"] == FAILED}
     if len(failed) == len(answers) and len(set(failed.values())) == 1:
         return str(answers[0]["problem"])

@@ -1,8 +1,8 @@
 """In the scheduler: policies that are added, replaced or withdrawn while it runs.
 
-A policy is read, bound and its kernels compiled in a thread of its own; then the scheduler takes it
-up between two batches. Requests that run keep the policy with which they began. What was sized when
-the server started is the envelope: a policy that needs more is refused, with the number.
+A policy is read, bound and its kernels compiled in a separate thread; then the scheduler takes it
+up between two batches. Requests that run keep the policy with which they began. A policy that needs
+memory that was not reserved when the server started is refused, with the amount.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STAGES = (
     "a server with --pp-size cannot change its policies while it runs; start it again with them"
 )
 
-# What the front end asks for, and how far it has come.
+# Actions that the front end asks for, and states of a change.
 PREPARE, LOOK, COMMIT, WITHDRAW, UNDO = "prepare", "look", "commit", "withdraw", "undo"
 PREPARING, READY, FAILED, DONE = "preparing", "ready", "failed", "done"
 
@@ -55,7 +55,7 @@ class Changes:
         Args:
             runner: SGLang's model runner.
             shape: of the model.
-            make: from a policy and its binding to what is served, compiled.
+            make: from a policy and its binding to a `Served`, with its kernels compiled.
             captured: requests of the largest captured decode batch; 0 if none is captured.
         """
         self._services, self._policies = services, policies
@@ -67,14 +67,14 @@ class Changes:
         self._done: tuple[str, str] | None = None  # ticket and policy of the latest change
 
     def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What the front end asks, between two batches; returns at once.
+        """Answer the front end, between two batches; returns at once.
 
         Args:
             body: `action`; `ticket`, by which the front end knows its change; for `prepare` also
                 `name`, `text` and `settings` of the policy, for `withdraw` its `name`.
 
         Returns:
-            `state`; `problem` where that is `failed`; `dp_rank`, which scheduler says so.
+            `state`; `problem` if that is `failed`; `dp_rank` of this scheduler.
         """
         try:
             answer = self._answer(body["action"], body["ticket"], body)
@@ -115,7 +115,7 @@ class Changes:
         threading.Thread(target=self._build, args=(ticket, *given), daemon=True).start()
 
     def _build(self, ticket: str, name: str, text: str, settings: dict[str, str]) -> None:
-        """In a thread: everything that takes time."""
+        """In a thread: read and bind a policy and compile its kernels."""
         started = time.perf_counter()
         served = problem = None
         try:
@@ -177,7 +177,7 @@ class Changes:
         self._ticket = self._served = self._problem = None
 
     def _undo(self, ticket: str) -> dict[str, Any]:
-        """As before a change that another scheduler did not take up, however far it came here."""
+        """Undo a change that another scheduler did not take up, however far it came here."""
         if ticket == self._ticket:
             self._forget()
         if self._done is not None and ticket == self._done[0]:
@@ -202,10 +202,10 @@ def _lacking(size: int, what: str) -> Refused:
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """Work of this thread does not wait for the scheduler's, nor it for this.
+    """A block in which this thread's work on the device and the scheduler's do not wait.
 
     Args:
-        device: the scheduler's; a new thread begins at the first one.
+        device: the scheduler's; a new thread begins with the first device.
     """
     if device.type != "cuda":
         yield

@@ -2,9 +2,9 @@
 
 SGLang gives the pool what `--mem-fraction-static` leaves beside the weights. Tables and buffers of
 the plugin are allocated later and stay, so they are taken off the pool; otherwise they would come
-out of what is left for forwards. So are the queries kept between folds, up to the limit that
-queries.py sets. What else comes and goes with requests, states of policies and what a fold computes
-with, is not.
+out of what is left for forwards. Queries kept between folds are taken off too, up to the limit that
+request/queries.py sets. What else comes and goes with requests, states of policies and temporary
+tensors of folds, is not.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SCRATCH = 32  # rows of SGLang's table of slots for propagating prompts of one forward
+SCRATCH = 32  # rows of SGLang's table of slots for the propagating prompts of one forward
 
 
 def size_pool(
     services: Services, original: Callable[[int], Any], configurator: Any, budget: int
 ) -> Any:
-    """SGLang's sizes of the pool, made for what the plugin leaves of a budget.
+    """SGLang's sizes of the pool for what the plugin leaves of a budget.
 
-    The number of tokens that an operator gave stays, if the whole budget has room for it.
+    A number of tokens that the operator gave stays, if the whole budget has room for it.
 
     Args:
         original: from bytes to sizes.
@@ -70,7 +70,7 @@ def size_pool(
 
 
 def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> dict[str, int]:
-    """Bytes of each part beside a pool of so many tokens; of a smaller pool none is larger.
+    """Bytes of each part of the plugin beside a pool of `tokens`; a smaller pool needs no more.
 
     Args:
         options: SGLang's, as resolved.

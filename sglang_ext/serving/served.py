@@ -1,4 +1,4 @@
-"""The policies that a scheduler serves, from request to request."""
+"""The policies that a scheduler serves now."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ServedPolicies:
 
     def __init__(self, served: Sequence[Served], variants: Variants, metrics: Metrics) -> None:
         self._served = {each.name: each for each in served}
-        self._before = self._served  # the latest change
+        self._before = self._served  # what was served before the latest change
         self._variants, self._metrics = variants, metrics
 
     def choose(self, wanted: Mapping[str, Any]) -> Served | None:
-        """What a request wants; None for full KV.
+        """The policy that a request asks for; None for full KV.
 
         Args:
             wanted: the plugin's keys of its `custom_params`.
@@ -54,7 +54,7 @@ class ServedPolicies:
         ]
 
     def replace(self, served: Served) -> None:
-        """Serve a policy from the next request on, in place of one of its name."""
+        """Serve a policy from the next request on, in place of the one of its name, if any."""
         self._change({**self._served, served.name: served}, served.name)
 
     def withdraw(self, name: str) -> None:
@@ -68,6 +68,6 @@ class ServedPolicies:
     def _change(self, served: dict[str, Served], name: str) -> None:
         self._variants.forget(name)
         self._metrics.begin(name)
-        # One that is not served any more is not one that has failed.
+        # A withdrawn policy has not failed.
         self._metrics.enabled(name, on=name not in served or served[name].standing.enabled)
         self._before, self._served = self._served, served

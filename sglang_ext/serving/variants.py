@@ -1,8 +1,8 @@
-"""Policies with parameters that a request sets (allowed.py), in a scheduler.
+"""In a scheduler: variants of policies, with parameters that requests set (allowed.py).
 
-The front end has checked the values; the scheduler binds the policy with them once and keeps what
-was used last. What a server reserves at its start depends on a policy's text, not on its
-parameters, so a variant needs nothing more.
+The front end has checked the values; the scheduler binds the policy with them once and keeps the
+variants used last. What a server reserves at its start depends on a policy's text, not on its
+parameters, so a variant needs no more.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOST = 64  # variants that a scheduler keeps
 
 
 class Variants:
-    """Policies with parameters of requests, in a scheduler; those used last are kept."""
+    """The variants of a scheduler's policies; those used last are kept."""
 
     def __init__(self, shape: ModelShape, make: Callable[[Policy, Any], Served]) -> None:
         """
         Args:
             shape: of the model.
-            make: from a policy and its binding to what is served.
+            make: from a policy and its binding to a `Served`.
         """
         self._shape, self._make = shape, make
         self._kept: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], Served] = OrderedDict()
@@ -64,6 +64,6 @@ class Variants:
         return self._kept[key]
 
     def forget(self, name: str) -> None:
-        """The policy of this name has changed, or gone."""
+        """Drop the variants of a policy that has changed or is gone."""
         for key in [key for key in self._kept if key[0] == name]:
             del self._kept[key]
