@@ -11,11 +11,14 @@ from kvpolicy.sglang_ext.face.options import text_of
 def with_arms(
     experiment: Experiment, policies: dict[str, str], settings: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Policies and settings of a server, with those of the arms.
+    """Policies and settings of a server, with those of arms that have settings added.
 
     Args:
-        policies: paths by name.
+        policies: name -> path.
         settings: `POLICY.NAME=VALUE`, or `NAME=VALUE` where there is one policy.
+
+    Returns:
+        Both; with settings added, all of them as `POLICY.NAME=VALUE`.
     """
     names = list(policies)
     given = [each if "." in each.partition("=")[0] else f"{names[0]}.{each}" for each in settings]

@@ -31,8 +31,8 @@ from kvpolicy.sglang_ext.serving.catalog import Catalog, Claim
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 1_000_000  # bytes of an experiment
-_LONGEST_REASON = 500  # characters
+_LONGEST = 1_000_000  # most bytes of a policy or an experiment
+_LONGEST_REASON = 500  # most characters
 
 
 class Control:
@@ -68,11 +68,11 @@ class Control:
         }
 
     async def disable(self, request: Any) -> tuple[int, Any]:
-        """Full KV for every request from the next one on."""
+        """Give every request full KV from the next one on."""
         return self._switch(False)
 
     async def enable(self, request: Any) -> tuple[int, Any]:
-        """Policies again."""
+        """Apply policies again from the next request on."""
         return self._switch(True)
 
     def _switch(self, on: bool) -> tuple[int, Any]:
@@ -208,12 +208,12 @@ class Control:
 
 
 def _claim(live: Live | None, name: str, *, withdrawn: bool = False) -> Claim:
-    """What keeps an experiment from beginning to use a policy that is being changed."""
+    """A context that keeps an experiment from beginning to use a policy that is being changed."""
     return nullcontext if live is None else partial(live.changing, name, withdrawn=withdrawn)
 
 
 def _flag(request: Any, name: str, otherwise: str = "false") -> bool | None:
-    """Whether a query has a flag set; None where it says something else."""
+    """Whether a flag of the URL's query is set; None if it is neither true nor false."""
     text = request.query_params.get(name, otherwise).lower()
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
@@ -222,8 +222,8 @@ def _policy_in(content: bytes) -> tuple[str, dict[str, str]]:
     """Text and settings of a policy: a body is its YAML, or a JSON object with `policy` and `set`.
 
     Raises:
-        Refused: the object is another one.
-        UnicodeDecodeError: it is no text.
+        Refused: the body is other JSON.
+        UnicodeDecodeError: it is not UTF-8.
     """
     text = content.decode("utf-8")
     try:

@@ -30,8 +30,8 @@ from kvpolicy.sglang_ext.face.errors import Refused
 logger = logging.getLogger(__name__)
 
 EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
-_EVERY = 1.0  # seconds between two looks at what finished requests say
-_KEEP_EVERY = 30.0  # seconds after which what goes on is written to a file again
+_EVERY = 1.0  # least seconds between two looks at the evidence of finished requests
+_KEEP_EVERY = 30.0  # seconds between two writes of running time or evidence
 
 
 class InUse(Refused):
@@ -58,9 +58,8 @@ class Live:
         """
         Args:
             file: where the experiment was read from.
-            served: names of the policies that are served, with the settings of those that are
-                arms' own.
-            state: file that keeps its end over a restart.
+            served: name of each policy that is served -> its settings, if it was added for an arm.
+            state: file that keeps where it stands over a restart; None for none.
 
         Raises:
             Refused: the state file cannot be used.
@@ -68,7 +67,7 @@ class Live:
         self.file = file
         self._served, self._state = dict(served), state
         self.lifecycle = self._restored(experiment)
-        self._number = 0  # requests that were shadowed
+        self._number = 0  # number of requests that were shadowed
         self._begin(Analysis(experiment))
         self._resume()
         self.series = Series(experiment)
@@ -76,15 +75,15 @@ class Live:
         self.series.reloaded(True)
         self.series.saved(True)
         self._unsaved: set[Path] = set()  # files that could not be written
-        self._changes = 0  # of where it stands, by others than time
-        self._stood = (0.0, 0)  # seconds it had run, and steps taken, when that was written
+        self._changes = 0  # number of changes of where it stands, those by time left out
+        self._stood = (0.0, 0)  # seconds it had run, and its step, when last written
         self._writing = threading.Lock()
-        self._kept = (-math.inf, 0)  # when evidence was written, and of how many requests
-        self._problem = ""  # of the file, as it was last seen
+        self._kept = (-math.inf, 0)  # time of the last write of evidence, and the counts in it
+        self._problem = ""  # what is wrong with the file as last seen
         self._seen = self._digest(file.read_bytes())
         self._looked = 0.0
         self._warned: set[str] = set()
-        self._changing: set[str] = set()  # policies
+        self._changing: set[str] = set()  # names of policies that are being changed
         self.save()
 
     def _restored(self, experiment: Experiment) -> Lifecycle:
@@ -97,7 +96,7 @@ class Live:
             ) from None
 
     def _begin(self, analysis: Analysis, seconds: float = 0.0) -> None:
-        """Count what is seen from now on in an analysis, which has seen so many seconds already."""
+        """Count in an analysis from now on; it has gone on for `seconds` already."""
         self.analysis, self._analysed = analysis, time.monotonic() - seconds
         for arm in self.lifecycle.rolled_back:
             analysis.retire(arm)
@@ -130,9 +129,9 @@ class Live:
         """The policy of a request, and what is noted in it.
 
         Args:
-            place: of the key among the targeting keys; None where it has none.
-            key: what its arm is drawn by; empty where it has none.
-            seconds: the time of day.
+            place: place of its key among the targeting keys; None if it has none.
+            key: the text by which its arm is drawn; empty if it has none.
+            seconds: Unix time, for arms that take turns.
         """
         drawn = self.lifecycle.assign(key if place is not None else None, seconds)
         if drawn.reason != Reason.DISABLED:
@@ -190,7 +189,7 @@ class Live:
         Args:
             outcome: `ok`, `failed`, or `aborted` by its client.
             facts: what is reported of its policy.
-            token_bytes: of one prompt token with full KV.
+            token_bytes: KV memory of one prompt token with full KV.
             ttft, e2e: seconds to the first token, and in all, where known.
         """
         arm = assigned["arm"]
@@ -224,9 +223,9 @@ class Live:
             rid: its id, for the log; it is kept nowhere else.
             drift: mean over its tokens of KL(policy || full), clipped, in nats.
             top1: share of its tokens at which the most probable candidate is another.
-            tokens: that were compared.
+            tokens: number of tokens that were compared.
 
-        What is no number counts as the largest value.
+        A value that is not finite counts as the largest possible.
         """
         arm = assigned["arm"]
         drift = drift if math.isfinite(drift) else self.clip
@@ -367,13 +366,13 @@ class Live:
             self._saved(self._state)
 
     def _write(self, file: Path, saved: Mapping[str, Any], changes: int) -> None:
-        """Write where the experiment stood after so many changes, unless there is a later one."""
+        """Write where the experiment stood after `changes` changes, unless there is a later one."""
         with self._writing:
             if changes == self._changes:
                 state_file.save(file, saved)
 
     async def keep_state(self) -> None:
-        """Write how long the experiment has run, now and then and where a step was taken.
+        """Write how long the experiment has run, every `_KEEP_EVERY` seconds and after each step.
 
         What could not be written is tried again.
         """
@@ -413,7 +412,7 @@ class Live:
             yield from (record.requests, record.finished, record.shadowed)
 
     def _not_saved(self, file: Path, error: StateFileError) -> None:
-        """A disk that is full is said once, and nothing else stops."""
+        """Log once that a file cannot be written; nothing else stops."""
         if file not in self._unsaved:
             self._unsaved.add(file)
             logger.error(
@@ -437,7 +436,10 @@ class Live:
 
     @contextlib.contextmanager
     def changing(self, name: str, *, withdrawn: bool = False) -> Iterator[None]:
-        """While the server takes up a policy, or withdraws one, no version begins to use it.
+        """A block in which the server changes a policy and no version begins to use it.
+
+        Args:
+            withdrawn: whether the policy is withdrawn; else it is added or replaced.
 
         Raises:
             InUse: the experiment uses it.
@@ -464,7 +466,7 @@ class Live:
     # Other versions of it.
 
     def read(self, text: str, name: str) -> Experiment:
-        """Another version of the experiment, as far as this server can serve it.
+        """Another version of the experiment, if this server can serve it.
 
         Raises:
             PolicyError: it is wrong, or needs what this server does not have.
@@ -514,7 +516,7 @@ class Live:
         return anew
 
     def reload(self, content: bytes) -> None:
-        """The file holds this now; where it is wrong, the last good version stays."""
+        """Take up the file's content as it is now; if it is wrong, the last good version stays."""
         digest = self._digest(content)
         if digest == self._seen:
             return
@@ -524,13 +526,13 @@ class Live:
         except (PolicyError, UnicodeDecodeError) as error:
             self._failed(str(error))
             if self._changing:
-                self._seen = ""  # it may do when they are served
+                self._seen = ""  # it may be right once these policies are served
         else:
             self.reloaded, self._problem = True, ""
             self.series.reloaded(True)
 
     def unreadable(self, error: OSError) -> None:
-        """The file cannot be read; the last good version stays."""
+        """Note that the file cannot be read; the last good version stays."""
         self._seen = ""
         self._failed(f"{self.file} cannot be read: {error}")
 
@@ -545,7 +547,7 @@ class Live:
         return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """What tells whether the replicas of a fleet serve the same."""
+        """What shows whether the replicas of a fleet serve the same experiment."""
         return {
             "name": self.experiment.name,
             "revision": self.experiment.revision,

@@ -21,7 +21,7 @@ def prepare(server_args: Any) -> None:
     """On the command line: check the experiment, and serve its arms' policies.
 
     Args:
-        server_args: SGLang's options, of which labels are added to.
+        server_args: SGLang's options; the labels that requests may have are extended in place.
 
     Raises:
         Refused: the file is wrong, or an arm's policy is not served.
@@ -51,10 +51,10 @@ def read(file: Path, names: Sequence[str]) -> Experiment:
     """The experiment in a file.
 
     Args:
-        names: policies that are served.
+        names: names of the policies that are served.
 
     Raises:
-        Refused: it is wrong; the message holds the diagnostics.
+        Refused: the file is wrong; the message holds the diagnostics.
     """
     try:
         found = reading.load(file)
@@ -71,7 +71,7 @@ def live(policies: Sequence[Policy], workers: int) -> Live | None:
     """The experiment of the process that talks to clients; None if there is none.
 
     Args:
-        workers: processes that talk to clients.
+        workers: number of processes that talk to clients.
 
     Raises:
         Refused: its file or its state file cannot be used, or there are several processes.

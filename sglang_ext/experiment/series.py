@@ -71,7 +71,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "reload_success": ("1 if the file is in use as it was last seen, else 0.", ()),
     "state_saved": ("1 if --kv-experiment-state holds the present state, else 0.", ()),
 }
-# Of what is no longer there, where that is not 0: several processes' series cannot be removed.
+# Gauges of what is gone, where not 0: series shared by several processes cannot be removed.
 _GONE = {"srm_p_value": 1.0, "reload_success": 1.0, "state_saved": 1.0}
 
 
@@ -114,7 +114,7 @@ class Series:
         self._count_nothing()
 
     def began(self, experiment: Experiment) -> None:
-        """A revision begins: its arms' series exist from the start, those of others say nothing."""
+        """A revision begins: series of its arms are created, those of other arms are reset."""
         renamed = experiment.name != self._experiment.name
         before = dict(self._gauges)
         for name, own in before:
@@ -153,7 +153,7 @@ class Series:
         self._count("assignments_total", 1, kv_arm=arm or "", reason=reason.value)
 
     def key_source(self, place: int | None) -> None:
-        """The key of a request was found at this place of the targeting key; None: nowhere."""
+        """A request's key was found at this place among the targeting keys; None: nowhere."""
         keys = self._experiment.targeting_key
         self._count("key_sources_total", 1, source="none" if place is None else str(keys[place]))
 
@@ -162,12 +162,12 @@ class Series:
         self._count("finished_total", 1, kv_arm=arm, outcome=outcome)
 
     def memory(self, arm: str, before: int, after: int) -> None:
-        """Bytes of a prompt before and after compression."""
+        """A prompt took so many bytes before and after compression."""
         self._count("prompt_bytes_total", before, kv_arm=arm)
         self._count("saved_bytes_total", max(before - after, 0), kv_arm=arm)
 
     def shadow(self, arm: str, outcome: str) -> None:
-        """What became of a sampled request, one of `SHADOWS`."""
+        """A sampled request was compared, or why not: `outcome` is one of `SHADOWS`."""
         self._shadows[arm][outcome] += 1
         self._count("shadow_total", 1, kv_arm=arm, outcome=outcome)
 
@@ -176,14 +176,14 @@ class Series:
         return {arm: dict(counts) for arm, counts in self._shadows.items()}
 
     def drift(self, arm: str, drift: float, top1: float, tokens: int) -> None:
-        """A sampled request was compared with full KV."""
+        """A sampled request was compared with full KV; arguments as in `Live.shadowed`."""
         self._count("shadow_tokens_total", tokens, kv_arm=arm)
         self._count("shadow_top1_disagreements_total", round(top1 * tokens), kv_arm=arm)
         if self._metrics is not None:
             self._labelled("shadow_drift", kv_arm=arm).observe(drift)
 
     def statistics(self, analysis: Analysis, verdicts: Iterable[Verdict]) -> None:
-        """Evidence as it stands."""
+        """The evidence now, for the gauges."""
         for each in verdicts:
             for against, value in (("breach", each.log_e_breach), ("clear", each.log_e_clear)):
                 if value is not None:
@@ -195,7 +195,7 @@ class Series:
             self._set("keys", keys, kv_arm=arm)
 
     def standing(self, lifecycle: Lifecycle) -> None:
-        """Where the experiment stands."""
+        """Where the experiment stands now, for the gauges."""
         now = lifecycle.state
         for state in State:
             self._set("state", float(state == now), state=state.value)
@@ -207,11 +207,11 @@ class Series:
             self._set("arm_enabled", float(arm.name not in lifecycle.rolled_back), kv_arm=arm.name)
 
     def reloaded(self, success: bool) -> None:
-        """Whether the file is in use as it was last seen."""
+        """The experiment's file, as last seen, is in use or not."""
         self._set("reload_success", float(success))
 
     def saved(self, success: bool) -> None:
-        """Whether the state file holds the present state."""
+        """The state file holds the present state or not."""
         self._set("state_saved", float(success))
 
     def _labelled(self, name: str, **own: str) -> Any:

@@ -1,4 +1,4 @@
-"""The front end's part for policies: it chooses them, and learns how requests end."""
+"""The plugin in the front end: it chooses requests' policies and learns how requests end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvpolicy.sglang_ext.face.asked import ASSIGNED
 logger = logging.getLogger(__name__)
 
 POLL = 2.0  # seconds between two looks at the experiment's file
-_STATUS = 500  # of an answer, from which on the server is to blame
+_STATUS = 500  # HTTP status from which on the server is to blame
 
 
 class Server:
-    """One per process that talks to clients.
+    """One per tokenizer manager of SGLang.
 
     Attributes:
         traffic: which policy each request gets.
@@ -30,7 +30,7 @@ class Server:
     def __init__(self, traffic: Traffic, *, token_bytes: int, context: int) -> None:
         """
         Args:
-            token_bytes: KV memory of one token with full KV.
+            token_bytes: KV memory of one token with full KV, in bytes.
             context: tokens of the model's context.
         """
         self.traffic = traffic
@@ -40,7 +40,7 @@ class Server:
         self._began = False
         self._noted: set[tuple[str, type]] = set()
         self._watching: asyncio.Task[None] | None = None
-        self._applied: Any = None  # gauge
+        self._applied: Any = None  # the gauge, if metrics are on
 
     async def arrived(self, manager: Any, obj: Any, request: Any) -> None:
         """A request has arrived: choose its policy.
@@ -69,7 +69,7 @@ class Server:
             self._note("a request was not assigned and gets the server's default", error)
 
     def _note(self, what: str, error: Exception) -> None:
-        """An experiment that fails fails nobody's request; logged once for each kind."""
+        """Log an error of an experiment, which fails no request, once for each kind."""
         kind = (what, type(error))
         if kind not in self._noted:
             self._noted.add(kind)
@@ -95,7 +95,7 @@ class Server:
             self._watching = asyncio.get_running_loop().create_task(self._watch(self.live))
 
     def apply(self, on: bool) -> bool:
-        """Whether policies are applied from the next request on. Returns whether that is new."""
+        """Switch policies on or off from the next request on. Returns whether that is new."""
         new = self.traffic.enabled != on
         self.traffic.enabled = on
         if self._applied is not None:
@@ -125,7 +125,7 @@ class Server:
             state: SGLang's, of the request.
             meta_info: of its answer.
             facts: what is reported of its policy.
-            recorded: what the scheduler took of a sampled request; None where there is nothing.
+            recorded: candidates of a sampled request from the scheduler (raw.py); None if none.
         """
         assigned = assigned_to(state.obj)
         if self.live is not None and "arm" in assigned:
@@ -163,7 +163,7 @@ class Server:
 
 
 def assigned_to(obj: Any) -> Mapping[str, Any]:
-    """What has been noted in a single request when its policy was chosen."""
+    """What was noted in a single request when its policy was chosen; empty if nothing was."""
     params = getattr(obj, "sampling_params", None)
     custom = params.get("custom_params") if isinstance(params, dict) else None
     found = custom.get(ASSIGNED) if isinstance(custom, dict) else None

@@ -1,10 +1,10 @@
 """In the front end: sampled requests are scored again with full KV, at idle moments.
 
-What a request of an arm has generated is one prompt more, whose tokens an internal request scores
-with full KV; nothing is generated. The scores of both, before temperature, bias and grammar, give
-how far the policy moved the distributions on its own path. Only numbers are kept: no text, no
-tokens, no keys. One request is scored at a time, while nobody waits for a slot of a batch, in slots
-set aside or free, and within a budget of tokens per second.
+An internal request has a sampled request's prompt and output as its prompt, and scores the output
+tokens with full KV; it generates nothing. The logprobs of both, before temperature, bias and
+grammar, tell how far the policy moved the distributions along its output. Only numbers are kept: no
+text, no tokens, no keys. One request is scored at a time, while no request waits for admission, in
+slots set aside or free, and within a budget of tokens per second.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvpolicy.sglang_ext.face.asked import ASSIGNED, NO_ROOM, POLICY
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64  # sampled requests; their tokens are held meanwhile
-PATIENCE = 60.0  # seconds for which one waits for an idle moment, or for slots
-LOOK = 0.05  # seconds between two looks whether it is idle
-AGAIN = 0.25  # seconds after which one for which no slots are free is tried again
-MOST_USED = 0.8  # of the pool's slots
-_BURST = 10.0  # seconds of the budget that may be saved up
+MOST_WAITING = 64  # sampled requests, whose tokens are held
+PATIENCE = 60.0  # seconds that a sampled request waits for an idle moment, or for slots
+LOOK = 0.05  # seconds between two looks whether the server is idle
+AGAIN = 0.25  # seconds until a request that found no free slots is tried again
+MOST_USED = 0.8  # share of the pool's slots in use from which on the server is not idle
+_BURST = 10.0  # most seconds of the budget that are saved up
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ class Sample:
         rid: its id.
         assigned: what was noted in it when it was assigned.
         prompt, output: int32 tokens [P], [n].
-        policy: candidates of its n output tokens.
-        first: output tokens that are left out: the first one comes from a prefill that was
-            computed with all tokens.
-        namespace: of the radix cache, adapter and scheduler, as fields of SGLang's request.
+        policy: candidates of its n output tokens under its policy.
+        first: number of first output tokens to leave out: 1, as the first one comes from a prefill
+            over all tokens; 0 if tokens left the prefill.
+        namespace: radix cache namespace, adapter and scheduler, as fields of SGLang's request.
+        since: when it ended, by `time.monotonic`.
     """
 
     rid: str
@@ -60,19 +61,19 @@ class Sample:
     since: float
 
     def has_waited(self, seconds: float) -> bool:
-        """Whether its request ended so long ago."""
+        """Whether its request ended more than `seconds` ago."""
         return time.monotonic() - self.since > seconds
 
 
 class Budget:
-    """Tokens per second, of which some seconds may be saved up."""
+    """A budget of tokens per second; what is unused for up to `_BURST` seconds is saved up."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._left, self._at = math.inf, clock()
 
     def take(self, tokens: int, rate: float) -> bool:
-        """Whether so many may be computed now; then they count. It may be overdrawn once."""
+        """Take `tokens` if any are left, which may overdraw the budget. Returns whether it did."""
         now = self._clock()
         self._left = min(self._left + (now - self._at) * rate, rate * _BURST)
         self._at = now
@@ -82,7 +83,7 @@ class Budget:
         return True
 
     def give_back(self, tokens: int) -> None:
-        """These tokens were not computed."""
+        """Return tokens that were taken and not computed."""
         self._left += tokens
 
 
@@ -111,7 +112,7 @@ class Shadows:
         """A sampled request has ended.
 
         Args:
-            recorded: what the scheduler took of it (raw.py); None if something is missing.
+            recorded: its candidates from the scheduler (raw.py); None if some are missing.
             facts: what is reported of its policy.
             obj: SGLang's request.
             meta_info: of its answer.
@@ -166,13 +167,13 @@ class Shadows:
         if outcome is None and sample.has_waited(PATIENCE):
             outcome = "no_room"
         if outcome is None:
-            self._waiting.append(sample)  # others may need fewer
+            self._waiting.append(sample)  # to the end, as others may need fewer slots
             await asyncio.sleep(AGAIN)
         else:
             self._live.series.shadow(sample.assigned["arm"], outcome)
 
     async def _compare(self, sample: Sample) -> str | None:
-        """What became of a sample; None where it has to wait for slots."""
+        """What became of a sample, one of `SHADOWS`; None where it has to wait for slots."""
         while not compat.is_idle(self._manager, MOST_USED):
             if sample.has_waited(PATIENCE):
                 return "busy"

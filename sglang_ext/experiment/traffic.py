@@ -1,9 +1,10 @@
 """In the front end: which policy each request gets, decided before SGLang sees it.
 
-What a request names itself comes first, where the operator allows it (`--kv-policy-override`): in
-`custom_params.kv_policy`, in the header `x-kv-policy`, or behind the model's name (`name:policy`).
-Else an experiment assigns an arm by the hash of a key. The choice is written into the request, so
-every rank of the server agrees on it. While policies are switched off, everybody gets full KV.
+A policy that the request names comes first, where the operator allows it (`--kv-policy-override`):
+in `custom_params.kv_policy`, in the header `x-kv-policy`, or after the model's name
+(`name:policy`). Else an experiment assigns an arm by the hash of a key. The choice is written into
+the request, so all ranks of the server agree on it. While policies are switched off, every request
+gets full KV.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named
 from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
 from kvpolicy.sglang_ext.serving.allowed import Allowed
 
-HEADER = "x-kv-policy"  # of requests; answers have their facts in one of the same name
+HEADER = "x-kv-policy"  # in a request it names a policy, in an answer it holds the facts
 _LONGEST_KEY = 1024  # characters that are hashed
 
 
@@ -43,10 +44,10 @@ class Traffic:
     ) -> None:
         """
         Args:
-            policies: by name, those that are served now.
+            policies: name -> policy that is served now; the catalog changes it.
             override: what clients may name, one of `options.OVERRIDES`.
             allowed: parameters that clients may set; None for no check.
-            labels: of SGLang's histograms that requests may have.
+            labels: labels of SGLang's histograms that requests may have.
         """
         self.enabled = True
         self.live = live
@@ -54,16 +55,16 @@ class Traffic:
         self._allowed, self._labels = allowed, labels
 
     async def choose(self, manager: Any, obj: Any, request: Any, *, draws: bool = True) -> None:
-        """Write the policy of a request into it, where it is not the client's or the default.
+        """Write the policy of a request into it, unless the client named it or it is the default.
 
         Args:
             manager: SGLang's tokenizer manager.
-            obj: SGLang's request, as its route has made it; one, or a batch.
+            obj: SGLang's request, as its route has made it; a single one or a batch.
             request: the HTTP request; None for one that a program makes.
             draws: whether it may take part in the experiment.
 
         Raises:
-            ValueError: the client asks for what it may not have; the message is for it.
+            ValueError: the client asks for what it may not have; the message is for the client.
         """
         parts = _parts(obj)
         customs = [custom for custom in map(_custom, parts) if custom is not None]
@@ -106,11 +107,11 @@ class Traffic:
                     compat.set_labels(obj, labels, self._labels)
 
     def is_policy(self, name: str) -> bool:
-        """Whether a request may be given a policy, or none, by this name."""
+        """Whether a name stands for a served policy or for none."""
         return name == NO_POLICY or name in self._policies
 
     def _alias(self, manager: Any, obj: Any) -> str | None:
-        """The policy behind the model's name; SGLang takes it for a LoRA adapter's."""
+        """The policy after the model's name, which SGLang takes for a LoRA adapter; or None."""
         name = getattr(obj, "lora_path", None)
         if not isinstance(name, str) or not self.is_policy(name):
             return None
@@ -133,10 +134,10 @@ class Traffic:
             )
 
     def _check_values(self, customs: Sequence[dict[str, Any]], elsewhere: str | None) -> None:
-        """Whether the request may set the parameters that it sets.
+        """Check that the request may set the parameters that it sets.
 
         Raises:
-            ValueError: it may not.
+            ValueError: it may not; the message is for the client.
         """
         for custom in customs:
             if SET not in custom:
@@ -151,7 +152,7 @@ class Traffic:
                 self._allowed.check(name, custom[SET])
 
     async def _key(self, obj: Any, request: Any, keys: Sequence[Key]) -> tuple[int | None, str]:
-        """The first of the keys that the request has, and its place among them."""
+        """Place among `keys`, and text, of the first one that the request has; else None and ""."""
         body: Mapping[str, Any] | None = None
         for place, key in enumerate(keys):
             found: Any = None
@@ -173,7 +174,7 @@ class Traffic:
 
 
 def _field(body: Any, path: str) -> Any:
-    """A field of a JSON object, `a.b` inside of another; None if it is not there."""
+    """A field of a JSON object, `a.b` for `b` within `a`; None if it is missing."""
     for name in path.split("."):
         body = body.get(name) if isinstance(body, Mapping) else None
     return body
@@ -186,7 +187,7 @@ def _custom(part: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _parts(obj: Any) -> list[dict[str, Any]]:
-    """Sampling parameters of a request's parts, one where they share them."""
+    """Sampling parameters of each part of a request; a single element where parts share them."""
     found = obj.sampling_params
     if isinstance(found, list):
         return [each for each in found if isinstance(each, dict)]
@@ -198,7 +199,7 @@ def _parts(obj: Any) -> list[dict[str, Any]]:
 def _write(
     obj: Any, parts: Sequence[dict[str, Any]], policy: str | None, assigned: Mapping[str, Any]
 ) -> None:
-    """Let parts of a request have a policy (None: their own), and note how they came to it."""
+    """Write into parts of a request a policy (None: leave it) and how it was chosen."""
     written: dict[str, Any] = {} if policy is None else {POLICY: policy}
     if assigned:
         written[ASSIGNED] = dict(assigned)
