@@ -60,7 +60,7 @@ class Runtime:
         self.forcing = Forcing()
         self.raw = Raw()
         self._under_way: deque[Outcome] = deque()
-        self._foreseen: list[Foreseen] = []  # of which the host has not read what stays
+        self._foreseen: list[Foreseen] = []  # until the host has read how much stays
         # Most tokens of a prompt that `propagate:` needs in one piece; None: any number.
         self.one_piece: int | None = None
         # Set by `start`, which binds the policies to the model.
@@ -226,7 +226,7 @@ class Runtime:
             state.uncompressed = Reason.NO_SLOTS
             state.forget()
         elif state.propagates:
-            # Deeper layers will have entries of chosen tokens only.
+            # Others must not find it: deeper layers will have entries of chosen tokens only.
             req.skip_radix_cache_insert = state.progress.barred = True
 
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
@@ -260,7 +260,7 @@ class Runtime:
 
         With several stages, that is what it found on all of them: they compute a batch at different
         times, but all compute, schedule and process results in the same order. With one stage, it
-        is what the host has not waited for the device to say (forward/foreseen.py).
+        is how much stays, where the host did not wait for the device (forward/foreseen.py).
         """
         if self.services.stages.size > 1:
             self._under_way.popleft().take_up(batch)
@@ -339,7 +339,7 @@ class Runtime:
             compat.keep_for_session(self.services.tree, req)
 
     def owned(self, req: Any, length: int) -> int:
-        """Number of tokens of a finished request's row that it owns; later ones were run ahead.
+        """Number of tokens that a finished request owns in its row; later ones were computed ahead.
 
         A fold may have included the token that was decoded after the last one of the answer.
 

@@ -255,7 +255,7 @@ class Live:
         self.look()
 
     def compares(self, assigned: Mapping[str, Any]) -> bool:
-        """Whether a request belongs to what is compared now."""
+        """Whether a request counts in the running analysis."""
         same = assigned["revision"] == self.experiment.revision
         gone = assigned["arm"] in self.lifecycle.rolled_back
         return same and not gone and self.lifecycle.state not in ENDED
@@ -266,7 +266,7 @@ class Live:
 
     @property
     def clip(self) -> float:
-        """Nats at which the drift of a token is cut."""
+        """Largest drift that a token counts with, in nats."""
         found = [each.clip for each in self.experiment.metrics if each.metric == "drift"]
         return next(filter(None, [*found, METRICS["drift"].default_clip]), math.inf)
 

@@ -66,7 +66,7 @@ class Raw:
         self._any = True
 
     def prepare(self, batch: Any) -> None:
-        """Before a forward: note of which of its rows candidates are taken."""
+        """Before a forward: note the rows whose candidates are taken."""
         if not self._any or not batch.reqs:
             return
         found = [

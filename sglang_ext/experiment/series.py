@@ -114,7 +114,7 @@ class Series:
         self._count_nothing()
 
     def began(self, experiment: Experiment) -> None:
-        """A revision begins: series of its arms are created, those of other arms are reset."""
+        """A revision begins: series of its arms are created, gauges of others reset."""
         renamed = experiment.name != self._experiment.name
         before = dict(self._gauges)
         for name, own in before:

@@ -20,7 +20,7 @@ _STATUS = 500  # HTTP status from which on the server is to blame
 
 
 class Server:
-    """One per tokenizer manager of SGLang.
+    """The plugin's part for one tokenizer manager of SGLang.
 
     Attributes:
         traffic: which policy each request gets.

@@ -73,7 +73,7 @@ class Budget:
         self._left, self._at = math.inf, clock()
 
     def take(self, tokens: int, rate: float) -> bool:
-        """Take `tokens` if any are left, which may overdraw the budget. Returns whether it did."""
+        """Take `tokens` unless the budget is used up; it may be overdrawn. True if taken."""
         now = self._clock()
         self._left = min(self._left + (now - self._at) * rate, rate * _BURST)
         self._at = now

@@ -295,7 +295,7 @@ def captured_requests(options: Any) -> int:
 
 
 def most_running(scheduler: Any) -> int:
-    """Requests that a scheduler runs at once at most."""
+    """Most requests that a scheduler runs at once."""
     return scheduler.max_running_requests
 
 
@@ -732,7 +732,7 @@ def end_beams(coordinator: Any, request: Any) -> None:
 
 
 def found_unnoticed(tree: Any, key: Any) -> Any:
-    """What the radix cache has of `key`; its eviction order and its nodes stay as they are."""
+    """The match of `key` in the radix cache; its eviction order and its nodes stay as they are."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
     length, node, _ = tree.tree_core.match_full_device_prefix(key)

@@ -36,7 +36,7 @@ class DecodeRows:
     """
 
     def __init__(self, requests: Sequence[Any], queries: QueryBuffer, device: torch.device) -> None:
-        """Nothing is known of a row before `renew` and `hold`.
+        """Each row needs `renew` and `hold` first.
 
         Args:
             device: of the queries.
@@ -92,11 +92,11 @@ class DecodeRows:
             self.private[row] = state.private
 
     def noted(self, lengths: np.ndarray) -> np.ndarray:
-        """Rows whose policies will read the queries of a step; `lengths` include its tokens."""
+        """Rows whose policies will read the queries of a step; `lengths` are those after it."""
         return np.flatnonzero(self._noted_from <= lengths)
 
     def leaving(self, lengths: np.ndarray) -> np.ndarray:
-        """Rows of which entries may leave at the step with these lengths."""
+        """Rows whose entries may leave at a step; `lengths` as in `noted`."""
         return np.flatnonzero(self._leaves <= lengths)
 
     def full(self, lengths: np.ndarray, most: int) -> np.ndarray:

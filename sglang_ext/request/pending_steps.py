@@ -38,7 +38,7 @@ class Noted(NamedTuple):
 
 
 def wanted(bound: Bound, prompt: int) -> int | None:
-    """Number of the last pending steps whose queries are needed; None: all, for the states."""
+    """Number of the last pending steps whose queries are needed; None: all."""
     states = {} if bound.folded.decode is None else bound.folded.decode.states
     if any(node.type.window for node in nodes_of(state_roots(states))):
         return None

@@ -55,7 +55,7 @@ class Served:
     Attributes:
         upper_layers: layers that are stored with the one below (`share:`).
         standing: how often the policy has failed.
-        set: parameter values that requests have set, of a variant; else empty.
+        set: parameter values that requests have set, if it is a variant; else empty.
         heads_differ: whether the KV heads of a layer may hold different entries.
         in_stages: whether other stages have other layers.
     """
@@ -365,7 +365,7 @@ class State:
 
     @property
     def goes_on_elsewhere(self) -> bool:
-        """Whether its policy goes on on other stages, as they do not know that it failed here."""
+        """Whether its policy goes on on other stages, which do not know yet that it failed here."""
         return self.failing > 0 and self.decoding is None and self.folds
 
     @property

@@ -48,7 +48,7 @@ class Catalog:
 
     @property
     def default(self) -> str:
-        """Name of the policy of requests that name none."""
+        """Name of the default policy."""
         return next(iter(self.policies))
 
     def describe(self) -> list[dict[str, Any]]:

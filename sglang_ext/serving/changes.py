@@ -202,7 +202,7 @@ def _lacking(size: int, what: str) -> Refused:
 
 @contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """A block in which this thread's work on the device and the scheduler's do not wait.
+    """A block in which this thread's device work and the scheduler's do not await each other.
 
     Args:
         device: the scheduler's; a new thread begins with the first device.
