@@ -41,9 +41,9 @@ from kvpolicy.dsl.ir.verify import verify
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.source import Source
 
-# Environments whose numbers are remembered: of prompts that decode together, at every layer.
+# Environments whose numbers are remembered: enough for all layers of prompts decoding together.
 _ENVIRONMENTS = 2**14
-# Answers that are remembered to questions about prompts and their steps.
+# Results that each method on prompts and their steps remembers.
 _REMEMBERED = 2**12
 # More queries than any request has.
 _MOST = 2**31
@@ -51,18 +51,19 @@ _MOST = 2**31
 
 @dataclass(frozen=True)
 class Bound:
-    """A policy with a model and parameter values: what an execution runs.
+    """A policy bound to a model and parameter values: what an execution runs.
 
     Attributes:
         program: the checked policy.
+        shape: sizes of the model.
         params: value of every parameter, defaults included.
-        folded: everything folded that parameters and sizes decide, `states` only as far as
-            something reads them, and the `lets` that are reported. Without `decode` nothing leaves
-            while decoding, without `propagate` nothing is propagated.
-        lowered: the same without `then`, unsized `top` and the name `budget` (see `ir/lower.py`).
-        static: which nodes are numbers that the host knows.
-        fold_interval: entries may leave at every so many decode steps; a given `decode.when`
-            decides instead.
+        folded: the sections, folded (see `ir/lower.py`), with only the `states` that something
+            reads and the `lets` that are reported. `decode` is None if nothing leaves while
+            decoding, `propagate` if nothing is propagated.
+        lowered: `folded` without `then`, unsized `top` and the name `budget` (see `ir/lower.py`).
+        static: which nodes are scalars that the host knows without data.
+        fold_interval: entries may leave at every `fold_interval`-th decode step, unless
+            `decode.when` is given.
     """
 
     program: Program
@@ -90,14 +91,17 @@ class Bound:
         length: int | None = None,
         generated: int | None = None,
     ) -> Value:
-        """Value of a static scalar at a layer, for a prompt of `prompt` tokens.
+        """Value of a scalar that the host knows, at a layer.
 
         Args:
-            node: with `static.needs(node)` not None.
+            node: a number or condition without axes.
             prompt: N tokens.
             layer: from 0.
-            length: tokens that reached this layer; the prompt's if left out.
-            generated: which decode step, from 1.
+            length: number of tokens that reached this layer; None: `prompt`.
+            generated: number of the decode step, from 1; None in the prefill.
+
+        Raises:
+            NotStatic: data or an argument not given decide the value.
         """
         needs = self.static.needs(node)
         if needs is None:
@@ -115,7 +119,7 @@ class Bound:
         return self._numbers[key](node)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node that the prefill needs, once: of its rules, states and propagation."""
+        """Every node of the prefill's rules, states and propagation, once."""
         rules = self.folded.prefill
         more = (rules.budget, rules.score, *rules.lets.values())
         return nodes_of([*rules_roots(rules), *more, *propagate_roots(self.folded.propagate)])
@@ -126,7 +130,7 @@ class Bound:
 
     @once.at_most(_REMEMBERED)
     def queries(self, prompt: int) -> int:
-        """How many of a layer's last queries the prefill reads, or keeps for decode steps (W)."""
+        """Number of last queries that any layer of the prefill reads, or keeps for decode (W)."""
         counts, layers = self._windows(decoding=False), range(self.shape.layers)
         read = (self._asking(count, prompt, layer) for count in counts for layer in layers)
         # The prompt's last queries are among those that the first decode steps read.
@@ -135,14 +139,14 @@ class Bound:
 
     @once.at_most(_REMEMBERED)
     def step_queries(self, prompt: int) -> int:
-        """How many of a layer's last queries a decode step reads, its own included."""
+        """Number of last queries that any layer of a decode step reads, the step's own included."""
         counts, layers = self._windows(decoding=True), range(self.shape.layers)
         known = (self.number(x, prompt, layer) for x in counts if x for layer in layers)
         return max(int(None in counts), max((whole(x, _MOST) for x in known), default=0))
 
     @once
     def _windows(self, decoding: bool) -> list[Node | None]:
-        """How long the windows are that are read, or that what is read is as long as."""
+        """Counts of the windows in the prefill or in a decode step; None for `all` and `new`."""
         nodes = self.decode_nodes() if decoding else self.nodes()
         windows = dict.fromkeys(node.type.window for node in nodes if node.type.window)
         return [window.count for window in windows]
@@ -151,10 +155,10 @@ class Bound:
         """Number of last queries of one `attn`, `logits` or `distance` of the prefill at a layer.
 
         Args:
-            node: with all queries, or with the argument of `recent`.
+            node: the `attn`, `logits` or `distance`.
             prompt: N tokens.
             layer: from 0.
-            length: tokens that reached this layer; the prompt's if left out.
+            length: number of tokens that reached this layer; None: `prompt`.
         """
         return self._asking(node.args[0] if node.args else None, prompt, layer, length)
 
@@ -174,14 +178,14 @@ class Bound:
         return bool(self.number(rules.when, prompt, generated=generated))
 
     def next_leaving(self, generated: int, prompt: int, most: int) -> int | None:
-        """The first of so many decode steps, from `generated` on, at which entries may leave."""
+        """First of `most` decode steps from `generated` on at which entries may leave, or None."""
         rules, interval = self.folded.decode, self.fold_interval
         if rules is None:
             return None
         if rules.when is None:
             step = -(-generated // interval) * interval
             return step if step < generated + most else None
-        # Where the prompt plays no part, what is found for one is found for all.
+        # A rule that does not read the prompt shares its remembered results among prompts.
         alike = self.static.follows(rules.when, "generated")
         return self._next_holding(rules.when, generated, 0 if alike else prompt, most)
 
@@ -194,7 +198,7 @@ class Bound:
 
     @once.at_most(_REMEMBERED)
     def _rule(self, when: Node, prompt: int) -> tuple[Node, Env]:
-        """`when` with what the prompt decides of it settled, and numbers to evaluate it with."""
+        """`when` with what the prompt decides as numbers, and the environment for the rest."""
         numbers = environment(self.shape, self.params, prompt)
         return settled(when, numbers, self.static, "prompt", "length"), numbers
 
@@ -211,16 +215,17 @@ class Bound:
 
     @cached_property
     def tested(self) -> tuple[str, ...]:
-        """Reported lets by which a layer decides whether it propagates."""
+        """Names of the reported lets that `first` or `every` of `propagate` reads."""
         if self.folded.propagate is None:
             return ()
         read = {*self.folded.propagate.moment.walk()}
         return tuple(name for name, node in self.folded.prefill.lets.items() if node in read)
 
     def propagation_layer(self, prompt: int) -> int | None:
-        """The layer after which fewer tokens are computed, where `first` needs no data.
+        """The layer after which fewer tokens are computed: the first at which `first` holds.
 
-        L, the number of layers, if `first` never holds; None if data decide, or for `every`.
+        L, the number of layers, if `first` never holds; None if data decide, for `every`, and
+        without `propagate`.
         """
         first = None if self.folded.propagate is None else self.folded.propagate.first
         if first is None:
@@ -233,13 +238,13 @@ class Bound:
         return next(holds, self.shape.layers)
 
     def _known(self, prompt: int, layer: int, node: Node) -> Value | None:
-        """A number or condition of a layer that sees all of the prompt; None: data decide it."""
+        """Value of a scalar at a layer that sees the whole prompt; None: data decide it."""
         known = self.static.needs(node) is not None
         return self.number(node, prompt, layer, length=prompt) if known else None
 
     @cached_property
     def upper_layers(self) -> list[int]:
-        """Layers that are stored with the one below (`share:`), from the bottom."""
+        """Layers that are stored with the one below (`share:`), ascending."""
         share, layers = self.lowered.share, range(self.shape.layers)
         return [] if share is None else [n for n in layers if self.number(share.when, 0, n)]
 
@@ -250,7 +255,7 @@ class Bound:
 
     @cached_property
     def digest(self) -> str:
-        """64 hex digits that name the meaning: the printed program and the values in force."""
+        """Hex SHA-256 of the printed program, the parameter values and a fold interval in use."""
         values = "".join(f"{name} = {self.params[name]}\n" for name in sorted(self.params))
         if self.folded.decode is not None and self.folded.decode.when is None:
             values += f"fold interval {self.fold_interval}\n"
@@ -268,13 +273,16 @@ def bind(
 
     Args:
         program: from `check.load`.
-        overrides: parameter name to value as text: `12`, `0.25`, `1e-3`, `true`, `false`.
-        fold_interval: at least 1; while decoding, entries leave at every so many steps, unless the
-            policy says `decode.when`.
+        shape: sizes of the model.
+        overrides: parameter name -> value as text: `12`, `0.25`, `1e-3`, `true`, `false`.
+        fold_interval: entries leave at every `fold_interval`-th decode step, unless the policy has
+            `decode.when`; at least 1.
 
     Raises:
-        PolicyError: unknown parameter, value not accepted, `require` false, or `keep` takes more
-            than the budget holds.
+        PolicyError: impossible sizes or fold interval, unknown parameter, value not accepted,
+            `require` false, `keep` takes more than the budget holds, or `share.when` holds at
+            layer 0 or at adjacent layers.
+        MalformedProgram: no checked file gives this program.
     """
     verify(program)
     _check_shape(shape)
@@ -294,7 +302,7 @@ def bind(
 
 
 def _check_shared(bound: Bound) -> None:
-    """Each layer shares with at most one other."""
+    """Refuses `share.when` that holds at layer 0 or at adjacent layers."""
     holds = bound.upper_layers
     taken = [layer for layer in holds if layer - 1 in (-1, *holds)]
     if taken:
@@ -304,7 +312,7 @@ def _check_shared(bound: Bound) -> None:
 
 
 def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:
-    """The sections without what nothing reads: rules that do nothing, states and lets.
+    """The sections without rules that do nothing, and without states and lets that nothing reads.
 
     Args:
         report: names of the lets that are reported.
@@ -337,9 +345,9 @@ def _read(
     report: tuple[str, ...],
     also: Iterable[str] = (),
 ) -> Rules:
-    """The rules with the states and reported lets that the roots read, and the states `also`.
+    """The rules with only the states and reported lets that the roots read, and the states `also`.
 
-    What is reported is never computed for that alone, unless it is known before the prefill.
+    A reported let that nothing reads is left out unless it is known before the prefill.
     """
     wanted = state_roots({name: rules.states[name] for name in also})
     names = {*also} | states_needed([*roots, *wanted], rules.states)
@@ -351,12 +359,12 @@ def _read(
 
 
 def _decode_roots(decode: Rules) -> list[Node | None]:
-    """What a decode step computes; its score and budget only where `keep` reads them."""
+    """Values that a decode step computes; its budget only where `keep` or `merge` reads it."""
     return [*rules_roots(decode), decode.budget if _fills(decode) else None]
 
 
 def _fills(rules: Rules) -> bool:
-    """Whether a selection reads the budget."""
+    """Whether `keep` or `merge` reads the budget, by its name or an unsized `top`."""
     parts = [rules.keep, *merge_roots(rules.merge)]
     return any(
         node.op == "budget" or (node.op == "top" and len(node.args) == 1)
@@ -370,7 +378,7 @@ def _never(propagate: Propagate) -> bool:
 
 
 def _without_restart(propagate: Propagate) -> Propagate:
-    """The section with `restart` only where it holds."""
+    """The section without a `restart` that is false."""
     restarts = propagate.restart is not None and bool(propagate.restart.value)
     return propagate if restarts else replace(propagate, restart=None)
 

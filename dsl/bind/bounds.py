@@ -34,8 +34,8 @@ class Size:
     """Upper bounds on the entries of a token set.
 
     Attributes:
-        head: per layer, entries of one KV head.
-        layer: per layer, entries summed over KV heads.
+        head: [L] entries of one KV head.
+        layer: [L] entries summed over KV heads.
         total: entries summed over layers and KV heads.
     """
 
@@ -45,7 +45,7 @@ class Size:
 
 
 def _each(join: Callable[[int, int], int], a: Size, b: Size) -> tuple[list[int], list[int]]:
-    """Two bounds joined, those of each layer's KV heads and those of each layer."""
+    """`head` and `layer` of two sizes, joined layer by layer."""
     head = [join(x, y) for x, y in zip(a.head, b.head, strict=True)]
     return head, [join(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
 
@@ -67,15 +67,15 @@ class Bounds:
     def granted(self, fill: Node) -> int:
         """Upper bound on the budgets of a `fill`, summed over layers and KV heads.
 
-        What its sized terms take beyond a budget that only data know is not in it.
+        Entries that its sized terms take beyond a budget that data decide are not counted.
         """
         _, _, budget = filling(fill)
         return whole(self._total(budget), self._kv * sum(b for _, b in self._lengths))
 
     def is_exact(self, node: Node) -> bool:
-        """Whether the size of a token set is its number of entries: no data decide it.
+        """Whether `size` of a token set is exactly its number of entries: no data decide it.
 
-        Sets are tops with known counts and what fills a known budget after them.
+        That holds for tops with static counts, and for what fills a static budget after them.
         """
         if any(low < high for low, high in self._lengths):
             return False
@@ -140,7 +140,7 @@ class Bounds:
             own = list(zip(layer, chosen, strict=True))
             sums = ((x.total, sum(n for n, size in own if size is x)) for x in (a, b))
             return self._bounded(head, layer, sum(map(min, sums)))
-        # Where tokens or heads choose by themselves, some may take the one set, some the other.
+        # If the condition differs between tokens or heads, some take one set, some the other.
         axes, either = node.args[1].type.axes, self._union(a, b)
         if "token" in axes:
             return either
@@ -161,7 +161,7 @@ class Bounds:
         return self._bounded(counts, [self._kv * n for n in counts], total)
 
     def _winners(self, node: Node, counts: Sequence[Number]) -> Size:
-        """Of every token, the heads or layers that win it."""
+        """Bounds on a `top` in which heads or layers, not tokens, compete."""
         tokens = [high for _, high in self._lengths]
         heads = 1 if "kv" in node.axes else self._kv
         per_layer = [heads * product(n, each) for n, each in zip(counts, tokens, strict=True)]
@@ -175,7 +175,7 @@ class Bounds:
         taken, layers = self.size(before), range(self._layers)
         high = [max(0, self._numbers.of(budget, i)[1]) for i in layers]
         low = [self._numbers.of(budget, i)[0] for i in layers]
-        # Each head keeps max(taken, budget): the budget alone, where it holds what is taken.
+        # Each head keeps max(taken, budget): the budget, where it is never less than what is taken.
         holds = all(low[i] >= taken.head[i] for i in layers)
         sums = [self._heads_sum(budget, i) for i in layers]
         total = self._total(budget)
@@ -184,7 +184,7 @@ class Bounds:
             total = taken.total + (total if min(low) >= 0 else math.inf)
         most = [max(taken.head[i], high[i]) for i in layers]
         if "layer" in node.axes:
-            # One layer may win what all have room for.
+            # One layer may win the budgets of all layers.
             total = min(total, sum(sums))
             return self._bounded([math.inf] * self._layers, [total] * self._layers, total)
         sums = [min(sums[i], self._kv * most[i]) for i in layers]
@@ -232,7 +232,13 @@ class Bounds:
         values: int,
         known: Callable[[Node], Number],
     ) -> Number:
-        """A sum of `values` values, taken through operations that sums pass through."""
+        """Upper bound on a sum of the node's values, moved into arguments of linear operations.
+
+        Args:
+            upper, lower: bounds on the same sum of another node.
+            values: number of values in the sum.
+            known: upper bound for operations into which the sum cannot be moved.
+        """
         args = node.args
         if node.op == "add":
             return upper(args[0]) + upper(args[1])
@@ -261,7 +267,7 @@ class Bounds:
         return all(self._numbers.of(node, i)[0] >= 0 for i in range(self._layers))
 
     def _wins(self, node: Node, layer: int) -> Number:
-        """`count(top[kv, token](x, n))` adds up to n over the KV heads."""
+        """Bound on `count(top[kv, token](x, n))` over KV heads: n per contest; other nodes: inf."""
         if node.op != "count" or node.args[0].op != "top":
             return math.inf
         top = node.args[0]
@@ -271,7 +277,7 @@ class Bounds:
         return product(number, self._numbers.contests(node, layer))
 
     def _shares(self, node: Node) -> Number:
-        """Sums over layers and KV heads that the operation itself fixes."""
+        """Upper bound that the operation itself sets on a sum over layers and KV heads, or inf."""
         repeated = 1 if "kv" in node.type.axes else self._kv
         if node.operation.shares_out:
             return repeated * max(0, self._numbers.of(node.args[0], 0)[1])
@@ -283,12 +289,12 @@ class Bounds:
         return math.inf
 
     def _all_wins(self, node: Node) -> Number:
-        """A count of winners, summed over layers and KV heads."""
+        """Upper bound on a count of winners, summed over layers and KV heads."""
         top, layers = node.args[0], range(self._layers)
         number, contests = top.args[1], max(self._numbers.contests(node, i) for i in layers)
         heads_compete = "kv" in top.axes and "kv" not in node.axes
         if "layer" in top.axes and "layer" not in node.axes:
-            # What wins by a smaller number wins by the largest.
+            # The winners of a smaller n are among those of the largest.
             most = max(0, *(self._numbers.of(number, i)[1] for i in layers))
             return product(most, contests) * (1 if heads_compete else self._kv)
         if heads_compete and self._positive(number):
@@ -299,11 +305,13 @@ class Bounds:
 def max_entries(bound: Bound, prompt: int, layers: range | None = None) -> int:
     """Upper bound on the entries kept for a prompt, summed over layers and KV heads.
 
-    Args:
-        layers: of these alone; None: of all.
-
     Exact where budgets are known before the prefill; a proven bound where they depend on data
     (normalised shares, `split`, competition between heads); else everything.
+
+    Args:
+        bound: the policy.
+        prompt: N tokens.
+        layers: layers to sum over; None: all.
     """
     kept = Bounds(bound, prompt).kept
     if layers is None:

@@ -1,7 +1,8 @@
-"""Rules of `keep` that take the ends of each list, and of the rest the best, up to a budget.
+"""Rules of `keep` that take both ends of each list and the best of the rest, up to a budget.
 
-Most policies that go on while they decode keep so: what a list keeps then depends on its own
-entries alone, so that the lists of many layers and requests can be decided in one operation.
+A list holds the entries of one KV head of a layer. Most policies with `decode` have such a rule.
+What a list keeps then depends on its own entries alone, so that the lists of many layers and
+requests can be decided in one operation.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from kvpolicy.dsl.bind.kept import filling
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
-MOST = 2**31  # entries; more are everything
+MOST = 2**31  # entries; stands for all of them
 _TOKEN = ("token",)
 _BEFORE = ("prompt", "layer")  # known before the prefill
 
 
 @dataclass(frozen=True)
 class Ends:
-    """A rule.
+    """A rule: the first and last entries of a list, and the best of the rest.
 
     Attributes:
-        first, last: how many first and last entries stay; None: none do because of their place.
-        score: by which the rest competes; None: only the ends stay.
-        budget: entries in all, where there is a score.
-        where: layers at which the rule holds, at others everything stays; None: all layers.
+        first, last: number of first and of last entries that stay; None: 0.
+        score: score by which the rest competes; None: only the ends stay.
+        budget: number of entries that stay in all; None without `score`.
+        where: condition for layers with this rule, all others keep everything; None: all layers.
     """
 
     first: Node | None
@@ -37,9 +38,9 @@ class Ends:
 
     @classmethod
     def of(cls, bound: Bound, prompt: int) -> Ends | None:
-        """The rule of a policy's decode steps after a prompt of so many tokens.
+        """The rule of a policy's decode steps after a prompt of N tokens.
 
-        None where `keep` is another one, or its numbers change from step to step.
+        None if `keep` has another form, or if its numbers change from step to step.
         """
         keep = None if bound.lowered.decode is None else bound.lowered.decode.keep
         if keep is None:
@@ -58,16 +59,16 @@ class Ends:
 
     @property
     def numbers(self) -> tuple[Node | None, Node | None, Node | None]:
-        """First entries, last entries and entries in all."""
+        """Number of first entries, of last entries, and of entries in all."""
         return self.first, self.last, self.budget
 
     def of_data(self, bound: Bound) -> dict[int, Node]:
-        """Those of the three numbers that the prefill's data decide, by their place."""
+        """Those of `numbers` that the prefill's data decide, by their index."""
         pairs = enumerate(self.numbers)
         return {i: node for i, node in pairs if node and bound.static.needs(node) is None}
 
     def rows(self, bound: Bound, prompt: int, layers: range) -> list[tuple[int, int, int]]:
-        """The three numbers of some layers, or once if they are the same; what data decide is 0."""
+        """`numbers` of each layer, or one row if layers do not differ; 0 for what data decide."""
         data = self.of_data(bound).values()
         known = [node for node in (self.where, *self.numbers) if node and node not in data]
         apart = any("layer" in (bound.static.needs(node) or ()) for node in known)
@@ -85,7 +86,7 @@ class Ends:
 
 
 def ends_of(keep: Node) -> Ends | None:
-    """The rule of a token set: ends, and the best of the rest where it fills up to a budget."""
+    """The rule of a token set: ends and, in a `fill`, the best of the rest; None: it has none."""
     if keep.op != "fill":
         return _ends_alone(keep)
     score, taken, budget = filling(keep)
@@ -103,7 +104,7 @@ def _lasts(bound: Bound, node: Node) -> bool:
 
 
 def _ends_alone(taken: Node) -> Ends | None:
-    """A union of first and last entries, each at most once."""
+    """The rule of a union of first and last entries, each at most once; None: another set."""
     if taken.op == "truth" and taken.value is False:
         return Ends(None, None)
     if taken.op == "or" and len(taken.args) == 2:
@@ -117,12 +118,12 @@ def _ends_alone(taken: Node) -> Ends | None:
         return None
     by, count = taken.args
     if by.left_over and _ends_of_rest(by.args[1]):
-        by = by.args[0]  # entries that are not at the one end, from the other
+        by = by.args[0]  # one end, of what the other end leaves over
     return _end(by, count)
 
 
 def end_of(bound: Bound, node: Node) -> Ends | None:
-    """The first or the last entries, where a node takes so many that no data decide."""
+    """The rule of a node that takes the first or last n entries, n static; None: another node."""
     if node.op != "top" or node.axes != _TOKEN or not bound.static.follows(node.args[1], *_BEFORE):
         return None
     return _end(*node.args)

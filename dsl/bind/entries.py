@@ -1,7 +1,7 @@
-"""How many entries each list of a layer keeps of a prompt, where numbers alone say it.
+"""How many entries each list of a layer keeps of a prompt, where numbers alone decide it.
 
-That is so where everything stays, or the ends of each list and of the rest the best, up to a
-budget. Who takes memory for what is kept need not wait then until a device has chosen it.
+They do if everything stays, or by a rule of `ends.py`. Memory for the kept entries can then be
+taken before a device has chosen them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpolicy.dsl.ops.host import Number
 
 
 def counting(keep: Node) -> list[Node] | None:
-    """The numbers that say how many entries a layer keeps; None: numbers alone do not."""
+    """Scalars that decide how many entries a layer keeps; None: scalars alone do not."""
     if keep.op == "all":
         return []
     if keep.op == "choose":
@@ -32,13 +32,15 @@ def counting(keep: Node) -> list[Node] | None:
 
 
 def entries_kept(keep: Node, prompt: int, number: Callable[[Node], Number]) -> int:
-    """Entries that each list of a layer keeps of a prompt of N tokens, if tensors are finite.
+    """Number of entries that each list of a layer keeps of a prompt, if tensors are finite.
 
     Args:
-        number: the layer's value of a node that `counting` gives.
+        keep: a selection for which `counting` is not None.
+        prompt: N tokens.
+        number: gives the layer's value of a node of `counting(keep)`.
 
     Raises:
-        TypeError: numbers alone do not say it.
+        TypeError: numbers alone do not decide it.
     """
 
     def count(node: Node | None) -> int:
@@ -55,9 +57,10 @@ def entries_kept(keep: Node, prompt: int, number: Callable[[Node], Number]) -> i
 
 
 def foreseen(bound: Bound, prompt: int) -> list[int] | None:
-    """[L] entries that each list of a layer keeps of a prompt of N tokens; None: data decide.
+    """[L] number of entries that each list of a layer keeps of a prompt of N tokens.
 
-    Only if the model's tensors are finite; else everything stays.
+    Valid if the model's tensors are finite; else everything stays. None if data decide, and for
+    policies that propagate or share.
     """
     keep = keep_of(bound.lowered.prefill)
     numbers = counting(keep)

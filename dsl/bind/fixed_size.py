@@ -1,8 +1,8 @@
-"""Policies of which every list keeps, where entries leave, as many as it kept the last time.
+"""Policies by which every list keeps the same number of entries each time that entries leave.
 
-If a list keeps some entries and of the rest the best, up to a budget, and no data decide these
-numbers, then a list that has been cut to its budget once is cut to it whenever entries leave again.
-Who frees memory by these numbers need not wait until a device has computed them.
+If a rule takes some entries and fills up to a budget with the best of the rest, and no data decide
+these numbers, then a list that was cut to its budget once is cut to it each time again. Memory can
+then be freed by these numbers before a device has computed them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROMPTS = 4096  # lengths of prompts that are remembered
 
 
 class FixedSize:
-    """What decode steps of a bound policy take before they fill up to the budget.
+    """Tells when the decode steps of a bound policy have cut every list to a budget that lasts.
 
     Args:
         bound: a policy by which entries leave while decoding.
@@ -38,12 +38,13 @@ class FixedSize:
         self._keep = keep_of(bound.lowered.decode)
 
     def holds(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
-        """Whether every list keeps as many entries at every later step at which some may leave.
+        """Whether every list keeps this number of entries whenever entries leave from now on.
 
-        Only if the model's tensors are finite.
+        Valid if the model's tensors are finite.
 
         Args:
-            counts: of every layer and KV head, entries that a step kept at which all lost some.
+            prompt: N tokens.
+            counts: [L][G] entries that each list kept at a step at which all lists lost some.
         """
         pairs = zip(self._taken(prompt, len(counts)), counts, strict=True)
         return all(number is not None and number < min(own) for number, own in pairs)
@@ -53,9 +54,9 @@ class FixedSize:
         return [self.taken(prompt, layer) for layer in range(layers)]
 
     def taken(self, prompt: int, layer: int) -> int | None:
-        """How many entries a list takes at most before it is filled up to a budget that lasts.
+        """Most entries that a list takes before it is filled up to a budget that lasts.
 
-        One that keeps more has been filled up, and is again. None if that is not known.
+        A list that keeps more was filled up, and will be again. None if the number is not known.
         """
         keep = self._keep
         while keep.op == "choose" and self._same(keep.args[1]):
@@ -70,7 +71,7 @@ class FixedSize:
         return sum(whole(self._bound.number(each, prompt, layer), _MOST) for each in numbers)
 
     def _numbers(self, taken: Node) -> list[Node] | None:
-        """Of a union of selections, how many entries each has at most; None if data decide it."""
+        """Counts of the selections in a union; None if data decide one of them."""
         if taken.op == "truth" and taken.value is False:
             return []
         if taken.op == "or":

@@ -1,7 +1,7 @@
 """GPUs for which costs are reckoned.
 
-Memory is what the driver reports, in MiB; rates are those of NVIDIA's data sheets: bytes per second
-of the memory, dense bfloat16 operations of tensor cores and float32 operations of the others.
+Memory is what the driver reports. Rates are from NVIDIA's data sheets: bytes of memory, dense
+bfloat16 operations of tensor cores, and float32 operations of the other cores, all per second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gpu:
         name: as on its data sheet.
         memory: bytes.
         bandwidth: bytes per second.
-        matrix, vector: operations per second, of tensor cores and of the others.
+        matrix, vector: operations per second, of tensor cores and of other cores.
         gap: seconds from the end of a small kernel to the next one's start, in a CUDA graph;
             assumed.
     """
@@ -37,7 +37,7 @@ class Gpu:
     gap: float
 
     def seconds(self, work: Work) -> float:
-        """How long work takes that is large enough to fill the GPU."""
+        """Seconds that work takes which is large enough to fill the GPU."""
         computed = work.matrix / self.matrix + work.vector / self.vector
         moved = work.moved / self.bandwidth
         return max(computed / MATRIX_REACHED, moved / MEMORY_REACHED)
@@ -49,5 +49,5 @@ GPUS = {
     "a100": Gpu("A100 SXM 80 GB", 81_920 << 20, 2.039e12, 312e12, 19.5e12, 2e-6),
     "l40s": Gpu("L40S", 46_068 << 20, 864e9, 362e12, 91.6e12, 2e-6),
 }
-# Of which a limit on cost and shares of a prefill are, where nobody names another.
+# The GPU for cost limits and shares of a prefill, unless another is named.
 USUAL_GPU = GPUS["h200"]

@@ -1,4 +1,4 @@
-"""Between which numbers a computed value lies, proven before any tensor is seen.
+"""Intervals in which computed values lie, proven before any tensor is seen.
 
 Interval arithmetic over the lowered rules, with the rules of the language: absent values do not
 count, what would be NaN is 0, and `x / sum[...](x)` of values that are not negative is at most 1.
@@ -22,8 +22,8 @@ class Intervals:
 
     Args:
         prompt: N tokens.
-        lengths: per layer the least and largest number of tokens there. Where they are still being
-            found, only layers that are done may be asked about.
+        lengths: [L] least and largest number of tokens at each layer. While `lengths.py` still
+            fills it in, only layers that are done may be asked about.
     """
 
     def __init__(self, bound: Bound, prompt: int, lengths: list[tuple[int, int]]) -> None:
@@ -31,7 +31,7 @@ class Intervals:
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
 
     def is_static(self, node: Node, layer: int | None = None) -> bool:
-        """Whether a node is a number known before the prefill, at a layer or at all of them."""
+        """Whether a node is a scalar known before the prefill, at a layer or (None) at all."""
         needs = self._bound.static.needs(node)
         if needs is None or "length" not in needs:
             return needs is not None
@@ -39,7 +39,7 @@ class Intervals:
         return all(low == high for low, high in ranges)
 
     def is_constant(self, node: Node) -> bool:
-        """Whether it is, and the same at every layer."""
+        """Whether a node is static, with the same value at every layer."""
         needs = self._bound.static.needs(node)
         if needs is None or "layer" in needs:
             return False
@@ -60,7 +60,7 @@ class Intervals:
     def of(self, node: Node, layer: int, given: frozenset[Node] = frozenset()) -> Interval:
         """Least and largest value that a number may have at a layer, where present.
 
-        `given` are conditions that hold wherever the value is looked at.
+        `given` are conditions that hold wherever the value is read.
         """
         return self._interval(node, layer if self.varies(node) else 0, given)
 
@@ -105,7 +105,7 @@ class Intervals:
     def _argument(
         self, node: Node, x: Node, layer: int, given: frozenset[Node] = frozenset()
     ) -> Interval:
-        """Between what an argument lies, at all the layers where its operation looks at it."""
+        """Interval of an argument over all layers at which the node's operation reads it."""
         if node.operation.kind is Kind.LOOK and node.when <= When.LAYER:
             layers = range(layer + 1)
         elif node.across_layers:
@@ -125,15 +125,16 @@ class Intervals:
         return most
 
     def _size(self, axis: str, layer: int) -> Number:
-        """How long an axis is at most."""
+        """Largest size of an axis; inf if it is not known."""
         group = self._bound.shape.group
         sizes = {"token": self._lengths[layer][1], "kv": self._kv, "group": group}
         return {**sizes, "layer": self._layers}.get(axis, math.inf)
 
     def contests(self, count: Node, layer: int) -> Number:
-        """How many contests `count[...](top[...](x, n))` counts the winners of, n of each at most.
+        """Number of contests whose winners one value of `count[...](top[...](x, n))` counts.
 
-        Winners of one contest that differ in an axis which is not counted are not counted together.
+        Each has at most n winners; those that differ in an axis which `count` keeps belong to
+        different values.
         """
         top = count.args[0]
         own = (*top.type.axes, "layer")
@@ -159,14 +160,14 @@ class Intervals:
             node = absent[0]
         left_out = sum(self._left_out(condition, axes, layer) for condition in masks)
         if node.type.absent:
-            # The last query sees every token, others may see only what is left out.
+            # The last query sees every token, others may see only tokens that the masks leave out.
             fewer = left_out > 0 and "query" not in axes
             if fewer or not self._is_seen(node, axes, layer):
                 return True
         return bool(masks) and left_out >= self._lengths[layer][0]
 
     def _is_seen(self, window: Node, axes: tuple[str, ...], layer: int) -> bool:
-        """Whether a window has a query, and a reduction goes along what it sees."""
+        """Whether a window surely has a query, and a reduction is over `query` or `token`."""
         if not {"query", "token"} & set(axes):
             return False
         return all(
@@ -175,7 +176,7 @@ class Intervals:
         )
 
     def _left_out(self, condition: Node, axes: tuple[str, ...], layer: int) -> Number:
-        """Tokens that a condition such as `not recent(n)` leaves out, over axes all reduced."""
+        """Most tokens that a condition like `not recent(n)` leaves out of a reduction, or inf."""
         if condition.op != "not" or set(condition.type.axes) - set(axes):
             return math.inf
         top = condition.args[0]

@@ -1,4 +1,4 @@
-"""What the rules of a bound policy keep, and sets of which one chooses among what others left over.
+"""`keep` of a bound policy, and token sets that choose among what other sets left over.
 
 Binding fills in `keep` where a policy has none.
 """
@@ -28,13 +28,13 @@ def heads_differ(sections: Sections) -> bool:
 
 
 def filling(fill: Node) -> tuple[Node, Node, Node]:
-    """By what the rest of a `fill` competes, what it takes before that, and its budget."""
+    """Score of a `fill`, by which the rest competes, the set taken before, and the budget."""
     score, taken, missing, _ = fill.args
     return score, taken, missing.args[0]
 
 
 def is_rest(node: Node, taken: Node) -> bool:
-    """Whether a value is there only outside of a set: `mask(x, not taken)`."""
+    """Whether a value is `mask(x, not taken)`, present only outside of a set."""
     return node.op == "mask" and node.args[1].op == "not" and node.args[1].args[0] is taken
 
 
@@ -44,18 +44,18 @@ def chooses_after(taken: Node, right: Node) -> bool:
 
 
 def present_outside(x: Node, taken: Node) -> bool:
-    """Whether a value is there at every token that is not in `taken`."""
+    """Whether a value is present at every token that is not in `taken`."""
     if not x.type.absent:
         return True
     if x.op == "mask":
         return any(is_rest(x, part) for part in _parts(taken)) and present_outside(x.args[0], taken)
-    if x.operation.kind is Kind.LOOK:  # at layers that there are not
+    if x.operation.kind is Kind.LOOK:  # absent at layers that do not exist
         return False
     return bool(x.args) and all(present_outside(each, taken) for each in x.args)
 
 
 def _parts(taken: Node) -> list[Node]:
-    """The sets of which a set is the union, itself included."""
+    """A set and, if it is a union, the sets in it."""
     if taken.op != "or":
         return [taken]
     return [taken, *(part for each in taken.args for part in _parts(each))]

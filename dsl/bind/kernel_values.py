@@ -1,4 +1,4 @@
-"""Values that generated kernels can compute, or need no tensor for."""
+"""Which values generated kernels can compute, and which of them need no tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.written import written
 from kvpolicy.dsl.ops.operations import Kind
 
-# Whole exponents up to this one are products, which float32 computes as well as float64 powers.
+# Whole exponents whose powers are products, for which float32 does as well as float64 powers.
 _POWERS = (1, 2, 3, 4)
 
 
@@ -18,7 +18,7 @@ def written_window(node: Node) -> str:
 
 
 def window_key(node: Node, bound: Bound, steps: bool) -> tuple[object, ...]:
-    """Equal for windows that always have the same queries, in a prefill or at decode `steps`."""
+    """A key that windows share if their queries are the same, in a prefill or at decode `steps`."""
     if not node.args:
         return (node.value,) if steps else ("all",)  # in a prefill all tokens are new
     count = node.args[0]
@@ -45,7 +45,7 @@ def inlined(node: Node, bound: Bound) -> bool:
 
 
 def looks_across(node: Node, bound: Bound) -> bool:
-    """Whether a value follows from those of other layers."""
+    """Whether a value depends on data of other layers."""
     return any(each.across_layers for each in node.walk() if bound.static.needs(each) is None)
 
 
@@ -56,7 +56,7 @@ def is_end(node: Node, bound: Bound) -> bool:
 
 
 def exponent(node: Node) -> float | None:
-    """The exponent of a power that a kernel can compute: 1, 2, 3, 4 or 1/2."""
+    """The exponent of a power that a kernel can compute: 1, 2, 3, 4 or 1/2; None: another."""
     power = node.args[1]
     if power.op != "number":
         return None
@@ -65,7 +65,7 @@ def exponent(node: Node) -> float | None:
 
 
 def finite(node: Node) -> bool:
-    """Whether no present value can be infinite, for values made inside kernels."""
+    """Whether every present value of a node made inside kernels is finite."""
     row = node.operation
     if row.always_finite or node.type.kind == "truth":
         return True

@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 
 def lengths(bound: Bound, prompt: int) -> list[Range]:
-    """Least and largest number of tokens at each of the L layers, of the pass that is kept."""
+    """[L] least and largest number of tokens at each layer, in the pass whose entries are kept."""
     layers = range(bound.shape.layers)
     if bound.lowered.propagate is None:
         return [(prompt, prompt) for _ in layers]
@@ -32,7 +32,10 @@ def lengths(bound: Bound, prompt: int) -> list[Range]:
 
 
 def computed(bound: Bound, prompt: int) -> list[int]:
-    """The most tokens that layers compute, of both passes where the prefill begins again."""
+    """Largest number of tokens that each layer computes, in the order of computation.
+
+    With a restart the layers of the first pass come first, then those of the second.
+    """
     reached = [high for _, high in lengths(bound, prompt)]
     layer = bound.propagation_layer(prompt)
     if not bound.restarts or layer == len(reached):  # the second pass never begins
@@ -41,16 +44,16 @@ def computed(bound: Bound, prompt: int) -> list[int]:
 
 
 class _Lengths:
-    """Ranges of the layers done so far; deeper ones have those of the last one done."""
+    """Ranges of the layers done so far; deeper ones still have the prompt's length."""
 
     def __init__(self, bound: Bound, rules: Propagate, prompt: int) -> None:
         self.rules = rules
         self.ranges: list[Range] = [(prompt, prompt)] * bound.shape.layers
         self.numbers = Intervals(bound, prompt, self.ranges)
-        self.done: bool | None = False  # whether `first` held at a layer before; None: perhaps
+        self.done: bool | None = False  # whether `first` held at an earlier layer; None: perhaps
 
     def restarted(self) -> Range:
-        """The number of tokens of the second pass, or of the first where none may follow."""
+        """Number of tokens of the second pass, or of the first if it may be the only one."""
         ranges: list[Range] = []
         for layer in range(len(self.ranges)):
             acts = self._acts(layer)
@@ -63,7 +66,7 @@ class _Lengths:
         return _hull(ranges)
 
     def after(self, layer: int) -> Range:
-        """The tokens that a layer hands on."""
+        """Number of tokens that a layer hands on."""
         acts = False if self.done else self._acts(layer)
         stays = self.ranges[layer]
         if acts is False:

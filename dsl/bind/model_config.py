@@ -15,7 +15,7 @@ from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused, why
 # Llama 3.1 8B, for what needs a model and is given none.
 USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
 _VOCABULARY = 128_256  # where a config does not say it
-# Other keys of the same sizes.
+# Other keys under which a config may give a size.
 _KEYS = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -27,7 +27,7 @@ _KEYS = {
     "num_experts_per_tok": ("moe_k", "moe_topk"),
     "n_shared_experts": ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
 }
-# Types of models: MLPs without a gate; one matrix for embedding and head where none says otherwise.
+# Model types whose MLPs have no gate; prefixes of those that tie embedding and head by default.
 _NO_GATE = (
     "apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "nemotron", "opt",
     "phi", "starcoder2",
@@ -41,15 +41,16 @@ class ModelConfig:
     """What `explain` and `diff` need to know of a model.
 
     Attributes:
-        name: of the folder or file it was read from.
+        name: the folder or file that it was read from.
+        shape: sizes that a policy may depend on.
         hidden, intermediate: widths of the residual stream and of the MLP (for a mixture of
-            experts: of the experts that one token uses, together).
-        experts: width of all experts of a layer together, that of the MLP without a mixture.
-        embeddings: numbers of the embedding and of the matrix that gives tokens, one if they are.
-        vocabulary: tokens.
+            experts: summed over the experts that one token uses).
+        experts: width summed over all experts of a layer; without a mixture, `intermediate`.
+        embeddings: weights of the embedding and of the output head, counted once if tied.
+        vocabulary: number of tokens.
         dtype: as SGLang serves it by default.
-        kv_bytes: bytes of one cached number.
-        matrices: of an MLP, one of them a gate's if there are three.
+        kv_bytes: bytes of one number of the weights or the cache.
+        matrices: number of matrices of an MLP: 3 with a gate, else 2.
     """
 
     name: str
@@ -65,16 +66,16 @@ class ModelConfig:
 
     @property
     def _attention(self) -> int:
-        """Weights of a layer's projections."""
+        """Number of weights of a layer's attention projections."""
         heads, kv = self.shape.heads, self.shape.kv_heads
         return self.hidden * (2 * heads + 2 * kv) * self.shape.head_dim
 
     def _used(self) -> int:
-        """Weights of a layer that one token is multiplied by."""
+        """Number of weights of a layer that one token is multiplied by."""
         return self._attention + self.matrices * self.hidden * self.intermediate
 
     def _read(self, tokens: int) -> float:
-        """Weights of a layer that so many tokens read, each choosing experts by chance."""
+        """Expected number of weights of a layer that tokens read, if each draws its experts."""
         missed = (1 - self.intermediate / self.experts) ** tokens
         return self._attention + self.matrices * self.hidden * self.experts * (1 - missed)
 
@@ -85,7 +86,7 @@ class ModelConfig:
         return self.kv_bytes * (self.shape.layers * layer + self.embeddings)
 
     def layer_work(self, tokens: int) -> Work:
-        """A layer of a prefill: its matrices and causal attention, and the weights read once."""
+        """Work of a layer of a prefill: matrices, causal attention, weights read once."""
         pairs = self.shape.heads * tokens * (tokens + 1) / 2
         return Work(
             matrix=2.0 * tokens * self._used() + 4.0 * self.shape.head_dim * pairs,
@@ -94,14 +95,15 @@ class ModelConfig:
         )
 
     def prefill_work(self, tokens: int) -> Work:
-        """A prefill: all layers."""
+        """Work of all layers of a prefill."""
         return sum((self.layer_work(tokens) for _ in range(self.shape.layers)), Work())
 
     def decode_work(self, requests: int, entries: float) -> Work:
-        """A decode step: the weights are read once, and every request's entries.
+        """Work of a decode step: weights read once, and the entries of every request.
 
         Args:
-            entries: of one request, over all layers and KV heads.
+            requests: B.
+            entries: entries of one request, summed over layers and KV heads.
         """
         shape, head = self.shape, self.hidden * self.vocabulary
         asked = requests * entries * shape.group
@@ -114,7 +116,7 @@ class ModelConfig:
         )
 
     def kv_size(self, entries: int) -> int:
-        """Bytes of that many entries: a key and a value of one layer and KV head each."""
+        """Bytes of `entries` entries, each a key and a value of one layer and KV head."""
         return entries * 2 * self.shape.head_dim * self.kv_bytes
 
 
@@ -122,7 +124,7 @@ def read_config(path: str | Path) -> ModelConfig:
     """A model's sizes.
 
     Args:
-        path: of a `config.json` or of its folder.
+        path: a `config.json` or its folder.
 
     Raises:
         PolicyError: the file cannot be used.
@@ -148,10 +150,10 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
 
     Args:
         name: of the model, for messages.
-        values: by key, as transformers' `PretrainedConfig.to_dict()` gives them too.
+        values: by key, also as transformers' `PretrainedConfig.to_dict()` gives them.
 
     Raises:
-        PolicyError: a size is missing or none.
+        PolicyError: a size is missing, or is not accepted.
     """
     text = values.get("text_config")
     config = text if isinstance(text, Mapping) else values
@@ -173,7 +175,7 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
     embeddings = hidden * vocabulary * (1 if tied is True else 2)
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     dtype = dtype.removeprefix("torch.")
-    if dtype == "float32":  # SGLang serves it so, unless it is told `--dtype`
+    if dtype == "float32":  # SGLang serves these as float16, unless given `--dtype`
         dtype = "float16"
     return ModelConfig(
         name, shape, hidden, used, experts, embeddings, vocabulary, dtype, _BYTES.get(dtype, 2),
@@ -182,20 +184,20 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _kv_heads(name: str, config: Mapping[str, Any], heads: int) -> int:
-    """Of Falcon and GPTBigCode one, whatever number their config says besides."""
+    """Number of KV heads; 1 with `multi_query` (Falcon, GPTBigCode), whatever else is given."""
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         return 1
     return _size(name, config, "num_key_value_heads", heads)
 
 
 def _widths(name: str, config: Mapping[str, Any], mlp: int) -> tuple[int, int]:
-    """Widths of the MLP: of what one token uses, and of all experts.
+    """Widths of a layer's MLP, summed over the experts that one token uses and over all experts.
 
     Args:
-        mlp: of a layer without experts.
+        mlp: width of an MLP without experts.
     """
     there, chosen = _given(config, "num_experts"), _given(config, "num_experts_per_tok")
-    # Dense models of classes that can have experts say 0.
+    # Dense models of a class that may have experts give 0.
     if there == 0 or chosen == 0 or (there is None and chosen is None):
         return mlp, mlp
     width = _size(name, config, "moe_intermediate_size", mlp)
@@ -208,7 +210,7 @@ def _widths(name: str, config: Mapping[str, Any], mlp: int) -> tuple[int, int]:
 
 
 def _given(config: Mapping[str, Any], key: str) -> Any:
-    """What a config says of a size, by whichever key; None: nothing."""
+    """The value of a size under its key or another one of `_KEYS`; None: not given."""
     names = (key, *_KEYS.get(key, ()))
     return next((config[each] for each in names if config.get(each) is not None), None)
 
@@ -216,7 +218,7 @@ def _given(config: Mapping[str, Any], key: str) -> Any:
 def _size(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _given(config, key)
     if isinstance(value, list) and value and all(type(each) is int for each in value):
-        value = max(value)  # of each layer
+        value = max(value)  # one per layer
     if value is None:
         value = default
     if value is None:

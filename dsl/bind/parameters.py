@@ -31,10 +31,10 @@ def environment(
     length: int | None = None,
     generated: int | None = None,
 ) -> Env:
-    """What `host.evaluate` needs: model sizes, parameters, and what else is given.
+    """The environment for `host.evaluate`: model sizes, parameters, and arguments that are given.
 
-    `length` is the number of tokens at the layer; left out, nothing has been propagated and it is
-    the prompt's. `generated` counts decode steps.
+    `length` is the number of tokens at the layer; None: `prompt`, as nothing was propagated.
+    `generated` is the number of the decode step, from 1.
     """
     env: dict[str, Value] = {
         "layers": Fraction(shape.layers),

@@ -1,9 +1,9 @@
-"""Whether the layers of a model can be computed apart, in stages (pipeline parallelism).
+"""Whether a policy can be decided apart, in stages of a model's layers (pipeline parallelism).
 
-Each stage has some of the layers and decides for these. That is the policy's decision where nothing
-in it looks at other layers by values that only data know; and where layers are compared by a number
-each, at the prompt's end, if stages tell each other these numbers. All of them have to know then
-how many entries every layer keeps without asking again, so that has to follow from numbers too.
+Each stage decides for its own layers. That gives the policy's decision if nothing in it reads data
+of other layers; also if layers are compared by one number each at the prompt's end, and stages
+exchange these numbers. All stages must then know how many entries every layer keeps without another
+exchange, so that these numbers of entries must follow from the exchanged ones.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, rules_roots, state_r
 
 
 def apart(bound: Bound) -> str | None:
-    """What keeps the stages of a model from deciding each for its own layers; None: nothing.
+    """Why stages cannot decide each for its own layers, as a clause; None: they can.
 
-    They may have to tell each other numbers: `exchanged`.
+    They may have to exchange numbers: `exchanged`.
     """
     if bound.program.share is not None:
         return "layers are stored in pairs (`share:`), and those of a pair may lie in two stages"
@@ -37,7 +37,7 @@ def apart(bound: Bound) -> str | None:
 
 
 def exchanged(bound: Bound) -> tuple[Node, ...]:
-    """Numbers of every layer that stages tell each other, of a policy that they decide `apart`."""
+    """Nodes whose number of every layer the stages of a policy decided `apart` exchange."""
     compared = [each for node in _read(bound) if _looks(node) for each in node.args]
     if not compared:
         return ()
@@ -48,7 +48,7 @@ def exchanged(bound: Bound) -> tuple[Node, ...]:
 
 
 def _read(bound: Bound) -> Iterator[Node]:
-    """Every value of the prefill that decides what is kept, then and later."""
+    """Every node of the prefill that decides what is kept, in the prefill and in decode."""
     rules, later = bound.lowered.prefill, bound.lowered.decode
     roots = [keep_of(rules), *rules.decided.values()]
     if later is not None and rules.budget is not None:
@@ -62,12 +62,12 @@ def _decoding(bound: Bound) -> list[Node]:
 
 
 def _looks(node: Node) -> bool:
-    """Whether a value looks at layers that another stage has, by what only data know."""
+    """Whether a value reads data of other layers."""
     return node.across_layers and not _is_planned(node)
 
 
 def _is_planned(node: Node) -> bool:
-    """Whether every stage computes a value for all layers once it knows the prompt's length."""
+    """Whether every stage can compute a value for all layers from the prompt's length."""
     return node.when <= When.PROMPT and not set(node.type.axes) - {"token"}
 
 
@@ -77,7 +77,7 @@ def _compares_numbers(node: Node) -> bool:
 
 
 def _is_number(node: Node) -> bool:
-    """Whether a layer's value is one number, and follows from its own data or from comparisons."""
+    """Whether a layer's value is one number, of its own data or of comparisons of such numbers."""
     if node.type.axes:
         return False
     return node.when < When.END or all(map(_is_number, node.args))

@@ -1,4 +1,4 @@
-"""Whether a policy holds the cache of a request that decodes at a size."""
+"""Whether a policy bounds the cache of a decoding request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.ir.nodes import Node
 
-ENDLESS = 1 << 62  # a prompt of which every policy that holds a size drops something
+ENDLESS = 1 << 62  # tokens of a prompt of which every policy that bounds the cache drops some
 
 
 def is_steady(bound: Bound) -> bool:
@@ -21,7 +21,7 @@ def is_steady(bound: Bound) -> bool:
 
 
 def _size(node: Node | None) -> tuple[object, ...] | None:
-    """What decides how many entries a token set holds: all but what is compared."""
+    """All that decides how many entries a token set holds: everything but the scores."""
     if node is None:
         return None
     arguments = node.args[1:] if node.op == "top" else node.args

@@ -5,8 +5,8 @@
 While no entry leaves, what T steps add to an entry is the sum over their T queries, if an entry
 gets nothing from the queries before its own: `Step` says that values per query and token are
 absent where the token comes after the query. Maxima, decay, values that differ from step to step,
-other states and what may become infinite (of both signs, so that the order of a sum would count)
-are computed step by step instead.
+other states and what may become infinite (with both signs, the order of a sum would matter) are
+computed step by step instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SumStates:
         self._static = static
 
     def state(self, state: State) -> bool:
-        """Whether what several steps make of a state is one sum over their queries."""
+        """Whether several steps change a state by one sum over their queries."""
         if state.start is not None and not self.constant(state.start):
             return False
         return state.next is None or self._adds(state.next, "token" in state.type.axes)
@@ -41,7 +41,7 @@ class SumStates:
         return (row.elementwise or row.is_reduction) and all(map(self.constant, node.args))
 
     def _adds(self, node: Node, by_token: bool) -> bool:
-        """Whether a value is `before` and what the step's query gives."""
+        """Whether a value is `before` plus what the step's query gives."""
         if node.op == "before":
             return True
         if not node.operation.sums or len(node.args) != 2:
@@ -56,8 +56,8 @@ class SumStates:
         """Whether the sum of a value over several steps is its value for all their queries.
 
         Args:
-            by_token: it has to be a value per token: one for all tokens would be added to entries
-                before they are there.
+            by_token: whether the value must have the axis `token`: one for all tokens would be
+                added to entries before they exist.
         """
         if by_token and "token" not in node.type.axes:
             return False
@@ -79,7 +79,7 @@ class SumStates:
         return self._static.needs(node) is not None and self.constant(node)
 
     def _of_query(self, node: Node) -> bool:
-        """Whether a query's value is the same, and finite, when other queries are there too."""
+        """Whether a query's value is finite and does not depend on the other queries."""
         row = node.operation
         if self._static.needs(node) is not None or row.steady:
             return self.constant(node)

@@ -1,11 +1,11 @@
-"""How much work it is to compute a value of a policy; how long it takes, a GPU says (gpu.py).
+"""Work of computing a value of a policy: operations and bytes, which `gpu.py` turns into seconds.
 
-Counts are of the work that the definition asks for, as the generated kernels share it out: a
-multiplication and an addition of a matrix product are 2; any other step is 1 per value, pooling
-its width; a selection of the best of M values is log2(M) per value. `logits` take one pass over the
-keys; attention takes two, one for the sums of its softmax, unless the prefill's own attention hands
-these over. No pair of a query and a later token counts. What has an axis `query`, `dim` or
-`channel` never leaves a kernel; other values are read and written as float64.
+The work is that of the definition, divided as generated kernels divide it. A multiplication and an
+addition of a matrix product count as 2; any other step as 1 per value, pooling as its width; a
+selection of the best of M values as log2(M) per value. `logits` take one pass over the keys;
+attention takes two, one for the sums of its softmax, unless the prefill's own attention hands these
+over. Pairs of a query and a later token do not count. Values with an axis `query`, `dim` or
+`channel` never leave a kernel; other values are read and written as float64.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of a layer, D head size, W queries.
 """
@@ -29,7 +29,7 @@ SOFTMAX = 5  # scale, subtract, exponential, sum, divide
 
 _INSIDE = frozenset(("query", "dim", "channel"))
 _VALUE = 8  # bytes of float64
-_PASSES = 4  # of a selection over what it chooses from
+_PASSES = 4  # of a selection over its candidates
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,17 @@ class Work:
 
 
 class Sizes:
-    """How many numbers the values of one layer have.
+    """Sizes of the values of one layer, and the work of computing them.
 
     Args:
+        bound: the policy.
         prompt: N tokens of the prompt.
         layer: from 0.
         length: tokens that reach the layer.
         kept: entries that stay per KV head; the others are dropped.
         element: bytes of one number of queries, keys and values.
-        step: of a decode step, at which every query is asked about all entries.
-        attended: attention hands over the log-sum-exp of its logits.
+        step: whether it is a decode step, where every query sees all entries.
+        attended: whether attention hands over the log-sum-exp of its logits.
     """
 
     def __init__(
@@ -97,19 +98,19 @@ class Sizes:
 
     @once
     def queries(self, node: Node) -> int:
-        """The axis `query` of a value: that of the widest window in it."""
+        """Size of the axis `query` of a value: that of its widest window."""
         if node.operation.is_window:
             return self.window(node)
         return max(map(self.queries, node.args), default=0)
 
     def window(self, node: Node) -> int:
-        """Queries of one window."""
+        """Number of queries of one window."""
         if self.step and not node.args:
             return 1
         return self.bound.window(node, self.prompt, self.layer, self.tokens)
 
     def of(self, node: Node) -> float:
-        """Numbers of a value; of queries and tokens only pairs in which the token is not later."""
+        """Numbers in a value; pairs of a query and a later token do not count."""
         axes = set(node.type.axes)
         size = float(math.prod(self.axes.get(axis, 1) for axis in axes - {"query", "token"}))
         if "query" not in axes:
@@ -118,13 +119,13 @@ class Sizes:
         return size * (self.pairs(queries) if "token" in axes else queries)
 
     def pairs(self, queries: int) -> float:
-        """Pairs of one of the last queries and a token that is not after it."""
+        """Number of pairs of one of the last `queries` queries and a token that it sees."""
         if self.step:
             return float(queries * self.tokens)
         return queries * self.tokens - queries * (queries - 1) / 2
 
     def work(self, node: Node) -> Work:
-        """Computing one value of one layer, its arguments being there."""
+        """Work of computing a value at one layer from its arguments."""
         own, inner = self.of(node), max(map(self.of, node.args), default=0.0)
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
         row = node.operation
@@ -151,7 +152,7 @@ class Sizes:
         return whole(width, 2 * self.tokens)
 
     def _order(self, node: Node) -> float:
-        """Steps for each value of a selection, by how many compete."""
+        """Steps per value of a selection: log2 of the number of values that compete, at least 1."""
         axes = node.axes or ("token",)
         layers = self.bound.shape.layers
         competing = math.prod(
@@ -161,7 +162,7 @@ class Sizes:
         return max(1.0, math.log2(max(2, competing)))
 
     def _nearest(self) -> Work:
-        """Every dropped entry beside every kept one, by cosines."""
+        """Work of `nearest`: cosines of every dropped entry with every kept one."""
         pairs = float(self.axes["kv"] * self.kept * self.axes["dropped"])
         size = self.axes["dim"]
         both = self.axes["kv"] * self.tokens * size * self.element
