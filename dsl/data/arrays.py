@@ -51,7 +51,7 @@ def union(*arrays: Array) -> tuple[str, ...]:
 
 
 def elementwise(function: Callable[..., np.ndarray], *arrays: Array) -> Array:
-    """Applies a function by name of axes; absent in, absent out; NaN counts as 0."""
+    """A function of arrays aligned by axis names; absent where one is absent; NaN is 0."""
     axes = union(*arrays)
     parts = [array.to(axes) for array in arrays]
     present = np.logical_and.reduce(np.broadcast_arrays(*(there for _, there in parts)))
@@ -106,7 +106,7 @@ def snapped(x: np.ndarray) -> np.ndarray:
 
 
 def reduce(function: Callable[..., np.ndarray], x: Array, axes: Sequence[str]) -> Array:
-    """A reduction over named axes: a function of data, where these are present, and dimensions."""
+    """A reduction over named axes; `function` takes data, presence and dimensions to reduce."""
     rest = tuple(axis for axis in x.axes if axis not in axes)
     with np.errstate(all="ignore"):
         data = function(x.data, x.present, tuple(x.axes.index(axis) for axis in axes))
@@ -114,7 +114,7 @@ def reduce(function: Callable[..., np.ndarray], x: Array, axes: Sequence[str]) -
 
 
 def order(x: Array, axes: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Places of the values among those that compete: 0 for the highest, present ones first.
+    """Places of values among those that compete: 0 for the highest, present ones first.
 
     Equal float32 values come in the order of `axes` as written, lower index first.
 
@@ -132,7 +132,7 @@ def order(x: Array, axes: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def named(axes: Sequence[str], data: np.ndarray) -> Array:
-    """An array from values whose dimensions come in any order of names."""
+    """An array from values with a name for each dimension, in any order."""
     turn = sorted(range(len(axes)), key=lambda i: ORDER.index(axes[i]))
     return Array.of([axes[i] for i in turn], np.asarray(data).transpose(turn))
 

@@ -1,7 +1,7 @@
 """Recorded tensors of one prompt, and of decode steps after it: the npz files of `kvpolicy run`.
 
-Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, T decode steps, D head
-size.
+Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, W recorded queries, T
+decode steps, D head size.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _OTHERS = {"inv_freq": "[D / 2]"}
 
 @dataclass(frozen=True)
 class Recording:
-    """The arrays of a file, float32 (`inv_freq` float64).
+    """The arrays of a file, float32 (`inv_freq` as stored).
 
     Attributes:
-        path: for messages.
-        q: [L, H, T, D], the last T queries of the prompt; k, v: [L, G, N, D].
-        steps: those of decode steps, or None.
+        path: the file, for messages.
+        q: [L, H, W, D], the last W queries of the prompt.
+        k, v: [L, G, N, D].
+        steps: queries, keys and values of decode steps, or None.
         inv_freq: [D / 2], or None.
     """
 
@@ -46,7 +47,7 @@ class Recording:
         return ModelShape(self.q.shape[0], self.q.shape[1], self.k.shape[1], self.q.shape[3])
 
     def check_queries(self, bound: Bound) -> None:
-        """Refuses other queries than all, or at least those that the policy reads."""
+        """Refuses fewer last queries than the policy reads, or more than tokens."""
         tokens, queries = self.k.shape[2], self.q.shape[2]
         needed = bound.queries(tokens)
         if not needed <= queries <= tokens:
@@ -61,8 +62,8 @@ def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there
     Args:
         prompt: N tokens.
         layer: from 0.
-        known: how many of the layer's last queries were recorded.
-        there: how many tokens reached it.
+        known: number of the layer's last queries that were recorded.
+        there: number of tokens that reached it.
     """
     wanted = min(bound.queries(prompt), there)
     if known < wanted:
@@ -105,7 +106,7 @@ def _stored(where: str) -> dict[str, np.ndarray]:
 
 
 def _problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
-    """What is wrong with the arrays of a file; only the first may be asked for."""
+    """What is wrong with the arrays of a file; after the first problem, the rest may raise."""
     missing = [name for name in _PROMPT if name not in arrays]
     if missing:
         have = ", ".join(f"`{name}`" for name in arrays) or "nothing"

@@ -14,8 +14,8 @@ from kvpolicy.dsl.data.arrays import Array
 
 # Queries [T, L, H, D], keys and values [T, L, G, D] of T decode steps, after RoPE.
 Steps = tuple[np.ndarray, np.ndarray, np.ndarray]
-# A value of a layer: one number, lists of them (one per KV head, for example), or None where there
-# is none (yet).
+# A value of a layer: one number, lists of them (one per KV head, for example), or None if it has
+# none so far.
 LayerValue = float | list[Any] | None
 
 
@@ -52,7 +52,7 @@ class Result:
         scores: per layer, float64 [G, N], NaN where absent; None if the policy has none.
         selected_layer: the layer at which `propagate.first` held; None if it never did.
         propagated: for `first` the positions that went deeper, ascending; for `every` such a list
-            for each layer that acted, by layer; None if nothing was propagated.
+            by layer, for layers that acted; None if nothing was propagated.
         positions: the positions at which the layers after the propagation, or the second pass of a
             restart, see the propagated tokens; None if nothing was propagated.
         merged: per layer (k, v), float64 [G, N, D]: the vectors as they are cached at the end of

@@ -1,4 +1,4 @@
-"""Arithmetic rules of the language that every execution shares: when a computed number decides.
+"""Arithmetic that every execution shares, for computed numbers that decide.
 
 Two executions may add the same floats in another order, so a number that should be a whole one can
 come out a few units in the last place above or below it. Where a number is turned into a count
@@ -35,7 +35,7 @@ def floored(x: Number) -> Number:
 
 
 def index(x: Number, size: int) -> int | None:
-    """The place, among `size`, that a number names; None if it names none."""
+    """A number as an index from 0 to `size` - 1; None if it is none."""
     x = snap(x)
     return int(x) if 0 <= x < size and x == int(x) else None
 
@@ -47,11 +47,11 @@ def split(
     *,
     cascade: bool = False,
 ) -> list[int]:
-    """`split[layer]`, or `cascade[layer]`, of numbers that may be computed ones; see split.py.
+    """`split[layer]`, or `cascade[layer]`, of numbers that may be computed; see `ir/split.py`.
 
-    Weights decide who gets the odd entries, so that computed ones are rounded to float32.
+    Computed weights are rounded to float32, because they decide which layers get the odd entries.
     """
-    from ctypes import c_float  # takes long, and is needed by no check
+    from ctypes import c_float  # slow to import, and no check needs it
 
     weights = [c_float(x).value if isinstance(x, float) else x for x in weights]
     caps = None if maxima is None else [whole(maximum, _LARGE) for maximum in maxima]
@@ -60,21 +60,22 @@ def split(
 
 
 def seed(x: Number) -> int:
-    """The whole number by which a number seeds `uniform`; an infinity is 0."""
+    """A number as the seed of `uniform`: floored, 0 for an infinity."""
     return math.floor(snap(x)) if math.isfinite(x) else 0
 
 
 def hashed(seed: int, layer: int, kv: Any, token: Any, generated: int = 0) -> Any:
-    """Uniform whole numbers from 0 to 2^32 - 1 from a counter, the same in every execution.
+    """Uniform whole numbers from 0 to 2^32 - 1, a hash that is the same in every execution.
 
     Args:
-        seed, layer, generated: integers; decode steps, this one included, 0 in the prefill.
+        seed, layer: integers.
         kv, token: int64 arrays (numpy or torch) that broadcast against each other.
+        generated: number of the decode step, from 1; 0 in the prefill.
     """
     bits = 0xFFFFFFFF
     state = (seed & bits) + 0 * kv
     for part in (layer, kv, token, generated):
-        # Both factors are below 2**31, so that no product leaves int64.
+        # Both constants are below 2**31, so that their products with 32 bits fit into int64.
         state = (state + 0x9E3779B9 * (part + 1)) & bits
         state = ((state ^ (state >> 16)) * 0x21F0AAAD) & bits
         state = ((state ^ (state >> 15)) * 0x735A2D97) & bits
@@ -85,8 +86,8 @@ def hashed(seed: int, layer: int, kv: Any, token: Any, generated: int = 0) -> An
 def cluster(values: Sequence[Number], k: int) -> list[int]:
     """Labels of the best 1-D k-means of `values`; label 0 has the lowest mean.
 
-    Optimal by dynamic programming over the sorted values (O(k * L^2)); of equal partitions the one
-    whose later clusters are larger. With fewer distinct values than `k`, some labels are unused.
+    Optimal by dynamic programming over the sorted values (O(k * L^2)); of equally good partitions
+    the one with larger later clusters. With fewer distinct values than `k`, some labels are unused.
     """
     order = sorted(range(len(values)), key=lambda i: (values[i], i))
     x = [float(values[i]) for i in order]

@@ -30,12 +30,12 @@ def in_order(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def union(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """The axes of a combination by name."""
+    """The axes of nodes that are combined by name, in the canonical order."""
     return in_order(axis for node in nodes for axis in node.type.axes)
 
 
 def extents(nodes: Iterable[Node], axis: str) -> list[Extent]:
-    """Along what an axis runs in the nodes that have it: one, if they can be combined."""
+    """The different extents of an axis among nodes; at most one, if they can be combined."""
     found = (node.type.extent(axis) for node in nodes)
     return list(dict.fromkeys(x for x in found if x is not None))
 
@@ -79,7 +79,11 @@ class Graph:
 
         `axes` are the result's, `over` the operation's own; `when` is the earliest moment apart
         from the arguments; `absent` defaults to whether an argument may be absent; `extent` is
-        that of an axis which the operation makes. Arguments have one window, `windows`.
+        that of an axis which the operation makes. The arguments have at most one of each axis'
+        `extents`.
+
+        Raises:
+            TooLarge: the graph has too many nodes or is too deep.
         """
         row = OPERATIONS[op]
         result = union(args) if axes is None else axes
@@ -103,7 +107,7 @@ class Graph:
         return self.nodes[key]
 
     def literal(self, node: Node) -> Value | None:
-        """The value of a number that literals alone decide; None: something else does."""
+        """The value of a node that literals alone decide; None: another node."""
         try:
             return self._literals(node)
         except NotStatic:
@@ -111,10 +115,10 @@ class Graph:
 
     @once
     def meaning(self, node: Node) -> int:
-        """A number that is the same for expressions which mean the same by their definition.
+        """A number that expressions of the same definition share.
 
-        Literals are computed, names of lets do not matter, nor the order of a sum or product.
-        Parameters stay what they are: two of them may be set apart.
+        Literals are computed; names of lets and the order of commutative arguments do not matter.
+        Two parameters never mean the same, because they may be set apart.
         """
         parts = [self.meaning(each) for each in node.args]
         if node.operation.commutative:
@@ -127,7 +131,7 @@ class Graph:
 
     @staticmethod
     def _across_layers(row: Operation, when: When) -> When:
-        """`past` and `at` look only at layers already done; the rest waits for the last layer."""
+        """When it is known: `past` and `at` need only layers already done, others the last one."""
         if when in (When.LOAD, When.PROMPT, When.STEP) or row.kind is Kind.LOOK:
             return when
         return When.END
@@ -140,7 +144,7 @@ class Graph:
         origin: str | None = None,
         span: Span | None = None,
     ) -> Node:
-        """A copy of a node that differs in what is given."""
+        """A copy of a node with the name, origin or span that is given."""
         key = ("relabel", node, name, origin, span)
         if key not in self.nodes:
             copy = replace(

@@ -1,12 +1,12 @@
-"""Reductions across KV heads, written so that little has to be known of other heads.
+"""Rewrites reductions across KV heads so that little of other heads is read.
 
     sum[kv, a](x)    sum[kv](sum[a](x))
-    mean[kv, a](x)   sum[kv](sum[a](x)) / sum[kv](count[a](x)), where the first sum over dropped
-                     entries is mean[a](x) * count[a](x), as there is a kernel for it
+    mean[kv, a](x)   sum[kv](sum[a](x)) / sum[kv](count[a](x)); over dropped entries sum[a](x) is
+                     mean[a](x) * count[a](x), as there is a kernel for that
     var[kv, a](x)    mean[kv, a]((x - mean[kv, a](x))^2)
 
-and so on: what is reduced over the KV heads has been reduced over all else before. Where the heads
-lie on several ranks, only that is gathered.
+and so on: a value is reduced over KV heads after all other axes. Where the heads lie on several
+ranks, only these reduced values are gathered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def across_heads(node: Node) -> bool:
 
 class _Rewriting:
     def __init__(self) -> None:
-        self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by what they are
+        self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by operation and arguments
 
     @once
     def visit(self, node: Node) -> Node:

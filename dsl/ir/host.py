@@ -25,8 +25,9 @@ def evaluate(node: Node, env: Mapping[str, Value]) -> Value:
 
     Args:
         node: a number or condition without axes.
-        env: values of `layers`, `heads`, `kv_heads`, `layer`, `prompt`, `length`, `budget` and
-            `param:NAME`; what is missing is not known. Reductions over `layer` need `layers`.
+        env: values of `layers`, `heads`, `kv_heads`, `layer`, `prompt`, `length`, `generated`,
+            `budget` and `param:NAME`; a missing one is not known. Reductions over `layer` need
+            `layers`.
 
     Returns:
         An exact Fraction or a bool; a float after `cos`, `exp`, `log`, `sqrt`, irrational powers
@@ -52,10 +53,10 @@ def evaluator(env: Mapping[str, Value]) -> Callable[[Node], Value]:
 
 
 def truth(condition: Node, known: Callable[[Node], Value | None]) -> bool | None:
-    """Whether a condition holds, where what is known of its parts says it; None: data decide.
+    """Whether a condition holds, by the known values of its parts; None: data decide.
 
     Args:
-        known: the value of a node, None where data decide it.
+        known: gives the value of a node; None: data decide it.
     """
     value = known(condition)
     if value is not None or condition.op not in ("and", "or"):

@@ -1,8 +1,8 @@
 """Rewriting a checked program for one model and one set of parameter values.
 
 `fold` replaces what parameters and model sizes already decide (`x where average else y`), so that
-no execution computes a branch that is never used. A branch may lack axes of the choice; what reads
-along one of them gets
+no execution computes a branch that is never used. A branch may lack axes of the choice; an
+operation that reads along one of them gets
 
     broadcast(x)                    x repeated along the axes of the node's type
 
@@ -12,7 +12,7 @@ operations that say what they take:
     missing[axes](budget, taken)    entries to fill, added up over the competing axes
     remaining[axes](taken)          candidates left over, added up over the competing axes
     fill[axes](x, taken, n, left)   taken, and the n best of the rest by x (all if n >= left)
-    mask["rest"](x, left)           x at what is left over, for each KV head of the entries it holds
+    mask["rest"](x, left)           x at the entries of each KV head that are left over
 
 The name `budget` becomes the floored budget. In decode rules without a `budget` of their own it
 stays the leaf `budget`: the whole numbers that the prefill decided.
@@ -48,8 +48,8 @@ class Phases:
     """The phase of every node of bound rules.
 
     Args:
-        propagates: which tokens reach a layer is decided on the way, so that their positions and
-            number are known only there.
+        propagates: whether tokens are propagated: the positions and number of those that reach a
+            layer are then known only there.
     """
 
     def __init__(self, propagates: bool = False) -> None:
@@ -58,7 +58,7 @@ class Phases:
     @once
     def of(self, node: Node) -> Phase:
         """The earliest phase at which a node can be computed."""
-        # The argument of a window is static, so that `distance` needs no data and `attn` does.
+        # The argument of a window is static; `attn` and `logits` need data, `distance` does not.
         row = node.operation
         if self._propagates and (
             row.of_tokens_there
@@ -83,7 +83,8 @@ class Static:
     """Which nodes are scalars that the host knows without data, and what they depend on.
 
     Args:
-        propagates: `length` is not the prompt's, but known when a layer's tokens are.
+        propagates: whether tokens are propagated: `length` is then known with a layer's tokens
+            instead of with the prompt.
     """
 
     def __init__(self, propagates: bool = False) -> None:
@@ -116,7 +117,7 @@ class Static:
 
 
 def fold(sections: Sections, env: Env) -> Sections:
-    """The sections with every scalar that `env` decides replaced by its value.
+    """The sections with scalars that `env` decides exactly as values, and choices as their branch.
 
     Args:
         sections: of a checked program.
@@ -150,10 +151,13 @@ def fold(sections: Sections, env: Env) -> Sections:
 
 
 def settled(node: Node, env: Env, static: Static, *names: str) -> Node:
-    """A static scalar in which every part that needs nothing but some names is a number.
+    """A static scalar in which every part that depends on `names` alone is its value.
 
     Args:
-        env: as of `fold`, with these names.
+        node: the scalar.
+        env: as for `fold`, with values of `names`.
+        static: of the scalar's program.
+        names: as `Static.needs` gives them.
     """
     evaluate = evaluator(env)
 
@@ -178,9 +182,9 @@ def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
 
 
 def _with_axes(made: Node, old: Node, read: tuple[str, ...]) -> Node:
-    """What an argument became, with all its axes if one is read along.
+    """A rewritten argument, broadcast to all its old axes if the node reads along an axis.
 
-    All: where KV heads hold different entries, `token` is not the same without `kv`.
+    To all: where KV heads hold different entries, `token` is another axis without `kv`.
     """
     if not read or not set(old.type.axes) - set(made.type.axes):
         return made
@@ -207,7 +211,7 @@ def lower(sections: Sections) -> Sections:
         first.own["propagate"] = sections.propagate.budget
     prefill = rewritten(sections.prefill, first.visit)
     if sections.share is not None and sections.share.exceptions is not None:
-        first.visit(sections.share.exceptions)  # what it names has its name in `direction` too
+        first.visit(sections.share.exceptions)  # first: equal nodes in `direction` take its names
     share = rewritten(sections.share, first.visit)
     # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
     first.filled = "propagate"
@@ -220,13 +224,13 @@ def lower(sections: Sections) -> Sections:
 
 
 class _Lowering:
-    """Rewrites the nodes of one moment."""
+    """Rewrites the nodes of the prefill's sections, or of decode."""
 
     def __init__(self, budget: Node | None) -> None:
-        # The budgets that the leaf `budget` may name.
+        # Budgets by the value of the leaf `budget`: None, or "propagate".
         self.own: dict[str | None, Node] = {} if budget is None else {None: budget}
-        self.filled: str | None = None  # the one that an unsized `top` fills
-        self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by what they are
+        self.filled: str | None = None  # the key of the budget that an unsized `top` fills
+        self._unique: dict[tuple[object, ...], Node] = {}  # nodes made, by operation and arguments
 
     @once
     def visit(self, node: Node) -> Node:
@@ -246,8 +250,8 @@ class _Lowering:
         return self._share(_or(taken, self._nothing())) if taken.type.absent else taken
 
     def _floored(self, node: Node) -> Node:
-        """Counts are floored where they are used, exactly if known before the prefill."""
-        if node.op == "budget":  # the prefill's whole numbers
+        """A count, floored where it is used: exactly if it is known before the prefill."""
+        if node.op == "budget":  # whole numbers already
             return self._share(node)
         return self._share(Node("floor", (node,), type=node.type, when=node.when))
 

@@ -27,7 +27,7 @@ AXES = ("past", "kv", "group", "query", "token", "dropped", "dim", "channel")
 
 
 def brackets(axes: tuple[str, ...]) -> str:
-    """Axes as they are written, `[head, token]`; nothing where there are none."""
+    """Axes as authors write them, `[head, token]`; an empty string for no axes."""
     if {"kv", "group"} <= {*axes}:
         axes = tuple("head" if axis == "kv" else axis for axis in axes if axis != "group")
     return f"[{', '.join(axes)}]" if axes else ""
@@ -45,13 +45,13 @@ class When(IntEnum):
 
 @dataclass(frozen=True)
 class Extent:
-    """Along what an axis runs that not every value has alike: a window of queries, past layers.
+    """What the axis `query` or `past` of a value runs along: a window of queries, past layers.
 
     Attributes:
-        kind: of a window "recent", "all" or "new"; of layers "past".
-        meaning: what `Graph.meaning` says of the count: equal for what is the same by definition.
+        kind: "recent", "all" or "new" for a window; "past" for layers.
+        meaning: `Graph.meaning` of the count, equal for counts of the same definition.
         text: as the author wrote it, for messages.
-        count: how many; None: all there are.
+        count: number of queries or layers; None: all.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Type:
         return f"{self.kind}{brackets(self.axes)}{unit}{'?' if self.absent else ''}"
 
     def extent(self, axis: str) -> Extent | None:
-        """Along what an axis runs, where values differ in that."""
+        """The extent of the axis `query` or `past`; None for other axes."""
         return {"query": self.window, "past": self.reach}.get(axis)
 
 
@@ -102,15 +102,15 @@ class Node:
 
     @cached_property
     def operation(self) -> Operation:
-        """What the table of operations says of it."""
+        """The row of the node's operation in the table."""
         return OPERATIONS[self.op]
 
     @property
     def symbol(self) -> str:
-        """The name that it stands for: of a parameter, a size, a state, ...
+        """The name that `value` holds: of a parameter, a size, a state, ...
 
         Raises:
-            TypeError: it stands for none.
+            TypeError: `value` is no name.
         """
         if not isinstance(self.value, str):
             raise TypeError(f"`{self.op}` of {self.value} stands for no name")
@@ -118,10 +118,10 @@ class Node:
 
     @property
     def literal(self) -> Fraction | bool:
-        """The number or truth value that it is.
+        """The number or truth value that `value` holds.
 
         Raises:
-            TypeError: it is none that is written out.
+            TypeError: `value` is neither.
         """
         if not isinstance(self.value, Fraction | bool):
             raise TypeError(f"`{self.op}` of {self.value} is no literal")
@@ -129,12 +129,12 @@ class Node:
 
     @property
     def takes_an_end(self) -> bool:
-        """Whether it is `recent(n)` or `sinks(n)`: so many last, or first, tokens."""
+        """Whether it is `recent(n)` or `sinks(n)`: the last or first n tokens."""
         return self.op == "top" and self.origin in ("recent", "sinks")
 
     @property
     def left_over(self) -> bool:
-        """Whether it is a number at what another set has left over: the right side of `then`."""
+        """Whether it is x at what another set left over, from the right side of a `then`."""
         return self.op == "mask" and self.value == "rest"
 
     @property
@@ -155,7 +155,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Param:
-    """A parameter of a policy: its default and what values it accepts."""
+    """A parameter of a policy: its default and the values that it accepts."""
 
     name: str
     default: Node  # static: a literal or an expression over model sizes and other parameters
@@ -202,11 +202,11 @@ class Propagate:
     """Which tokens deeper layers compute.
 
     Attributes:
-        tokens: those that a layer hands on.
-        moment: whether they are chosen at a layer.
-        repeats: at every layer where `moment` holds, not only at the first one.
-        budget: how many an unsized `top` in `tokens` takes.
-        restart: whether the prefill begins again on them.
+        tokens: the set of tokens that a layer hands on.
+        moment: condition for a layer to choose them.
+        repeats: whether every layer where `moment` holds chooses, not only the first one.
+        budget: number of tokens up to which an unsized `top` in `tokens` fills.
+        restart: condition for the prefill to begin again on them; None: it never does.
     """
 
     tokens: Node
@@ -217,18 +217,18 @@ class Propagate:
 
     @property
     def first(self) -> Node | None:
-        """`moment` as the key `first` of the section; None where it is `every`."""
+        """`moment` if the section gives it by the key `first`, else None."""
         return None if self.repeats else self.moment
 
     @property
     def every(self) -> Node | None:
-        """`moment` as the key `every` of the section; None where it is `first`."""
+        """`moment` if the section gives it by the key `every`, else None."""
         return self.moment if self.repeats else None
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """What becomes of dropped entries."""
+    """How dropped entries are merged into kept ones."""
 
     into: Node
     accept: Node | None = None
@@ -257,10 +257,10 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What decides at one phase. Used for the prefill and, under `decode`, for a step.
+    """What decides in one phase: in the prefill or, under `decode`, at a step.
 
-    `decided` are, of the prefill, the lets whose values rules of decode read. `lets` are all that
-    the phase uses; those of a bound program are reported.
+    `decided`, in the prefill alone, are the lets whose values rules of decode read. `lets` are all
+    that the phase uses; in a bound program, those that are reported.
     """
 
     score: Node | None = None
@@ -293,7 +293,7 @@ class Program:
     file: Source | None = field(default=None, repr=False)  # what it was checked from
 
     def refused(self, code: str, message: str, span: Span | None, help: str) -> PolicyError:
-        """The error to raise for it; `span` is where in its file, if it was checked from one."""
+        """The error to raise about it; `span` is its place in the file, if there is a file."""
         found = Diagnostic(code, message, span if self.file else None, help)
         return PolicyError([found], self.file or Source(self.name, ""))
 

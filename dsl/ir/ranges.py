@@ -1,4 +1,4 @@
-"""What values a parameter takes: one rule and one message for defaults and overrides."""
+"""Which values a parameter accepts: one rule and one message for defaults and overrides."""
 
 from __future__ import annotations
 

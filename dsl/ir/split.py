@@ -85,7 +85,7 @@ def _floors(total: int, weights: Sequence[Number]) -> list[int]:
 
 
 def _pour(placed: list[int], most: Sequence[int], amount: int) -> bool:
-    """Adds an amount in equal parts to the layers below their maximum; whether there was any."""
+    """Adds an amount in equal parts to the layers below their maximum; whether it could."""
     room = [i for i, have in enumerate(placed) if have < most[i]]
     if amount <= 0 or not room:
         return False

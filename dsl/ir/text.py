@@ -2,8 +2,8 @@
 
     %3 = attn["recent"](%2) : number[head, query, token]? @LAYER
 
-Names of lets, but for those that decode reads of the prefill, spans and the order of writing do not
-appear: two files that mean the same print the same, up to their parameters' names, defaults and
+Spans, the order of writing and names of lets do not appear, except lets of the prefill that decode
+reads: two files that mean the same print the same, up to their parameters' names, defaults and
 ranges.
 """
 
@@ -78,7 +78,7 @@ class _Printer:
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]] | None:
-    """What stands in a field below names or numbers of its own; None: it is one thing."""
+    """The parts of a field with their names or indices; None: it is a single value."""
     if isinstance(value, dict):
         return sorted(value.items())
     if isinstance(value, tuple) and any(isinstance(each, Node) for each in value):

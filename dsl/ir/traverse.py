@@ -1,4 +1,4 @@
-"""Every value of a program's sections, to rewrite them together or to walk over them.
+"""The nodes of a program's sections, to rewrite them together or to walk over them.
 
 Sections share nodes (the prefill's `keep` and `propagate.tokens` read one attention map), so they
 are always rewritten by one function: what was shared stays shared.
@@ -17,7 +17,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, eq=False)
 class Sections:
-    """What decides, of a program or of a binding."""
+    """The sections of a program, checked or bound, that decide."""
 
     prefill: Rules
     decode: Rules | None = None
@@ -25,12 +25,12 @@ class Sections:
     share: Share | None = None
 
 
-# What has values in its fields.
+# Classes with nodes in their fields.
 _SECTIONS = Sections | Rules | Merge | State | Propagate | Share
 
 
 def rewritten(section: S, visit: Callable[[Node], Node]) -> S:
-    """A section, or several, with every value in it rewritten."""
+    """A section, or several, with every node in it rewritten by `visit`."""
     made: Any = section
     if isinstance(section, Node):
         made = visit(section)
@@ -43,7 +43,7 @@ def rewritten(section: S, visit: Callable[[Node], Node]) -> S:
 
 
 def rules_roots(rules: Rules) -> list[Node]:
-    """The values by which rules keep, remember and merge, and those that decode reads of them."""
+    """The values by which rules keep, remember and merge, and those that decode reads."""
     kept = [] if rules.keep is None else [rules.keep]
     return [*kept, *rules.decided.values(), *state_roots(rules.states), *merge_roots(rules.merge)]
 
@@ -54,7 +54,7 @@ def merge_roots(merge: Merge | None) -> list[Node]:
 
 
 def state_roots(states: Mapping[str, State]) -> list[Node]:
-    """The first and next values of states."""
+    """`start` and `next` of states, where they are given."""
     return [node for state in states.values() for node in (state.start, state.next) if node]
 
 

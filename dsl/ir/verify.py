@@ -1,7 +1,7 @@
-"""What a legal program is; every program is verified before it is bound.
+"""Checks that a program is well-formed, before it is bound.
 
-The checker never makes a program that fails here: a failure is a defect of ours, which must show
-before anything is executed, and not as a wrong selection.
+The checker never makes a program that fails here. A failure is a defect of kvpolicy, which must
+show before anything is executed, and not as a wrong selection.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _sections(program: Program) -> Iterator[tuple[str, Node | None, str, set[str
 
 
 def _roots(value: object) -> Iterator[Node]:
-    """Every node that stands in a field of the program, at any depth."""
+    """Every node in a field of the program, at any depth."""
     if isinstance(value, Node):
         yield value
     elif isinstance(value, dict):

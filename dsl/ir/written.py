@@ -7,16 +7,16 @@ from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.ops.table import OPERATIONS
 
-# What authors call operations of two numbers.
+# Names that authors write for operations of two numbers.
 _PAIRS = {row.of_two: row.name for row in OPERATIONS.values() if row.of_two is not None}
 
 
 def written(node: Node, *, named: bool = False) -> str:
-    """The expression of a node, on one line; inner values that have a name are that name.
+    """The expression of a node, on one line; inner nodes that have a name are written as it.
 
     Args:
         node: of a checked, bound or lowered policy.
-        named: also the node itself is its name, if it has one.
+        named: whether the node itself is written as its name too, if it has one.
     """
     if named and node.name is not None:
         return node.name

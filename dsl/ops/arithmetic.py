@@ -1,4 +1,4 @@
-"""Operations of which each value follows from the values at the same place."""
+"""Elementwise operations: each value follows from the values at the same place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 
 def _row(name: str, kind: Kind, arguments: int, *forms: Any, **traits: Any) -> Operation:
-    """Forms in this order: of the host, of intervals, numpy's, torch's, Triton's."""
+    """A row; `forms` are those of the host, intervals, the interpreter, torch and Triton."""
     given = dict(zip(("host", "interval", "interpret", "torch", "triton"), forms, strict=False))
     return Operation(name, kind, arguments, arguments, per_head=True, **given, **traits)
 
@@ -23,7 +23,7 @@ def _numeric(name: str, arguments: int, *forms: Any, **traits: Any) -> Operation
 def _call(
     name: str, meaning: str, *forms: Any, unit: str | None = None, **traits: Any
 ) -> Operation:
-    """What authors write as a function of one number."""
+    """The row of an operation that authors write as a function of one number."""
     function = Function(
         name, "elementwise", (Parameter("x"),), meaning, unit=unit or "none", result="as x",
         group="Elementwise",

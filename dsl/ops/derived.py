@@ -1,4 +1,4 @@
-"""Functions that are defined in the language itself, so that they have no meaning of their own."""
+"""Functions that are defined in the language itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What computes an operation in one execution, found by the path that its row names.
+"""Functions that compute operations, found by the paths in their rows.
 
-The language needs none of these: a file is checked without numpy and torch.
+They are imported when they are asked for: a file is checked without numpy and torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LIBRARIES = ("numpy", "torch", "operator")
 
 @cache
 def form(path: str, package: str) -> Callable[..., Any]:
-    """A function by its path, `module.name`: of a package of `dsl`, or of a library."""
+    """A function by its path, `module.name`, in a package of `dsl` or in a library."""
     module, _, name = path.rpartition(".")
     where = module if module in LIBRARIES else f"kvpolicy.dsl.{package}.{module}"
     found: Callable[..., Any] = getattr(import_module(where), name)

@@ -1,7 +1,7 @@
 """Arithmetic of numbers that the host knows: exact rationals, or float64.
 
-Float64 comes of `cos`, `exp`, `log`, `sqrt`, irrational powers and infinities. What would be NaN is
-0, and an exact number with very many digits goes on as float64.
+Float64 comes from infinities, `pi`, `cos`, `sin`, `acos`, `exp`, `log`, `sqrt`, irrational powers.
+What would be NaN is 0, and an exact number with very many digits goes on as float64.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 Number = Fraction | float | int
 
-# An exact number with more digits than this goes on as float64: time is bounded, and an exact
-# number can always become a float.
+# An exact number of more bits than this goes on as float64: that bounds time, and an exact number
+# can always become a float.
 MAX_BITS = 1000
 
 # Relative distance within which a computed number counts as the multiple of 1/2 next to it: far
@@ -71,7 +71,7 @@ def _bits(value: Fraction) -> int:
 
 
 def power(base: Number, exponent: Number) -> Number:
-    """Of a negative base only whole powers exist."""
+    """`base ^ exponent`; 0 for powers of a negative base that are not whole."""
     if base == 0 and exponent < 0:
         return math.inf
     if base < 0 and math.isfinite(exponent) and exponent != math.floor(exponent):
@@ -86,7 +86,7 @@ def power(base: Number, exponent: Number) -> Number:
 
 
 def _round_to(function: Callable[[Number], int]) -> Callable[[Number], Number]:
-    """An infinity stays what it is."""
+    """A rounding by which infinities stay and computed numbers are snapped first."""
 
     def rounded(x: Number) -> Number:
         infinite = isinstance(x, float) and math.isinf(x)
@@ -99,21 +99,21 @@ floor, ceil, nearest = _round_to(math.floor), _round_to(math.ceil), _round_to(ro
 
 
 def floor_divide(a: Number, b: Number) -> Number:
-    """Of computed numbers the quotient is rounded first."""
+    """`a // b`; the quotient of computed numbers is snapped first."""
     if isinstance(a, float) or isinstance(b, float):
         return floor(applied(lambda: as_float(a) / as_float(b), []) if b else _by_zero(a))
     return Fraction(a // b)
 
 
 def modulo(a: Number, b: Number) -> Number:
-    """What the whole part of the quotient leaves; by 0 it is 0."""
+    """`a % b`, by `floor_divide`; 0 for b = 0."""
     if isinstance(a, float) or isinstance(b, float):
         return a - b * floor_divide(a, b) if b else Fraction(0)
     return a % b if b else Fraction(0)
 
 
 def exp(x: Number) -> float:
-    """Infinite beyond float64."""
+    """e to the power x; infinite beyond float64."""
     try:
         return math.exp(as_float(x))
     except OverflowError:
@@ -121,7 +121,7 @@ def exp(x: Number) -> float:
 
 
 def log(x: Number) -> Number:
-    """0 of a negative number."""
+    """Natural logarithm; 0 of a negative number, -inf of 0."""
     return math.log(x) if x > 0 else -math.inf if x == 0 else Fraction(0)
 
 

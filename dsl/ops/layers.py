@@ -1,4 +1,4 @@
-"""What looks at other layers, and what each layer gets of something."""
+"""Operations that look at other layers, or give each layer its part of a total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What expressions begin with: numbers as written, names of the language, attention."""
+"""Leaves of expressions: numbers as written, names of the language, attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _name(
     name: str, where: str, meaning: str, axes: tuple[str, ...] = (), unit: str | None = None,
     *, op: str = "size", **given: Any,
 ) -> Builtin:  # fmt: skip
-    """A name of the language that the operation takes as its value."""
+    """A name of the language that an operation holds as `Node.value`."""
     return Builtin(name, op, axes, unit, where, meaning, **{"value": name, **given})
 
 
@@ -24,7 +24,7 @@ def _named(
     name: str, kind: Kind, where: str, meaning: str, axes: tuple[str, ...],
     unit: str | None = None, *, result: str = "number", unserved: bool = False, **traits: Any,
 ) -> Operation:  # fmt: skip
-    """A name of the language that is an operation of its own."""
+    """The row of a name of the language that is an operation of its own."""
     own = Builtin(name, name, axes, unit, where, meaning, result, unserved=unserved)
     return Operation(name, kind, names=(own,), result=result, **traits)
 
@@ -116,7 +116,7 @@ ROWS = (
            "head, position and decode step; the same on every device", kind=Kind.OTHER,
            group="Other", shape="number[kv, token]", result="number", interval=SHARE,
            interpret="leaves.uniform", torch="leaves.uniform"),
-    # Of a merge or share.
+    # Only in `merge` or `share`.
     Operation("special", Kind.MERGE, value="name", names=(
         _name("mass", "merge", "own weight plus the weights of the entries merged into a receiver",
               ("kv", "token"), op="special"),

@@ -1,4 +1,4 @@
-"""What means something while a layer merges what it drops."""
+"""Operations that exist while a layer merges its dropped entries."""
 
 from __future__ import annotations
 

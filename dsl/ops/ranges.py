@@ -1,4 +1,4 @@
-"""Between which numbers the result of an operation lies, by where its arguments lie.
+"""Interval arithmetic: the interval of an operation's result from those of its arguments.
 
 Absent values do not count, and what would be NaN is 0.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvpolicy.dsl.ops.host import Number, snap
 
 Interval = tuple[Number, Number]  # least and largest value
-Rule = Interval | Callable[..., Interval]  # always the same, or of the intervals of the arguments
+Rule = Interval | Callable[..., Interval]  # fixed, or from the arguments' intervals
 
 ANY: Interval = (-math.inf, math.inf)
 POSITIVE: Interval = (0.0, math.inf)
@@ -20,12 +20,12 @@ TURN: Interval = (-1, 1)
 
 
 def product(a: Number, b: Number) -> Number:
-    """Of numbers that may be infinite; 0 times anything is 0."""
+    """The product of numbers that may be infinite; 0 times anything is 0."""
     return 0 if a == 0 or b == 0 else a * b
 
 
 def _sum(a: Number, b: Number, worst: float) -> Number:
-    """Of ends of intervals; opposite infinities give the `worst` one."""
+    """The sum of two ends of intervals; `worst` for opposite infinities."""
     return worst if math.isinf(a) and math.isinf(b) and a != b else a + b
 
 
@@ -68,7 +68,7 @@ def logarithm(a: Interval) -> Interval:
 
 
 def _to_whole(function: Callable[[Number], int]) -> Callable[[Interval], Interval]:
-    """Of both ends, whose order is kept."""
+    """A rounding of both ends, which keeps their order."""
 
     def rounded(a: Interval) -> Interval:
         low, high = (x if math.isinf(x) else function(snap(x)) for x in a)
@@ -105,10 +105,10 @@ def last(*a: Interval) -> Interval:
 
 
 def total(a: Interval) -> Interval:
-    """Of any number of values."""
+    """The sum of any number of values."""
     return (0.0 if a[0] >= 0 else -math.inf, 0.0 if a[1] <= 0 else math.inf)
 
 
 def with_zero(*a: Interval) -> Interval:
-    """A mean of the values, or of some and zeros."""
+    """A mean of values, or of values and zeros."""
     return (min(a[0][0], 0), max(a[0][1], 0))

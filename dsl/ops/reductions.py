@@ -1,4 +1,4 @@
-"""One value of many, along the axes that are named."""
+"""Reductions: one value of many, along the axes that are named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _row(
     name: str, verb: str, meaning: str, unit: str = "first", *, of: str = "number",
     interpret: str, torch: str, result: str = "number", of_none: float = 0, **traits: Any,
 ) -> Operation:  # fmt: skip
-    """`Node.axes` are those removed, or (layer,)."""
+    """A row; `Node.axes` are the axes removed, or (layer,)."""
     return called(
         name, "reduction", (Parameter("x", of),), meaning, kind=Kind.REDUCTION, group="Reductions",
         shape="x without a", axes="required", unit=unit, verb=verb, result=result, exact=True,

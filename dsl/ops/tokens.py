@@ -1,4 +1,4 @@
-"""Order, what is chosen by it, and values that follow from others along an axis."""
+"""Order, selection by it, and operations along an axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _X = (Parameter("x"),)
 _POOLED = (*_X, Parameter("width", "width"))
 
 
-# `Node.axes` are who competes, in the order written.
+# `Node.axes` are the axes that compete, in the order written.
 _choice = partial(called, kind=Kind.SELECTION, group="Order and selection")
 _lowered = partial(
     Operation, kind=Kind.SELECTION, names_axes=True, made_by_lowering=True, per_head=True
