@@ -273,7 +273,6 @@ def bind(
 
     Args:
         program: from `check.load`.
-        shape: sizes of the model.
         overrides: parameter name -> value as text: `12`, `0.25`, `1e-3`, `true`, `false`.
         fold_interval: entries leave at every `fold_interval`-th decode step, unless the policy has
             `decode.when`; at least 1.

@@ -309,7 +309,6 @@ def max_entries(bound: Bound, prompt: int, layers: range | None = None) -> int:
     (normalised shares, `split`, competition between heads); else everything.
 
     Args:
-        bound: the policy.
         prompt: N tokens.
         layers: layers to sum over; None: all.
     """

@@ -61,7 +61,6 @@ class Sizes:
     """Sizes of the values of one layer, and the work of computing them.
 
     Args:
-        bound: the policy.
         prompt: N tokens of the prompt.
         layer: from 0.
         length: tokens that reach the layer.

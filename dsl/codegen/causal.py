@@ -1,4 +1,4 @@
-"""What queries add to a reduction for tokens that come after them: nothing, or not."""
+"""Whether queries add nothing to a reduction for tokens that come after them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _absent_after(node: Node) -> bool:
 
 
 def _false_after(node: Node) -> bool:
-    """Whether a truth value is false, or absent, there."""
+    """Whether a truth value is false or absent where the token comes after the query."""
     if node.op in ("and", "or"):
         return (any if node.op == "and" else all)(_false_after(each) for each in node.args)
     if node.op == "mask":
@@ -50,7 +50,7 @@ def nothing_after(node: Node) -> bool:
     if node.operation.sums:
         return all(nothing_after(each) for each in node.args)
     if node.operation.is_reduction and node.operation.linear:
-        # What is added up over queries or tokens is there for all of them.
+        # A sum over queries or tokens has one value for all of them.
         return not {"query", "token"} & set(node.axes) and nothing_after(node.args[0])
     if node.op == "power" and not _positive(node.args[1]):
         return False

@@ -1,4 +1,4 @@
-"""Lines of generated kernels for elementwise operations that are more than one text."""
+"""Elementwise operations in generated kernels that take more than the text of a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def divide(writer: Writer, node: Node) -> Tile:
-    """By a number as written it cannot give NaN; -0 is 0, and adding 0 makes it so."""
+    """By a literal that is not 0 it cannot give NaN; adding 0 makes a divisor of -0 into 0."""
     x, by = node.args
     if by.op != "number":
         return writer.arithmetic(node, "{0} / ({1} + 0.0)")
@@ -18,7 +18,7 @@ def divide(writer: Writer, node: Node) -> Tile:
 
 
 def power(writer: Writer, node: Node) -> Tile:
-    """Of the exponents that kernels know."""
+    """A power with one of the exponents that kernels compute."""
     known = exponent(node)
     if known is None:
         raise TypeError("a power that no kernel computes")
@@ -45,7 +45,7 @@ def neither(writer: Writer, node: Node) -> Tile:
 
 
 def mask(writer: Writer, node: Node) -> Tile:
-    """Only where it is present changes."""
+    """The same value, with one more condition to be present."""
     x, holds = writer.value(node.args[0]), writer.truth(node.args[1])
     condition = Condition(holds.text, holds.axes)
     return Tile(x.text, x.axes | holds.axes, tuple(dict.fromkeys((*x.present, condition))))

@@ -51,7 +51,7 @@ class Writer(Leaves):
         row = node.operation
         if row.is_reduction and node.axes == ("group",):
             return self._over_group(node)
-        assert row.triton is not None  # `Fusion` looked
+        assert row.triton is not None  # checked by `Fusion`
         if "{" in row.triton:
             return self.arithmetic(node, row.triton)
         written: Tile = form(row.triton, "codegen")(self, node)
@@ -60,12 +60,12 @@ class Writer(Leaves):
     # Elementwise.
 
     def arithmetic(self, node: Node, template: str, *, clean: bool = False) -> Tile:
-        """The tile of a text with its arguments.
+        """The tile of a text with the node's arguments filled in.
 
         Args:
             node: whose arguments they are.
-            template: `{0}`, `{1}` stand for them.
-            clean: it cannot be NaN, whatever its row says.
+            template: the text, with `{0}` and `{1}` for the arguments.
+            clean: whether it cannot be NaN, whatever its row says.
         """
         tiles = [self.value(each) for each in node.args]
         axes = frozenset().union(*(each.axes for each in tiles))
@@ -134,18 +134,18 @@ class Writer(Leaves):
         return Tile(text, (axes | x.axes) - set(over))
 
     def number(self, x: Tile, over: tuple[str, ...], node: Node) -> Tile:
-        """How many values are present along some axes."""
+        """Number of values that are present along some axes."""
         known = self.known_number(x, over)
         if known is not None:
             return known
         return self.counted(x, over, node)
 
     def counted(self, x: Tile, over: tuple[str, ...], node: Node) -> Tile:
-        """The same from what is present in this tile."""
+        """That number, counted in this tile."""
         return self.reduced("count", replace(x, text="1.0"), over, of_numbers(node))
 
     def known_number(self, x: Tile, over: tuple[str, ...]) -> Tile | None:
-        """The same where it need not be counted: each query sees the tokens up to its own."""
+        """That number without counting, as a query sees the tokens up to its own; None: unknown."""
         inner = [each for each in x.present if each.axes & set(over)]
         if self.steps and (inner or (self.causal and "query" in over)):
             return None
@@ -160,11 +160,11 @@ class Writer(Leaves):
         return Tile(f"tl.where({conjunction(fixed)}, {size}, 0)" if fixed else size, axes)
 
     def padding(self, over: tuple[str, ...], x: Tile) -> tuple[Condition, ...]:
-        """Conditions that hold for what is no padding of the axes."""
+        """Conditions that exclude the padding of some axes."""
         group, found = self.bound.shape.group, []
         if "group" in over and group & (group - 1):
             found.append(Condition("(group < GROUP)", frozenset(("group",))))
-        if SEEN not in x.present:  # which says so too
+        if SEEN not in x.present:  # which excludes padding too
             if self.causal and {"query", "token"} & set(over):
                 return (*found, SEEN)
             if "query" in over:
@@ -175,14 +175,14 @@ class Writer(Leaves):
 
 
 def nothing(row: Operation) -> str:
-    """What a reduction of no value is, while kernels reduce: truth values are 0 and 1 there."""
+    """The text of a reduction of no value; kernels reduce truth values as 0 and 1."""
     if row.infinite_of_none:
         return f'float("{row.of_none}")'
     return "0" if row.result == "truth" else "0.0"
 
 
 def of_each(row: Operation, text: str, truth: bool) -> str:
-    """What a reduction folds of a value, or of a truth value."""
+    """The text that a reduction takes for a value: 1 or 0 for a truth value or a count."""
     if row.result == "truth":
         return f"tl.where({text}, 1, 0)"
     if row.whole:  # it counts
@@ -191,7 +191,7 @@ def of_each(row: Operation, text: str, truth: bool) -> str:
 
 
 def joined(row: Operation, name: str, text: str) -> str:
-    """A line that adds a part to a reduction."""
+    """A line that joins a part to a reduction."""
     if row.result == "truth":
         return f"{name} = tl.maximum({name}, {text}.to(tl.int32))"
     extreme = OPERATIONS[row.of_two].triton if row.of_two else None

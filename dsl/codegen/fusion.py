@@ -1,12 +1,12 @@
 """Which parts of a bound policy become generated kernels, and why the others do not.
 
-What a kernel can start from are reductions of attention over queries (`columns`: a value per
-token) or over tokens (`rows`: a value per query), and of keys and values over `dim` (`vectors`),
-each with the elementwise expression inside. Those of one window that do not depend on each other
-share one pass over the keys: a `Bundle`. What follows per token (elementwise steps, pooling,
-reductions of the group) rides along as the bundle's tail.
+A kernel computes reductions of attention over queries (`columns`: a value per token) or over tokens
+(`rows`: a value per query), and of keys and values over `dim` (`vectors`), each with the
+elementwise expression inside. Reductions of one window that do not depend on each other share one
+pass over the keys: a `Bundle`. What follows per token (elementwise steps, pooling, reductions of
+the group) is computed with them, as the bundle's tail.
 
-Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size.
+Dimensions: G KV heads, H query heads, N tokens of a layer, W queries of a window, D head size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.ops.operations import Kind
 
 _PER_TOKEN = frozenset(("kv", "group", "token"))
-# Level of what a bundle must not wait for: a state may depend on anything.
+# Level of nodes that depend on themselves, through a state: no bundle computes these.
 _LATE = 1 << 30
 
 
@@ -43,8 +43,8 @@ class Reduction:
     Attributes:
         node: the reduction.
         role: `columns`, `rows` or `vectors`.
-        window: an `attn`, `logits` or `distance` that says how many queries; None for vectors.
-        inputs: values that are computed before and read by the kernel.
+        window: an `attn` or `logits` in it, which says how many queries; None for vectors.
+        inputs: values computed before that the kernel reads.
         rest: axes of the reduction that remain for torch, on small tensors.
     """
 
@@ -68,11 +68,11 @@ class Bundle:
     """What one generated source computes.
 
     Attributes:
-        window: an `attn`, `logits` or `distance` of its window; None if only vectors are reduced.
+        window: an `attn` or `logits` of its window; None if only vectors are reduced.
         reductions: in order.
-        tail: what is computed of them per token, arguments first.
-        outputs: those of both that something else reads.
-        inputs: values read by the kernels, computed before.
+        tail: values per token that are computed from the reductions, arguments first.
+        outputs: reductions and tail values that something outside of the bundle reads.
+        inputs: values computed before that the kernels read.
     """
 
     window: Node | None
@@ -83,13 +83,13 @@ class Bundle:
 
     @cached_property
     def reads_values(self) -> bool:
-        """Whether kernels read values of the model besides keys."""
+        """Whether the kernels read the tensor `value`."""
         nodes = (node for each in self.reductions for node in each.node.walk())
         return any("value" in node.operation.tensors for node in nodes)
 
     @cached_property
     def finite(self) -> frozenset[Node]:
-        """Outputs of which no present value can be infinite."""
+        """Outputs whose present values are all finite."""
         return frozenset(node for node in self.outputs if finite(node))
 
 
@@ -97,15 +97,15 @@ class Fusion:
     """The bundles of a policy's prefill, or of its decode steps.
 
     Args:
-        roots: all that is computed at a layer or later, as it is evaluated.
-        states: as evaluated, by name; those that are known before are left out.
-        steps: whether it is computed at decode steps.
+        roots: values that are computed at a layer or later, as they are evaluated.
+        states: states as they are evaluated, by name, without those known before.
+        steps: whether for decode steps, else for a prefill.
 
     Attributes:
-        bundles: such that each needs only those before it.
-        of: the bundle that gives a node.
-        reasons: by a reduction over `query` or `dim`, or of attention over `token`, that
-            stays with torch: the reason.
+        bundles: in an order in which each needs only those before it.
+        of: output -> its bundle.
+        reasons: reduction that stays with torch -> why; of those over `query` or `dim`, or of
+            attention over `token`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Fusion:
         return Reduction(node, role, window, tuple(inputs), rest)
 
     def _check(self, node: Node, role: str, is_input: bool) -> None:
-        """Whether a kernel can compute, or read, one value inside a reduction."""
+        """Raises `Unsupported` if a kernel cannot compute, or read, a value inside a reduction."""
         axes = set(node.type.axes)
         if is_input:
             allowed = {"kv", "token"} if role == "vectors" else _PER_TOKEN | {"query"}
@@ -242,7 +242,7 @@ class Fusion:
     # What shares a pass.
 
     def _level(self, node: Node) -> int:
-        """How many bundles lie below a node, one after the other."""
+        """Length of the longest chain of bundles that a node needs, its own included."""
         if node not in self._levels:
             self._levels[node] = _LATE  # while it is not known
             self._levels[node] = self._find_level(node)
@@ -274,8 +274,8 @@ class Fusion:
             else:
                 queries = window_key(each.window, self.bound, self.steps)
                 groups.setdefault((level, queries), []).append(each)
-        # What a prefill computes of all queries also runs chunk by chunk, where no values are at
-        # hand; it shares its pass with nothing else.
+        # What a prefill computes of all queries also runs chunk by chunk, maybe without the tensor
+        # `value`; it shares its pass with nothing else.
         shared = ("recent", "new", "all") if self.steps else ("recent",)
         for level, vectors in alone.items():
             keys = [key for key in groups if key[0] == level and key[1][0] in shared]
@@ -352,7 +352,7 @@ class Fusion:
                 continue
             seen.add(node)
             bundle = given.get(node)
-            # A mask that follows from tokens' places costs torch nothing, but a kernel a tensor.
+            # A mask from tokens' places costs torch nothing; a kernel would store one more tensor.
             masks = node.op == "mask" and inlined(node.args[1], self.bound)
             if bundle is None or masks:
                 waiting.extend(() if node.operation.is_window else node.args)
@@ -362,7 +362,7 @@ class Fusion:
         return found
 
     def _needed(self, bundle: Bundle, outputs: set[Node]) -> Bundle:
-        """The bundle without what none of its outputs needs."""
+        """The bundle with its outputs and inputs, without what no output needs."""
         wanted = outputs & {*bundle.tail, *(each.node for each in bundle.reductions)}
         for node in reversed(bundle.tail):
             if node in wanted:
@@ -377,7 +377,7 @@ class Fusion:
 
 
 def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
-    """What the kernels of a bundle read that was computed before."""
+    """Values computed before that the kernels of a bundle read."""
     own = {*bundle.tail, *(each.node for each in bundle.reductions)}
     found = dict.fromkeys(node for each in bundle.reductions for node in each.inputs)
     for node in bundle.tail:
@@ -389,7 +389,7 @@ def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
 
 
 def _role(node: Node) -> str | None:
-    """How a kernel would compute a reduction; None: it is none of the large ones."""
+    """The role of a reduction in a kernel; None: it has none."""
     looks = {"layer", "past", "dropped"} & set(node.axes)
     if not node.operation.is_reduction or looks:
         return None

@@ -21,14 +21,15 @@ class Leaves:
     """Lines of one function, and the values that they begin from.
 
     Attributes:
-        token: name of the tile of tokens; `held`: condition that a token exists and, at decode
-            steps, that the KV head holds it.
-        sizes: texts of the sizes of the tile, by axis; 1 where the kernel has none of them.
-        steps: of decode steps, else of a prefill.
-        given: values at hand, by node.
-        stored: names of pointers to values of reductions made by an earlier kernel.
-        made: names that its lines gave to values.
-        causal: every value per query and token is absent where the token comes after the query.
+        sizes: axis -> text of the tile's size, `1` for an axis that the kernel lacks.
+        steps: whether for decode steps, else for a prefill.
+        token: name of the tile of tokens.
+        held: condition that a token exists and, at decode steps, that the KV head holds it.
+        given: node -> tile, for values at hand.
+        stored: node -> pointer and axes, for values that an earlier kernel stored.
+        made: names that the lines define.
+        causal: whether every value per query and token is absent where the token comes after the
+            query.
     """
 
     bound: Bound
@@ -45,15 +46,15 @@ class Leaves:
     causal: bool = False
 
     def line(self, text: str) -> None:
-        """One line at the present indentation."""
+        """Adds a line at the current indentation."""
         self.lines.append(f"{self.indent}{text}")
 
     def comment(self, node: Node) -> None:
-        """The expression of a node, for the reader."""
+        """Adds the expression of a node as a comment."""
         self.line(f"# {described(node)}")
 
     def named(self, wish: str, text: str) -> str:
-        """A new name for a text."""
+        """Adds an assignment of a text to a new name, and returns the name."""
         name = self.arguments.fresh(wish)
         self.line(f"{name} = {text}")
         self.made.add(name)
@@ -64,7 +65,7 @@ class Leaves:
         return f"[{', '.join(self.sizes[axis] if axis in axes else '1' for axis in TILE)}]"
 
     def is_outside(self, text: str) -> bool:
-        """Whether a text uses nothing that this kernel's lines have made."""
+        """Whether a text uses no name that this function's lines define."""
         return not self.made & set(re.findall(r"\w+", text))
 
     def _number(self, node: Node, exact: bool) -> Tile:
@@ -81,7 +82,7 @@ class Leaves:
         return Tile(f"({name} != 0)" if truth else name)
 
     def tokens_in(self, node: Node) -> str:
-        """A whole number of tokens."""
+        """The text of a whole number of tokens."""
         if self.bound.static.needs(node) == frozenset():
             number = self.bound.number(node, 1)
             if number == int(number):
@@ -90,7 +91,7 @@ class Leaves:
         return name
 
     def load(self, node: Node) -> Tile:
-        """An input, with where it is present if it may be absent."""
+        """The tile of an input, with a condition to be present if it may be absent."""
         axes, wish = self.arguments.axes(node), node.name or node.op
         name = self.arguments.tensor(node, False)
         made = self._load(wish, name, axes, node)
@@ -119,7 +120,7 @@ class Leaves:
         if node is not None and node.type.kind == "truth":
             text = f"{text} != 0"
         elif node is not None and node in self.stored:
-            text = f"{text}.to(tl.float32)"  # as it was computed
+            text = f"{text}.to(tl.float32)"  # the type in which it was computed
         return Tile(self.named(wish, text), frozenset(axes) - {"kv"})
 
 
@@ -129,7 +130,7 @@ _TOKEN = frozenset(("token",))
 
 
 def position(writer: Leaves, node: Node) -> Tile:
-    """Read where entries may have moved."""
+    """The original position, read from a tensor where it may differ from the token's place."""
     load = f"tl.load(positions + {writer.token}, mask={writer.held}, other=0).to(tl.float32)"
     if writer.steps:
         return Tile(writer.named("position", load), _TOKEN)
@@ -144,14 +145,14 @@ def everything(writer: Leaves, node: Node) -> Tile:
 
 
 def newest(writer: Leaves, node: Node) -> Tile:
-    """In a prefill all tokens, at decode steps the last."""
+    """All tokens in a prefill, the last one at decode steps."""
     if writer.steps:
         return Tile(f"({writer.token} == tokens - 1)", _TOKEN)
     return everything(writer, node)
 
 
 def index(writer: Leaves, node: Node) -> Tile:
-    """Along tokens."""
+    """`index[token]`."""
     return Tile(writer.named("index", f"{writer.token}.to(tl.float32)"), _TOKEN)
 
 

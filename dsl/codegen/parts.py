@@ -1,4 +1,4 @@
-"""What a generated file completes: which kernels, of which sizes, and their results."""
+"""Parts of a generated file: the kernels that it completes, their tiles and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Output:
     """A tensor that a file's kernels make.
 
     Attributes:
-        node: whose value, or part of it, it is.
+        node: the node whose value, or part of it, it holds.
         part: `value`; `there`, where it is present; `sum` and `count` of a mean that torch
             completes.
         axes: its axes; with `splits` one more in front, over which torch completes the reduction.
@@ -55,11 +55,11 @@ class Parts:
         simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
         few = steps and self.window is None
         self.tiles = TileShape.of(bound.shape, self.window, single, simple, few)
-        # Otherwise a program goes over its keys' queries block by block.
+        # Otherwise a program goes over the queries of its block of keys tile by tile.
         self.whole = self.tiles.whole
 
     def _window(self) -> int | None:
-        """The window's size, if no prompt and no layer changes it."""
+        """Number of queries of the window; None: it depends on the prompt or the layer."""
         node = self.bundle.window
         if node is None or not node.args:
             return None

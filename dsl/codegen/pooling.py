@@ -21,9 +21,9 @@ def maxpool(writer: Writer, node: Node) -> Tile:
 
 
 def _pooled(writer: Writer, node: Node, row: Operation, result: str | None = None) -> Tile:
-    """Neighbours in order, for each token on its own: equal ones give equal results.
+    """Writes the pooling of each token's neighbours, in order: equal ones give equal results.
 
-    `row` joins them; `result` is a text of what that gives and the width.
+    `row` is the reduction; `result` is a text with places for its result and the width.
     """
     writer.comment(node)
     name = writer.arguments.fresh(node.name or "pooled")
@@ -47,7 +47,7 @@ def _pooled(writer: Writer, node: Node, row: Operation, result: str | None = Non
 
 
 def _neighbour(writer: Writer, inner: Writer, near: str) -> None:
-    """A token `step` places further; at decode steps among the entries that the head holds."""
+    """Writes the token `step` places further; in decode, among the entries that the head holds."""
     if not writer.steps:
         inner.line(f"{near} = {writer.token} + step")
         inner.line(f"{near}_held = ({near} >= 0) & ({near} < tokens)")

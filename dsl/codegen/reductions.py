@@ -19,8 +19,9 @@ class Statistic:
     """One reduction over queries: in one tile, or over blocks of queries.
 
     Attributes:
-        parts: after `end`, tiles by part of the result.
-        state: names of what is kept from tile to tile, and to the end.
+        whole: whether one tile holds all queries.
+        parts: part of the result -> its tile, after `end`.
+        state: names of the values that are carried from tile to tile and to `end`.
     """
 
     reduction: Reduction
@@ -41,14 +42,14 @@ class Statistic:
         return self.writer.arguments.fresh(f"{self.name}_{suffix}")
 
     def start(self, writer: Writer) -> None:
-        """Nothing so far."""
+        """Writes the values to start from."""
         if self.whole:
             return
         size = shape(self.reduction, "column")
         op, row = self.node.op, self.node.operation
         if row.averages:
             self.known = self.writer.known_number(self.x, self.over) if op == "mean" else None
-            # After the loop, what its lines have made is not there any more.
+            # Names that the loop's lines make do not exist after the loop.
             if self.known is not None and not self.writer.is_outside(self.known.text):
                 self.known = None
             if self.known is None:
@@ -61,14 +62,14 @@ class Statistic:
             self.lost = self._kept(writer, "lost", size)
 
     def _kept(self, writer: Writer, suffix: str, size: str) -> str:
-        """One more value that is kept, 0 so far."""
+        """Writes one more value to carry, 0 at first, and returns its name."""
         name = self._new(suffix)
         writer.line(f"{name} = tl.zeros({size}, tl.float32)")
         self.state.append(name)
         return name
 
     def add(self, writer: Writer) -> None:
-        """One tile of queries."""
+        """Writes the reduction of one tile of queries."""
         op = self.node.op
         if op == "var":
             self._variance(writer)
@@ -98,7 +99,7 @@ class Statistic:
         return kind == "sum" and self.node.op != "var" and finite(self.node.args[0])
 
     def _variance(self, writer: Writer) -> None:
-        """Of one tile around its own mean; tiles are joined by pairs (Chan et al., 1979)."""
+        """Writes the variance of a tile, joined to that of earlier tiles (Chan et al., 1979)."""
         number, mean = self._new("number"), self._new("mean")
         count = writer.number if self.whole else writer.counted
         writer.line(f"{number} = ({count(self.x, self.over, self.node).text}) * 1.0")
@@ -119,7 +120,7 @@ class Statistic:
         writer.line(f"{self.count} += {number}")
 
     def end(self, writer: Writer) -> None:
-        """The reduction of all queries."""
+        """Writes the reduction of all queries and sets `parts`."""
         op, row, rest = self.node.op, self.node.operation, self.reduction.rest
         if op == "var" and not self.whole:
             writer.line(f"{self.name} = {self.spread} / tl.maximum({self.count}, 1.0)")
@@ -132,7 +133,7 @@ class Statistic:
         self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
 
     def _clean(self, writer: Writer) -> None:
-        """No NaN, as sums of infinities may be."""
+        """Writes 0 for NaN, which a sum of infinities may be."""
         if not finite(self.node.args[0]):
             writer.line(f"{self.name} = tl.where({self.name} == {self.name}, {self.name}, 0.0)")
 
@@ -152,10 +153,10 @@ class Statistic:
 
 
 def vector_writer(made: Parts, given: Leaf, outer: Writer) -> Writer:
-    """A writer of one block of keys or values, below the lines of another one.
+    """A writer for one block of keys or values that adds to the lines of `outer`.
 
     Args:
-        given: the tiles of the bundle's inputs.
+        given: gives the tiles of the bundle's inputs.
     """
 
     def leaf(writer: Writer, node: Node) -> Tile | None:
@@ -172,9 +173,9 @@ def vector_writer(made: Parts, given: Leaf, outer: Writer) -> Writer:
 
 
 def vector_parts(writer: Writer, made: Parts, each: Reduction) -> dict[str, Tile]:
-    """Of a reduction over `dim`, tiles by part of the result.
+    """Writes a reduction over `dim`, and returns its tiles by part of the result.
 
-    A token that is absent counts for nothing.
+    Absent values count for nothing.
     """
     node, row = each.node, each.node.operation
     writer.comment(node)
@@ -208,7 +209,7 @@ def vector_parts(writer: Writer, made: Parts, each: Reduction) -> dict[str, Tile
 
 def _over_dim(made: Parts, op: str, x: Tile) -> str:
     conditions = list(x.present)
-    if made.tiles.dim != made.bound.shape.head_dim:  # the rest of a tile is no dimension
+    if made.tiles.dim != made.bound.shape.head_dim:  # the rest of a tile is padding
         conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
     text, row = x.text, OPERATIONS[op]
     if "dim" not in x.axes or text == "1.0":
@@ -228,13 +229,13 @@ def shape(each: Reduction, kind: str) -> str:
 
 
 def begin(writer: Writer, op: str, name: str, size: str) -> None:
-    """A reduction of nothing so far."""
+    """Writes the value of a reduction to start from."""
     row = OPERATIONS[op]
     dtype = "tl.int32" if row.result == "truth" else "tl.float32"
     writer.line(f"{name} = tl.full({size}, {nothing(row)}, {dtype})")
 
 
 def fold(op: str, name: str, text: str, before: Writer, writer: Writer, size: str) -> None:
-    """Accumulates one statistic of rows."""
+    """Writes a reduction of rows: its start and what a tile adds."""
     begin(before, op, name, size)
     writer.line(joined(OPERATIONS[op], name, text))

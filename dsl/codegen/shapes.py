@@ -1,8 +1,8 @@
 """Sizes of the tiles of generated kernels, chosen when a source is written.
 
-They fit into the 227 KiB of shared memory that a program may use on a Hopper GPU. Of programs that
-go over many queries two fit on a processor, on one of Ampere with its 164 KiB too: while one waits
-for a product of tensor cores, the other takes exponentials.
+They fit into the 227 KiB of shared memory that a program may use on a Hopper GPU. Two programs that
+go over many queries fit on a multiprocessor, also on Ampere with its 164 KiB: while one waits for a
+product of tensor cores, the other computes exponentials.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvpolicy.dsl.ir.nodes import ModelShape
 
-# Bytes of a tile of queries, of it with the tiles of keys on their way, and of a block of keys with
-# the tiles of queries that a program goes over.
+# Most bytes of a tile of queries; of it with the tiles of keys in flight; of a block of keys with
+# the tiles of queries in flight.
 _QUERIES, _ALL, _HALF = 64 << 10, 200 << 10, 80 << 10
 _MOST_ROWS, _LONG_ROWS, _LOOP_ROWS, _STAGES = 256, 128, 64, 3
 
@@ -23,12 +23,12 @@ class TileShape:
 
     Attributes:
         group, dim: query heads of a KV head and head size, rounded up to powers of two.
-        width: queries of a tile, which has group times as many rows.
-        whole: one tile holds the window.
+        width: queries of a tile, which has `group * width` rows.
+        whole: whether one tile holds the window.
         block: tokens of a tile, on a GPU.
         warps, stages: of a launch.
-        row_pass: queries, warps and stages of the kernel that goes over keys for its queries' rows:
-            the more of them it holds, the less often it reads the keys.
+        row_pass: width, warps and stages of the kernel that goes over the keys for each row: the
+            more queries it holds, the less often it reads the keys.
     """
 
     group: int
@@ -47,11 +47,11 @@ class TileShape:
         """The tiles for a window.
 
         Args:
-            window: how many queries; None: a prompt or a layer decides it.
-            single: keys are float32, of which tensor cores need two parts; else of two bytes.
-            simple: so little is computed of a tile that registers hold a large one.
-            few: there are hardly more queries than one tile holds, and so much is computed of them
-                that registers hold a small one.
+            window: number of queries; None: it depends on the prompt or the layer.
+            single: whether keys are float32, which tensor cores take in two parts; else two bytes.
+            simple: whether so little is computed per tile that registers hold a large one.
+            few: whether queries are hardly more than one tile holds, and so much is computed of
+                them that registers hold only a small one.
         """
         group, dim = _power(shape.group), max(16, _power(shape.head_dim))
         size = dim * (8 if single else 2)

@@ -1,12 +1,12 @@
 """Readable Triton source of a bundle: the functions that complete the frames of its kernels.
 
 A window takes two passes over the keys: the first makes the log-sum-exp of each query's row, the
-second the probabilities, whatever the policy computes of them, and the reductions, one block of
-keys after the other, so that nothing of size [H, W, n] is written. Pooling needs neighbours and
-follows as a third, small kernel over values per token. The kernels themselves are told to the
-program from outside; what they are told of a file is its `FRAME`.
+second the probabilities, what the policy computes from them, and the reductions, one block of keys
+after the other, so that nothing of size [H, W, N] is written. Pooling needs neighbours and follows
+as a third, small kernel over values per token. The program is given the kernels from outside; a
+file's `FRAME` says what their launches need to know of it.
 
-Dimensions: G KV heads, H query heads, n tokens of a layer, W queries of a window, D head size.
+Dimensions: G KV heads, H query heads, N tokens of a layer, W queries of a window, D head size.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class GeneratedFile:
     """A generated file and how its kernels are called.
 
     Attributes:
-        text: Python.
-        results: what they return, in order.
-        tensors: their `inputs`: a node, the axes of the tensor, and whether that is where the
-            node's value is present instead of its data.
-        numbers: their `numbers`: how each is made of a node.
-        order: at decode steps: whether they read in which order a KV head's own entries come.
-        token_bytes: what they write for a token of a KV head.
+        text: Python source.
+        results: the tensors that they return, in order.
+        tensors: their `inputs`: node, axes of the tensor, and whether it holds where the node's
+            value is present instead of its data.
+        numbers: their `numbers`: how each is made (see `Arguments`), and of which node.
+        order: whether they read the order of a KV head's own entries, at decode steps.
+        token_bytes: bytes that they write per token and KV head.
     """
 
     text: str
@@ -54,8 +54,8 @@ def generate(
     """The source of a bundle.
 
     Args:
-        single: queries and keys are float32, else of two bytes.
-        steps: for decode steps, else for a prefill.
+        single: whether queries and keys are float32, else of two bytes.
+        steps: whether for decode steps, else for a prefill.
     """
     return Generator(bundle, bound, single, steps).source()
 
@@ -65,7 +65,7 @@ _LOOP = ("start", "tile", "store")
 
 @dataclass(frozen=True)
 class _Function:
-    """What it is given, its lines, and what it takes and returns of the state."""
+    """Names of the arguments, lines, and names of the state taken and returned."""
 
     given: tuple[str, ...]
     lines: list[str]
@@ -76,7 +76,7 @@ class Generator(Parts):
     """Writes one source."""
 
     def source(self) -> GeneratedFile:
-        """All of the file."""
+        """The whole file."""
         functions: dict[str, dict[str, _Function]] = {}
         if self.columns or self.vectors:
             functions["columns"] = self._columns()
@@ -119,7 +119,7 @@ class Generator(Parts):
         ).strip("\n")
 
     def _names(self) -> Definitions:
-        """What functions may use: sizes, and what they are given by number."""
+        """Names that functions may use: sizes, inputs, numbers and results."""
         shape, tiles = self.bound.shape, self.tiles
         sizes = {
             "GROUP": shape.group, "GROUP_P": tiles.group, "BLOCK_W": tiles.width,
@@ -133,7 +133,7 @@ class Generator(Parts):
         return Definitions(sizes, own)
 
     def _frame(self, functions: dict[str, dict[str, _Function]]) -> str:
-        """What the launches of the kernels need to know."""
+        """`FRAME`: what the launches of the kernels need to know."""
         tiles, checks, kernels = self.tiles, self._checks(), {}
         for kernel, parts in (("columns", _LOOP), ("rows", _LOOP), ("tail", ("store",))):
             own = [
@@ -168,13 +168,13 @@ class Generator(Parts):
         return "\n".join(["FRAME = {", *lines, "}"]).replace("'", '"')
 
     def _checks(self) -> tuple[str, ...]:
-        """Which numbers of the model are counted where they are not finite: they decide nothing."""
+        """Which numbers kernels check to be finite: with others, the prompt stays whole."""
         ops = {node.op for each in self.vectors for node in each.node.walk()}
         checks = ["logits"] if self.columns and not self.softmax else []
         return (*checks, *(f"{op}s" for op in ("key", "value") if op in ops))
 
     def _skips(self) -> bool:
-        """Whether earlier queries of a prefill need not be gone over for a block of keys."""
+        """Whether a prefill may skip the queries before a block of keys."""
         looped = bool(self.columns) and not self.whole and not self.steps
         return looped and self.softmax and all(skips(each) for each in self.columns)
 
@@ -195,7 +195,7 @@ class Generator(Parts):
         return writer.load(node) if node in self.inputs else None
 
     def _leaf(self, writer: Writer, node: Node) -> Tile | None:
-        """What a kernel over queries has at hand."""
+        """The tile of a node that a kernel over queries has at hand, or None."""
         every = frozenset(TILE)
         if node.op == "attn":
             return Tile(writer.named("attn", "tl.exp(logits - lse)"), every, (SEEN,))
@@ -259,7 +259,7 @@ class Generator(Parts):
         return {**start, "tile": tile, "store": store}
 
     def _hand_out(self, writer: Writer, each: Reduction, parts: dict[str, Tile]) -> None:
-        """Stores what a reduction gives, or leaves it to the tail of the same kernel."""
+        """Hands a reduction to the tail of the same kernel, and stores it for other readers."""
         node, base = each.node, each.node.name or each.node.op
         if "value" in parts:
             writer.given[node] = parts["value"]
@@ -273,7 +273,7 @@ class Generator(Parts):
             store(writer, name, each.axes, tile, truth=self.results[-1].truth)
 
     def _finish(self, writer: Writer) -> None:
-        """The tail's values that are read outside."""
+        """Stores the tail's values that are read outside."""
         for node in self.bundle.tail:
             if node not in self.outputs:
                 continue

@@ -1,4 +1,4 @@
-"""Where generated functions put their results."""
+"""Stores of results in generated functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvpolicy.dsl.codegen.tiles import Tile
 
 
 def store(writer: Writer, name: str, axes: tuple[str, ...], tile: Tile, *, truth: bool) -> None:
-    """One block of a value per token; at decode steps 0 where a KV head does not hold it."""
+    """Stores a block of a value per token; in decode, 0 at tokens that a KV head does not hold."""
     steps = writer.steps
     place, mask = ("at_head", "real") if "group" in axes else ("at_kv", "inside")
     if truth:
@@ -18,7 +18,7 @@ def store(writer: Writer, name: str, axes: tuple[str, ...], tile: Tile, *, truth
 
 
 def store_row(writer: Writer, name: str, axes: tuple[str, ...], text: str, kind: str) -> None:
-    """A tile of a value per query of one split; `head` counts those of earlier splits, too."""
+    """Stores a tile of a value per query of one split; `head` counts KV heads over all splits."""
     place, mask = "head * queries + row", "row < queries"
     if "group" in axes:
         place, mask = "(head * GROUP + group) * queries + row", f"(group < GROUP) & ({mask})"

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 '''
 
-# What functions are given.
+# Arguments of functions.
 TILES = ("entries", "positions", "inputs", "numbers")
 _WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
-# What they may name, as far as they use it.
+# Names that functions may use, with their definitions.
 PLACES = {
     "head": "entries.head",
     "tokens": "entries.tokens",
@@ -51,18 +51,18 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Definitions:
-    """What the functions of a file may use without making it.
+    """Names that the functions of a file may use without making them.
 
     Attributes:
-        sizes: whole numbers that are known.
-        own: texts of the file's inputs, numbers and results.
+        sizes: name -> constant whole number.
+        own: name -> text, for the file's inputs, numbers and results.
     """
 
     sizes: Mapping[str, int]
     own: Mapping[str, str]
 
     def used(self, lines: Iterable[str], given: Iterable[str]) -> list[str]:
-        """Definitions of what some lines use, besides what the function is given by name."""
+        """Definitions of the names that some lines use and that the function is not given."""
         texts = {name: f"{name}: tl.constexpr = {size}" for name, size in self.sizes.items()}
         texts |= {name: f"{name} = {text}" for name, text in (PLACES | dict(self.own)).items()}
         wanted = _words(lines) - set(given)
@@ -74,11 +74,11 @@ class Definitions:
     def function(
         self, name: str, given: tuple[str, ...], lines: list[str], state: tuple[list[str], ...]
     ) -> str:
-        """A function.
+        """The text of a function.
 
         Args:
             given: names of its arguments, besides the number of tokens of a tile.
-            state: names of what it takes of the state, and of what it returns of it.
+            state: names that it takes from the state, and that it returns of it.
         """
         taken, returned = state
         head = [f"{', '.join(taken)}{',' * (len(taken) == 1)} = state"] if taken else []

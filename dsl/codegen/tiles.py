@@ -1,4 +1,4 @@
-"""Values in generated kernels, where they are present, and what kernels are given.
+"""Values in generated kernels, where they are present, and the kernels' arguments.
 
 A tile has the axes group, query and token, of size 1 where a value lacks the axis.
 """
@@ -54,14 +54,14 @@ def conjunction(conditions: tuple[Condition, ...]) -> str:
 
 @dataclass
 class Arguments:
-    """What the functions of one source are given besides the tensors of the model.
+    """Arguments of the functions of one source besides the tensors of the model.
 
     Attributes:
-        steps: at decode steps every KV head may have values of its own.
-        numbers: by name: how the host makes it (`value`, `count`, `before`, `after`, `truth`) and
-            of which node.
-        tensors: by name: the input, and whether the tensor is where it is present.
-        taken: names that have a meaning.
+        steps: whether for decode steps, where values may differ between KV heads.
+        numbers: name -> how the host makes the number (`value`, `count`, `before`, `after`,
+            `width`, `truth`), and of which node.
+        tensors: name -> input, and whether the tensor holds where it is present instead of data.
+        taken: names in use.
     """
 
     steps: bool = False
@@ -73,7 +73,7 @@ class Arguments:
         self.taken = set(_RESERVED)
 
     def fresh(self, wish: str) -> str:
-        """A name that nothing else has."""
+        """A name that is not in use, `wish` if possible."""
         base = re.sub(r"\W", "_", wish)
         base = f"{base}_" if keyword.iskeyword(base) else base
         name, number = base, 2
@@ -83,7 +83,7 @@ class Arguments:
         return name
 
     def number(self, node: Node, how: str) -> str:
-        """The argument that holds a number of the host."""
+        """The name of the argument that holds a number of the host."""
         key = (node, how)
         if key not in self._names:
             wish = node.name or ("count" if how == "count" else "number")
@@ -98,7 +98,7 @@ class Arguments:
         return ("kv", *own) if self.steps and "kv" not in own else own
 
     def tensor(self, node: Node, present: bool) -> str:
-        """The pointer to an input, or to where it is present."""
+        """The name of the pointer to an input, or to where it is present."""
         key = (node, present)
         if key not in self._names:
             name = self.fresh((node.name or node.op) + ("_there" if present else "_input"))
