@@ -1,1 +1,1 @@
-"""A program for a model and parameter values, and what is proven of it before a prompt."""
+"""A program bound to a model and parameter values, and bounds proven before a prompt is seen."""

@@ -41,9 +41,9 @@ from kvpolicy.dsl.ir.verify import verify
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.source import Source
 
-# Environments whose numbers are remembered: enough for all layers of prompts decoding together.
+# Remembered environments: enough for all layers of prompts that decode together.
 _ENVIRONMENTS = 2**14
-# Results that each method on prompts and their steps remembers.
+# Remembered results per method.
 _REMEMBERED = 2**12
 # More queries than any request has.
 _MOST = 2**31
@@ -55,7 +55,6 @@ class Bound:
 
     Attributes:
         program: the checked policy.
-        shape: sizes of the model.
         params: value of every parameter, defaults included.
         folded: the sections, folded (see `ir/lower.py`), with only the `states` that something
             reads and the `lets` that are reported. `decode` is None if nothing leaves while
@@ -198,7 +197,7 @@ class Bound:
 
     @once.at_most(_REMEMBERED)
     def _rule(self, when: Node, prompt: int) -> tuple[Node, Env]:
-        """`when` with what the prompt decides as numbers, and the environment for the rest."""
+        """`when` with values for what the prompt decides, and the environment for the rest."""
         numbers = environment(self.shape, self.params, prompt)
         return settled(when, numbers, self.static, "prompt", "length"), numbers
 

@@ -267,7 +267,7 @@ class Bounds:
         return all(self._numbers.of(node, i)[0] >= 0 for i in range(self._layers))
 
     def _wins(self, node: Node, layer: int) -> Number:
-        """Bound on `count(top[kv, token](x, n))` over KV heads: n per contest; other nodes: inf."""
+        """Upper bound on `count(top[kv, token](x, n))` summed over KV heads, or inf."""
         if node.op != "count" or node.args[0].op != "top":
             return math.inf
         top = node.args[0]
@@ -309,7 +309,6 @@ def max_entries(bound: Bound, prompt: int, layers: range | None = None) -> int:
     (normalised shares, `split`, competition between heads); else everything.
 
     Args:
-        prompt: N tokens.
         layers: layers to sum over; None: all.
     """
     kept = Bounds(bound, prompt).kept

@@ -68,7 +68,7 @@ class Ends:
         return {i: node for i, node in pairs if node and bound.static.needs(node) is None}
 
     def rows(self, bound: Bound, prompt: int, layers: range) -> list[tuple[int, int, int]]:
-        """`numbers` of each layer, or one row if layers do not differ; 0 for what data decide."""
+        """`numbers` of each of `layers`, or one row if all are alike; 0 for what data decide."""
         data = self.of_data(bound).values()
         known = [node for node in (self.where, *self.numbers) if node and node not in data]
         apart = any("layer" in (bound.static.needs(node) or ()) for node in known)

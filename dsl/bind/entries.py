@@ -17,7 +17,7 @@ from kvpolicy.dsl.ops.host import Number
 
 
 def counting(keep: Node) -> list[Node] | None:
-    """Scalars that decide how many entries a layer keeps; None: scalars alone do not."""
+    """Numbers and conditions that decide how many entries lists keep; None: these alone do not."""
     if keep.op == "all":
         return []
     if keep.op == "choose":

@@ -38,12 +38,11 @@ class FixedSize:
         self._keep = keep_of(bound.lowered.decode)
 
     def holds(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
-        """Whether every list keeps this number of entries whenever entries leave from now on.
+        """Whether every list keeps the same number of entries whenever entries leave from now on.
 
         Valid if the model's tensors are finite.
 
         Args:
-            prompt: N tokens.
             counts: [L][G] entries that each list kept at a step at which all lists lost some.
         """
         pairs = zip(self._taken(prompt, len(counts)), counts, strict=True)

@@ -1,7 +1,7 @@
 """GPUs for which costs are reckoned.
 
-Memory is what the driver reports. Rates are from NVIDIA's data sheets: bytes of memory, dense
-bfloat16 operations of tensor cores, and float32 operations of the other cores, all per second.
+Memory is what the driver reports. Rates per second are from NVIDIA's data sheets: bytes of memory,
+dense bfloat16 operations of tensor cores, and float32 operations of other cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Gpu:
     gap: float
 
     def seconds(self, work: Work) -> float:
-        """Seconds that work takes which is large enough to fill the GPU."""
+        """Seconds for work that is large enough to fill the GPU."""
         computed = work.matrix / self.matrix + work.vector / self.vector
         moved = work.moved / self.bandwidth
         return max(computed / MATRIX_REACHED, moved / MEMORY_REACHED)

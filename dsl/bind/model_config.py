@@ -12,7 +12,7 @@ from kvpolicy.dsl.bind.work import SOFTMAX, Work
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused, why
 
-# Llama 3.1 8B, for what needs a model and is given none.
+# Llama 3.1 8B, where a model is needed and none is given.
 USUAL = ModelShape(layers=32, heads=32, kv_heads=8, head_dim=128)
 _VOCABULARY = 128_256  # where a config does not say it
 # Other keys under which a config may give a size.
@@ -42,7 +42,6 @@ class ModelConfig:
 
     Attributes:
         name: the folder or file that it was read from.
-        shape: sizes that a policy may depend on.
         hidden, intermediate: widths of the residual stream and of the MLP (for a mixture of
             experts: summed over the experts that one token uses).
         experts: width summed over all experts of a layer; without a mixture, `intermediate`.
@@ -75,7 +74,7 @@ class ModelConfig:
         return self._attention + self.matrices * self.hidden * self.intermediate
 
     def _read(self, tokens: int) -> float:
-        """Expected number of weights of a layer that tokens read, if each draws its experts."""
+        """Expected number of weights of a layer that tokens read, each with random experts."""
         missed = (1 - self.intermediate / self.experts) ** tokens
         return self._attention + self.matrices * self.hidden * self.experts * (1 - missed)
 

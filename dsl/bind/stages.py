@@ -37,7 +37,7 @@ def apart(bound: Bound) -> str | None:
 
 
 def exchanged(bound: Bound) -> tuple[Node, ...]:
-    """Nodes whose number of every layer the stages of a policy decided `apart` exchange."""
+    """Nodes with one number per layer that the stages exchange, where they decide `apart`."""
     compared = [each for node in _read(bound) if _looks(node) for each in node.args]
     if not compared:
         return ()

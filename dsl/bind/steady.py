@@ -6,7 +6,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.ir.nodes import Node
 
-ENDLESS = 1 << 62  # tokens of a prompt of which every policy that bounds the cache drops some
+ENDLESS = 1 << 62  # tokens of a prompt so long that all policies that bound the cache drop some
 
 
 def is_steady(bound: Bound) -> bool:

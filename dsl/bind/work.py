@@ -109,7 +109,7 @@ class Sizes:
         return self.bound.window(node, self.prompt, self.layer, self.tokens)
 
     def of(self, node: Node) -> float:
-        """Numbers in a value; pairs of a query and a later token do not count."""
+        """Number of elements of a value; pairs of a query and a later token do not count."""
         axes = set(node.type.axes)
         size = float(math.prod(self.axes.get(axis, 1) for axis in axes - {"query", "token"}))
         if "query" not in axes:

@@ -1,1 +1,1 @@
-"""Triton source of the parts of a policy that become one kernel."""
+"""Triton source for the parts of a policy that generated kernels compute."""

@@ -10,7 +10,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def divide(writer: Writer, node: Node) -> Tile:
-    """By a literal that is not 0 it cannot give NaN; adding 0 makes a divisor of -0 into 0."""
+    """Finite values by a literal, not 0, give no NaN; adding 0 makes a divisor of -0 into 0."""
     x, by = node.args
     if by.op != "number":
         return writer.arithmetic(node, "{0} / ({1} + 0.0)")

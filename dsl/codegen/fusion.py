@@ -389,7 +389,7 @@ def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
 
 
 def _role(node: Node) -> str | None:
-    """The role of a reduction in a kernel; None: it has none."""
+    """The role of a reduction over large tensors of one layer; None: another node."""
     looks = {"layer", "past", "dropped"} & set(node.axes)
     if not node.operation.is_reduction or looks:
         return None

@@ -229,7 +229,7 @@ def shape(each: Reduction, kind: str) -> str:
 
 
 def begin(writer: Writer, op: str, name: str, size: str) -> None:
-    """Writes the value of a reduction to start from."""
+    """Writes the start of a reduction: its result of no value."""
     row = OPERATIONS[op]
     dtype = "tl.int32" if row.result == "truth" else "tl.float32"
     writer.line(f"{name} = tl.full({size}, {nothing(row)}, {dtype})")

@@ -65,7 +65,7 @@ _LOOP = ("start", "tile", "store")
 
 @dataclass(frozen=True)
 class _Function:
-    """Names of the arguments, lines, and names of the state taken and returned."""
+    """A function: its arguments, its lines, and the state that it takes and returns."""
 
     given: tuple[str, ...]
     lines: list[str]
@@ -168,7 +168,7 @@ class Generator(Parts):
         return "\n".join(["FRAME = {", *lines, "}"]).replace("'", '"')
 
     def _checks(self) -> tuple[str, ...]:
-        """Which numbers kernels check to be finite: with others, the prompt stays whole."""
+        """What kernels check for NaN and infinity, with which a prompt stays whole."""
         ops = {node.op for each in self.vectors for node in each.node.walk()}
         checks = ["logits"] if self.columns and not self.softmax else []
         return (*checks, *(f"{op}s" for op in ("key", "value") if op in ops))

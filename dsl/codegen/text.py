@@ -78,7 +78,7 @@ class Definitions:
 
         Args:
             given: names of its arguments, besides the number of tokens of a tile.
-            state: names that it takes from the state, and that it returns of it.
+            state: names of the state that it takes, and of the state that it returns.
         """
         taken, returned = state
         head = [f"{', '.join(taken)}{',' * (len(taken) == 1)} = state"] if taken else []

@@ -35,7 +35,7 @@ def floored(x: Number) -> Number:
 
 
 def index(x: Number, size: int) -> int | None:
-    """A number as an index from 0 to `size` - 1; None if it is none."""
+    """A number as an index from 0 to `size` - 1; None if it is no such index."""
     x = snap(x)
     return int(x) if 0 <= x < size and x == int(x) else None
 

@@ -131,7 +131,7 @@ class Graph:
 
     @staticmethod
     def _across_layers(row: Operation, when: When) -> When:
-        """When it is known: `past` and `at` need only layers already done, others the last one."""
+        """When an operation across layers is known: `past` and `at` need no deeper layer."""
         if when in (When.LOAD, When.PROMPT, When.STEP) or row.kind is Kind.LOOK:
             return when
         return When.END

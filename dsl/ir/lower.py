@@ -117,7 +117,7 @@ class Static:
 
 
 def fold(sections: Sections, env: Env) -> Sections:
-    """The sections with scalars that `env` decides exactly as values, and choices as their branch.
+    """The sections with what `env` decides replaced: scalars by exact values, choices by a branch.
 
     Args:
         sections: of a checked program.
@@ -151,12 +151,10 @@ def fold(sections: Sections, env: Env) -> Sections:
 
 
 def settled(node: Node, env: Env, static: Static, *names: str) -> Node:
-    """A static scalar in which every part that depends on `names` alone is its value.
+    """A static scalar with every part that depends on `names` alone replaced by its value.
 
     Args:
-        node: the scalar.
         env: as for `fold`, with values of `names`.
-        static: of the scalar's program.
         names: as `Static.needs` gives them.
     """
     evaluate = evaluator(env)
@@ -211,7 +209,7 @@ def lower(sections: Sections) -> Sections:
         first.own["propagate"] = sections.propagate.budget
     prefill = rewritten(sections.prefill, first.visit)
     if sections.share is not None and sections.share.exceptions is not None:
-        first.visit(sections.share.exceptions)  # first: equal nodes in `direction` take its names
+        first.visit(sections.share.exceptions)  # equal nodes in `direction` then take its names
     share = rewritten(sections.share, first.visit)
     # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
     first.filled = "propagate"

@@ -134,7 +134,7 @@ class Node:
 
     @property
     def left_over(self) -> bool:
-        """Whether it is x at what another set left over, from the right side of a `then`."""
+        """Whether it is a number at tokens that another set left over: the right side of `then`."""
         return self.op == "mask" and self.value == "rest"
 
     @property

@@ -1,6 +1,6 @@
 """Arithmetic of numbers that the host knows: exact rationals, or float64.
 
-Float64 comes from infinities, `pi`, `cos`, `sin`, `acos`, `exp`, `log`, `sqrt`, irrational powers.
+Infinities, `pi`, `cos`, `sin`, `acos`, `exp`, `log`, `sqrt` and irrational powers are float64.
 What would be NaN is 0, and an exact number with very many digits goes on as float64.
 """
 

@@ -106,13 +106,12 @@ class Builtin:
 class Operation:
     """One operation of the intermediate representation.
 
-    `interpret`, `torch` and `triton` say what computes it, most by the path of a function, which
-    `forms.py` finds. The interpreter's functions take numpy arrays: the arguments of arithmetic,
-    comparisons and logic; data, where they are present, and dimensions for a reduction. Those of
-    other kinds take the values, the node and the layer. Torch's take the node, the frame and the
-    arguments (and dimensions for a reduction), those of the library only the arguments. Triton's
-    take the writer of a kernel and the node; or there is a text with places for the arguments, or
-    the name of the function by which a reduction folds a tile.
+    `interpret`, `torch` and `triton` are paths of functions, which `forms.py` finds. In arithmetic,
+    comparisons and logic the interpreter's take the arguments as numpy arrays, in a reduction data,
+    presence and dimensions, else the values, the node and the layer. Torch's take the node, the
+    frame and the arguments (and dimensions in a reduction), those of the library only arguments.
+    Triton's take the writer of a kernel and the node; or `triton` is a text with places for the
+    arguments, or for a reduction the name of the function that folds a tile.
     """
 
     name: str
@@ -128,7 +127,7 @@ class Operation:
     sign: str | None = None  # as authors write it, between its arguments or before the only one
     of_two: str | None = None  # operation that its name means with two arguments and no axes
     result: str | None = None  # "number" or "truth"; None: either
-    takes: str | None = None  # "number" or "truth", if all arguments are; None: either
+    takes: str | None = None  # "number" or "truth", if all arguments must be; else None
     # How the result's unit follows from the arguments': "alike" (they have one unit), "product",
     # "quotient" or "first"; None: it has none.
     unit: str | None = None

@@ -1,4 +1,4 @@
-"""The tables of the language, of the rows of every group: operations, functions, names.
+"""The tables of the language, made of the rows of all groups: operations, functions, names.
 
 The checker types calls by them, and the reference is generated from them.
 
