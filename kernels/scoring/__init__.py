@@ -1,1 +1,1 @@
-"""From numbers to choices: selection, order, statistics, division among layers."""
+"""From numbers to choices: selection, ranks, statistics, division among layers."""

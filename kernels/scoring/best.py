@@ -1,4 +1,4 @@
-"""What stays of each list: its ends, and of the rest the best, up to a budget."""
+"""Entries of each list that stay: its ends, and the highest scores of the rest, up to a budget."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ def best(
     there: torch.Tensor,
     numbers: torch.Tensor,
 ) -> torch.Tensor:
-    """The first and last entries of R lists and of the others the highest scores.
+    """Keep the first and last entries of R lists, and of the others those with the highest scores.
 
     Args:
-        score: float64 [R, M]; compared as float32, of equal ones the first; what it holds where it
-            is absent means nothing. None: nothing but the ends stays.
-        present: bool [R, M], where there is a score; None: everywhere.
-        there: bool [R, M], the entries of each list, in order.
-        numbers: int64 [N, 3], of R / N lists each, one behind the other: how many first entries,
-            how many last ones, and how many in all, if scores decide. Where a list has no more
-            entries than that, all of them stay, with a score or without.
+        score: float64 [R, M]; compared as float32, of equal scores the first wins; ignored where it
+            is absent. None: only the ends stay.
+        present: bool [R, M], where a score is present; None: everywhere.
+        there: bool [R, M], columns at which each list holds an entry.
+        numbers: int64 [N, 3], N > 0, each row for R / N consecutive lists: how many first entries,
+            how many last ones, and the budget for all, which counts only with scores. A list with
+            no more entries than its budget keeps all, even without a score; the ends stay even if
+            they exceed it.
 
     Returns:
-        bool [R, M]; false where nothing is there.
+        bool [R, M], entries that stay; False where `there` is False.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -52,7 +53,7 @@ def check(
     there: torch.Tensor,
     numbers: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -72,7 +73,7 @@ def check_lists(
     present: torch.Tensor | None,
     taken: torch.Tensor | None = None,
 ) -> None:
-    """Refuses lists and what belongs to their entries, as `best` and `then` take them.
+    """Refuse wrong shapes and dtypes of what `best` and `then` take alike; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,8 +1,8 @@
-"""What stays of each list, in one launch: a program finds its list's threshold by digits.
+"""Entries of each list that stay, in one launch: a program finds its list's threshold by digits.
 
-As `select_triton`, of which it takes the counting of keys; a list is one program that reads it once
-per digit, since lists are many: layers times heads times requests. Scores become keys on the way.
-What stays whatever its score are the ends of a list, or what was taken before (`then`).
+Keys are counted as in `select_triton`. A list is one program, which reads it once per digit; lists
+are many: layers times heads times requests. Scores become keys when they are read. The entries that
+stay whatever their score are the ends of a list (`best`) or those taken before (`then`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def best(
     *,
     block: int = 1024,
 ) -> torch.Tensor:
-    """The first and last entries of R lists and of the others the highest scores.
+    """Keep the first and last entries of R lists, and of the others those with the highest scores.
 
-    As `best.best`, without reading a number of the device.
+    As `best.best`; the host does not wait for the device.
 
     Args:
-        block: entries that a program looks at at a time, a power of two.
+        block: entries that a program reads at a time, a power of two.
 
     Returns:
         bool [R, M].
@@ -51,7 +51,7 @@ def chosen(
     in_all: bool,
     block: int,
 ) -> torch.Tensor:
-    """bool [R, M], as of `best`, or, if something is taken, as of `then`."""
+    """The result of `best`, or with `taken` of `then`, whose `number` is then `numbers`."""
     kept = torch.empty(there.shape, dtype=torch.bool, device=there.device)
     if there.numel():
         _best[(len(there),)](
@@ -65,7 +65,7 @@ def chosen(
 
 @triton.jit
 def _keys(score, present, at, free):
-    """uint32 keys in the order of scores, 0 where none competes."""
+    """uint32 keys in the order of the scores; 0 where no entry competes."""
     x = tl.load(score + at, mask=free, other=0.0).to(tl.float32)
     x = tl.where(x == 0.0, 0.0, x)  # -0 is 0
     key = x.to(tl.int32, bitcast=True)
@@ -79,7 +79,10 @@ def _keys(score, present, at, free):
 def _block(
     taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK: tl.constexpr
 ):
-    """Of a block: where its numbers stand, what stays in any case, what competes."""
+    """Columns of a block, which hold an entry (0 or 1), which stay in any case, which compete.
+
+    seen, number: entries of the list before the block, and in all.
+    """
     column = first + tl.arange(0, BLOCK)
     held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
     if taken is not None:
@@ -95,7 +98,7 @@ def _best(
     taken, present, score, there, numbers, kept, width, share,
     IN_ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One list."""
+    """Choose the entries of one list."""
     this = tl.program_id(0)
     base = this.to(tl.int64) * width
     number, own = 0, 0

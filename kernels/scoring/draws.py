@@ -1,26 +1,26 @@
-"""Numbers drawn for entries by a counter: `uniform` of the language, of many layers at once."""
+"""Pseudo-random numbers of entries by a hash: `uniform` of the language, many layers at once."""
 
 from __future__ import annotations
 
 import torch
 
 BITS = 0xFFFFFFFF
-# Of the hash, which draws the same numbers in every execution of the language.
+# Constants of the hash, which draws the same numbers in every execution of the language.
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
 
 
 def draws(
     seed: int, positions: torch.Tensor, generated: torch.Tensor, group: int, first: int = 0
 ) -> torch.Tensor:
-    """A number from 0 to below 1 for every entry, by seed, layer, KV head, position and step.
+    """Draw a number in [0, 1) for every entry, by seed, layer, KV head, position and step.
 
     Args:
         seed: any whole number.
-        positions: int64 [S, M], of N requests with S / N layers each, one behind the other; -1
-            where there is no entry.
-        generated: int64 [N], decode steps of each request, this one included.
+        positions: int64 [S, M], S / N consecutive layers for each of N requests; -1 where there is
+            no entry.
+        generated: int64 [N], decode steps of each request so far, this one included.
         group: G, KV heads of a layer.
-        first: number of each request's first layer.
+        first: index of the first of these layers in the model.
 
     Returns:
         float64 [S * G, M].
@@ -46,7 +46,7 @@ def draws(
 
 
 def check(positions: torch.Tensor, generated: torch.Tensor, group: int) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,4 +1,4 @@
-"""Numbers drawn for entries by a counter: one launch for all lists."""
+"""Pseudo-random numbers of entries by a hash: one launch for all lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draws(
     *,
     block: int = 1024,
 ) -> torch.Tensor:
-    """A number from 0 to below 1 for every entry, by seed, layer, KV head, position and step.
+    """Draw a number in [0, 1) for every entry, by seed, layer, KV head, position and step.
 
     As `draws.draws`.
 
@@ -57,7 +57,7 @@ def _hashed(state, part):
 
 @kernel()
 def _draws(positions, generated, made, seed, width, group, layers, first, BLOCK: tl.constexpr):
-    """A part of one list."""
+    """Draw for a part of one list."""
     this = tl.program_id(0).to(tl.int64)
     number, head = this // group, this % group
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -8,12 +8,12 @@ import torch
 def finite(
     keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: torch.Tensor
 ) -> torch.Tensor:
-    """Of R lists whether keys and values of each are finite.
+    """Whether the keys and values of each of R lists are all finite.
 
     Args:
-        keys, values: [E, D] and [E', D] of one float dtype.
-        ids: int64 [R, M], the entries of each list.
-        there: bool [R, M], which of these there are; others are not read.
+        keys, values: [E, D] and [E', D] of one float dtype, each row contiguous.
+        ids: int64 [R, M], rows of both pools, the entries of each list.
+        there: bool [R, M], columns at which a list holds an entry; others are not read.
 
     Returns:
         bool [R].
@@ -30,7 +30,7 @@ def finite(
 
 
 def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: torch.Tensor) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,7 +1,7 @@
 """Whether entries of a pool hold neither NaN nor infinity: one launch for all lists.
 
-A program goes through one list a tile of entries at a time, and remembers only whether any of the
-numbers so far was none.
+A program reads one list, a tile of entries at a time, and remembers only whether any number so far
+was NaN or infinite.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def finite(
     *,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """Of R lists whether keys and values of each are finite.
+    """Whether the keys and values of each of R lists are all finite.
 
     As `finite.finite`.
 
     Args:
-        tile: entries that a program reads at a time, a power of two. None: `rows_of`.
+        tile: entries that a program reads at a time, a power of two. None: as by `rows_of`.
 
     Returns:
         bool [R].
@@ -62,7 +62,7 @@ def _finite(
     keys, key_stride, values, value_stride, ids, there, made, width,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One list."""
+    """Check one list."""
     this = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)[None, :]
     wrong = tl.zeros([TILE, BLOCK_D], tl.int32)

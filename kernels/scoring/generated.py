@@ -1,8 +1,8 @@
 """Functions generated from policies, as modules: written to a cache, imported once per process.
 
-Triton compiles functions of files, so a source becomes one. Its name holds a digest of the text:
-which policy, which parameters and which sizes of a model decide the text, so equal names mean equal
-files, and processes that write the same one at once do no harm.
+Triton compiles functions of files, so a source is written to one. The file's name holds a digest of
+the text, which depends on the policy, its parameters and the model's sizes. Equal names mean equal
+files, so processes may write the same one at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from kvpolicy.kernels.templates.run import Frame
 
 @lru_cache(maxsize=1024)
 def generated(name: str, source: str) -> Callable:
-    """Launches the frames of `kernels/templates` with the functions of a generated source.
+    """Complete the frames of `kernels/templates` with the functions of a generated source.
 
     Args:
-        name: of the policy, for the file's name.
-        source: Python: small `@triton.jit` functions, and `FRAME`, what `Frame` says of them.
+        name: the policy's name, for the file's name.
+        source: Python: small `@triton.jit` functions, and `FRAME`, the attributes of `Frame`.
+
+    Returns:
+        `Frame.run`, which launches the kernels.
 
     Raises:
         OSError: neither the cache nor the folder for temporary files can be written.
@@ -38,7 +41,7 @@ def generated(name: str, source: str) -> Callable:
 
 
 def module_of(name: str, source: str) -> ModuleType:
-    """The module of a generated source; as of `generated`."""
+    """Import a generated source as a module; arguments and errors as of `generated`."""
     stem = f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}_{hashlib.sha256(source.encode()).hexdigest()}"
     path = _written(f"{stem}.py", source)
     module_name = f"kvpolicy_generated_{stem}"
@@ -52,27 +55,30 @@ def module_of(name: str, source: str) -> ModuleType:
 
 
 def cache_folder() -> Path:
-    """Where generated files lie: below XDG_CACHE_HOME, or ~/.cache."""
+    """Folder of generated files: below XDG_CACHE_HOME if it is absolute, else below ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return base / "kvpolicy" / "generated"
 
 
 def _written(name: str, source: str) -> Path:
-    """The file of a source, in the cache if it can be written, else in a temporary folder."""
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+    """Write the file of a source to the cache if possible, else to a temporary folder."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder
         return written_in(cache_folder(), name, source)
     return written_in(Path(_temporary()), name, source)
 
 
 @lru_cache(maxsize=1)
 def _temporary() -> str:
-    """A folder of this process alone: a common one could be another user's."""
+    """A folder for this process alone: a shared one could be another user's."""
     return tempfile.mkdtemp(prefix="kvpolicy-generated-")
 
 
 def written_in(folder: Path, name: str, source: str) -> Path:
-    """The file of a source in a folder; whoever reads it meanwhile finds it whole or not at all.
+    """Write the file of a source to a folder; readers find it whole or not at all.
+
+    Returns:
+        Its path.
 
     Raises:
         OSError: it cannot be written.

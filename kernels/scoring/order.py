@@ -1,7 +1,7 @@
 """The order of scores: int32 keys that sort as the language orders, and ranks.
 
-Ranking sorts. `torch.sort` is exact, stable and of linear work (a radix sort on a GPU), so that a
-kernel has nothing to add there; what stands before and after it are many small steps.
+Ranking sorts with `torch.sort`, which is exact, stable and of linear work (a radix sort on a GPU):
+a kernel would gain nothing there, only in the many small steps before and after it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from kvpolicy.kernels.scoring.select import ABSENT
 
 
 def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-    """int32 in the order of float32, absent ones lowest.
+    """Turn scores into int32 keys in the order of float32, absent scores lowest.
 
     Args:
-        x: float64; rounded to float32, -0 is 0. What it holds where `there` is false means nothing.
-        there: bool, broadcasting to x; None: everything is there.
+        x: float64; rounded to float32, -0 is 0. Ignored where `there` is False.
+        there: bool that broadcasts to x, where a score is present; None: everywhere.
 
     Returns:
-        The shape of x, contiguous.
+        int32, the shape of x, contiguous; `ABSENT` where no score is present.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
@@ -31,7 +31,7 @@ def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
 
 
 def rank(keys: torch.Tensor) -> torch.Tensor:
-    """1 for the highest key of each row, of equal ones for the first.
+    """Rank the keys of each row: 1 is the highest; of equal keys the first ranks higher.
 
     Args:
         keys: int32 [R, n].
@@ -50,7 +50,7 @@ def rank(keys: torch.Tensor) -> torch.Tensor:
 
 
 def check_rank(keys: torch.Tensor) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

@@ -1,4 +1,4 @@
-"""Sort keys of scores and ranks, each in one launch beside torch's sort."""
+"""Sort keys of scores, and ranks: one launch each, beside torch's sort."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1024  # not measured
 
 
 def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-    """int32 in the order of float32, absent ones lowest. As `order.keys`, in one launch."""
+    """Turn scores into int32 keys in the order of float32. As `order.keys`, in one launch."""
     check(x, there)
     made = torch.empty(x.shape, dtype=torch.int32, device=x.device)
     if not made.numel():
@@ -28,12 +28,12 @@ def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
 
 
 def rank(keys: torch.Tensor) -> torch.Tensor:
-    """1 for the highest key of each row, of equal ones for the first. As `order.rank`."""
+    """Rank the keys of each row: 1 is the highest. As `order.rank`."""
     check_rank(keys)
     made = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
     if made.numel():
         first = keys.sort(dim=-1, descending=True, stable=True).indices
-        # All along the first axis of the grid: a row of all layers has more blocks than the others.
+        # Only the first axis of the grid is long enough for the blocks of a row of all layers.
         parts = triton.cdiv(keys.shape[1], _BLOCK)
         _rank[(keys.shape[0] * parts,)](
             first, made, keys.shape[1], parts, BLOCK=_BLOCK, num_warps=4
@@ -59,7 +59,7 @@ def _keys(
 
 @kernel()
 def _rank(first, out, size, parts, BLOCK: tl.constexpr):
-    """Place i of a row's order says which score has rank i + 1."""
+    """Write rank i + 1 for the key that is i-th in its row's order, `first`."""
     row = (tl.program_id(0) // parts).to(tl.int64) * size
     i = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = i < size

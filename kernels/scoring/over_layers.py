@@ -1,4 +1,4 @@
-"""What the same place of several layers' values says: their variance, and whether any is true."""
+"""Several layers' values reduced place by place: their variance, and whether any is true."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from kvpolicy.kernels.scoring.spread import var
 def var_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
-    """At every place the variance of the present values, divided by their number; 0 of none.
+    """The population variance, at every place, of the layers' present values; 0 of none.
 
     Args:
-        values: of each layer float64 [...], all of one shape; what they hold where nothing is there
-            means nothing.
-        there: of each layer bool of that shape; None: everything is there.
-        first: how many of the first layers do not count.
+        values: for each layer float64 [...], all of one shape; ignored where absent.
+        there: for each layer bool of that shape, where a value is present; None: everywhere.
+        first: number of first layers that are left out.
 
     Returns:
-        float64 of that shape; 0 where it is NaN.
+        float64 of that shape; 0 where it would be NaN.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
@@ -33,7 +32,10 @@ def var_of_layers(
 def any_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
-    """At every place whether a present value is true. bool; arguments as of `var_of_layers`."""
+    """Whether, at every place, any present value is true.
+
+    Arguments as of `var_of_layers`, but `values` and the result are bool.
+    """
     check(values, there, first, torch.bool)
     counted = torch.stack(list(values[first:]))
     if there is not None:
@@ -47,7 +49,7 @@ def check(
     first: int,
     dtype: torch.dtype,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.

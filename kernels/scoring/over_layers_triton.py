@@ -11,15 +11,17 @@ from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring import over_layers
 from kvpolicy.kernels.scoring.over_layers import check
 
-MOST = 16  # layers, each of which is compiled into the kernel; twice as many spill
+MOST = 16  # layers; the loop over them is unrolled, and twice as many spill
 _BLOCK = 512  # not measured
 
 
 def var_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
-    """At every place the variance of the present values. As `over_layers.var_of_layers`, which
-    reduces more than MOST layers."""
+    """The population variance, at every place, of the layers' present values.
+
+    As `over_layers.var_of_layers`, which is called for more than MOST layers.
+    """
     check(values, there, first, torch.float64)
     if len(values) > MOST:
         return over_layers.var_of_layers(values, there, first)
@@ -29,8 +31,10 @@ def var_of_layers(
 def any_of_layers(
     values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
-    """At every place whether a present value is true. As `over_layers.any_of_layers`, which
-    reduces more than MOST layers."""
+    """Whether, at every place, any present value is true.
+
+    As `over_layers.any_of_layers`, which is called for more than MOST layers.
+    """
     check(values, there, first, torch.bool)
     if len(values) > MOST:
         return over_layers.any_of_layers(values, there, first)
@@ -43,8 +47,10 @@ def _reduced(
     first: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One launch. The layers that do not count are compiled in as well, so that a prompt's first
-    layers need no kernel of their own."""
+    """Reduce in one launch.
+
+    Layers that are left out are compiled in, too, so that every `first` has the same kernel.
+    """
     made = torch.empty(values[0].shape, dtype=dtype, device=values[0].device)
     if not made.numel():
         return made

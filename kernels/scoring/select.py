@@ -1,22 +1,22 @@
-"""The highest of each row, by a rule that leaves no choice."""
+"""The highest keys of each row, by a rule that also decides ties."""
 
 from __future__ import annotations
 
 import torch
 
-# Below the key of every number: what is not there. It is never chosen.
+# Key of an absent score, below the key of every number; it is never chosen.
 ABSENT = -(2**31)
 
 
 def top(keys: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
-    """The `number` highest keys of each row; of equal ones the first.
+    """Choose the `number` highest keys of each row; of equal keys the first.
 
     Args:
-        keys: [R, n] int32 in the order of the scores; the lowest int32 is absent.
-        number: int or int64 [R, 1]; below 1 nothing is chosen, from n on all that is there.
+        keys: [R, n] int32 in the order of the scores; `ABSENT`, the lowest int32, where none is.
+        number: int or int64 [R, 1]; below 1 nothing is chosen, from n on every present key.
 
     Returns:
-        [R, n] bool; fewer than `number` True where fewer keys are there.
+        [R, n] bool; fewer than `number` True if fewer keys are present.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -41,7 +41,7 @@ def top(keys: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
 
 
 def check(keys: torch.Tensor, number: int | torch.Tensor) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

@@ -1,14 +1,14 @@
 """Selection by digits: the threshold is found from counts of keys, never by sorting.
 
-A key has four digits of eight bits. Counting the keys by their first digit says which digit the
-last chosen key begins with and how many are still to be found among those; the same again for
-the next digits gives the threshold itself and how many keys equal to it are wanted. These are
-taken in order of position, by counts of the equal keys before each place. Only integers are
-added, so the order in which programs run changes nothing.
+A key has four digits of eight bits. Counting the keys by their first digit gives the first digit of
+the threshold, the lowest chosen key, and how many keys with that digit are still wanted. Counting
+those by their next digits gives the whole threshold, and how many keys equal to it are wanted.
+These are taken in order of position, by counts of the equal keys before each place. Only integers
+are added, so the order in which programs run changes nothing.
 
 A short row is one program that holds it in registers. A longer one is cut into parts: a launch per
-digit adds the parts' counts up, and one more chooses. Every program works the earlier digits out
-for itself, from counts that fit into a few registers: cheaper than a launch that does it once.
+digit adds up the counts of the parts, and one more launch chooses. Every program derives the
+earlier digits from counts that fit into a few registers: cheaper than a launch that does it once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvpolicy.kernels.scoring.select import ABSENT, check
 
 _DIGITS = tl.constexpr(4)
 _BINS = tl.constexpr(256)
-# Rows up to here are one program, 16 keys per thread: twice as many spill. Not measured.
+# Longest row of one program, 16 keys per thread: twice as many spill. Not measured.
 _SHORT = 8192
-# Rows up to here are a program with fewer threads: two kernels serve all short rows.
+# Longest row of a program with fewer threads: two kernels serve all short rows.
 _FEW = 1024
-_PARTS = tl.constexpr(32)  # of a row, whose counts are added up at a time
+_PARTS = tl.constexpr(32)  # parts of a row whose counts are added up at a time
 
 
 def top(
@@ -36,16 +36,16 @@ def top(
     block: int | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """The `number` highest keys of each row; of equal ones the first.
+    """Choose the `number` highest keys of each row; of equal keys the first.
 
-    As `select.top`, without reading a number on the host.
+    As `select.top`; the host does not wait for the device.
 
     Args:
-        keys: [R, n] int32; the lowest int32 is absent.
+        keys: [R, n] int32; `ABSENT` where no score is present.
         number: int or int64 [R, 1].
-        block: keys that a program holds at a time where rows are cut; a power of two. None: as
+        block: keys that a program holds at a time if rows are cut; a power of two. None: as
             measured for the GPU (see `tuned`), else 2048.
-        programs: that a launch should have at least, where rows are long enough. None: as measured,
+        programs: programs that a launch should have if rows are long enough. None: as measured,
             else 528, four for each multiprocessor of an H200.
 
     Returns:
@@ -80,7 +80,7 @@ def top(
     blocks = triton.cdiv(size, parts * block)
     parts = triton.cdiv(size, blocks * block)
     counts = torch.zeros((rows, 4, 256), dtype=torch.int32, device=keys.device)
-    # Of the last digit the counts of each part are needed as well, for the order of equal keys.
+    # Counts of the last digit per part: they decide which of the equal keys are chosen.
     last = torch.empty((rows, parts, 256), dtype=torch.int32, device=keys.device)
     for digit in range(4):
         _count[(rows, parts)](
@@ -96,7 +96,7 @@ def top(
 
 @triton.jit
 def _wanted(number, row, size, KNOWN: tl.constexpr):
-    """How many keys of a row to choose, in 0 .. n."""
+    """Number of keys to choose from a row, in 0 .. n."""
     if KNOWN:
         return number
     else:
@@ -105,9 +105,9 @@ def _wanted(number, row, size, KNOWN: tl.constexpr):
 
 @triton.jit
 def _digit(counts, wanted):
-    """The digit of the last wanted key, and how many are wanted among those that have it.
+    """The digit of the lowest wanted key, and how many keys with that digit are wanted.
 
-    counts: [256] keys by digit. With nothing wanted: digit 0 and nothing.
+    counts: [256], number of keys with each digit. Both results are 0 if none is wanted.
     """
     bins = tl.arange(0, _BINS)
     above = tl.sum(counts) - tl.cumsum(counts)
@@ -118,13 +118,13 @@ def _digit(counts, wanted):
 
 @triton.jit
 def _ordered(key):
-    """uint32 in the order of int32."""
+    """int32 keys as uint32 in the same order."""
     return (key ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _by_digit(key, inside, found, DIGIT: tl.constexpr):
-    """[256] keys inside that begin with the digits `found`, by their next digit."""
+    """Count the keys inside that begin with the digits `found` by their next digit: [256]."""
     if DIGIT > 0:
         inside = inside & ((key >> (32 - 8 * DIGIT)) == found)
     digit = (key >> (24 - 8 * DIGIT)) & 255
@@ -151,7 +151,7 @@ def _short(keys, number, chosen, size, KNOWN: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _found(counts, row, wanted, DIGITS: tl.constexpr):
-    """The first digits of the last wanted key, and how many are wanted among those with them."""
+    """The first DIGITS digits of the lowest wanted key, and how many keys with them are wanted."""
     bins = tl.arange(0, _BINS)
     found = tl.full((), 0, tl.uint32)
     for digit in tl.static_range(DIGITS):
@@ -166,7 +166,7 @@ def _count(
     keys, number, counts, last, size, blocks,
     KNOWN: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds a part's keys, by the digit DIGIT, to those of its row."""
+    """Count a part's keys by digit DIGIT, and add the counts to those of its row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     found, _ = _found(counts, row, _wanted(number, row, size, KNOWN), DIGIT)
     bins = tl.arange(0, _BINS)
@@ -186,7 +186,7 @@ def _choose(
     keys, number, counts, last, chosen, size, blocks,
     KNOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a part of a row."""
+    """Choose from a part of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     number = _wanted(number, row, size, KNOWN)
     found, wanted = _found(counts, row, number, _DIGITS)

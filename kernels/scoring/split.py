@@ -1,6 +1,6 @@
 """Exact division of a total among the layers: `split[layer]` and `cascade[layer]` of the language.
 
-A float32 is a whole multiple of 2**-149, so that shares are quotients of whole numbers.
+A float32 is a whole multiple of 2**-149, so shares are quotients of whole numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ MOST = 2**62  # more than any layer holds
 def split(
     total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None, *, cascade: bool = False
 ) -> torch.Tensor:
-    """Whole numbers for L layers that add up to the total, in proportion to the weights.
+    """Divide a total into whole numbers for L layers, in proportion to the weights.
 
-    Shares are floored. What exceeds a layer's maximum is poured equally over the layers below
-    theirs, odd entries to the first, then what is still missing, until all is placed or all are
-    full. The host waits for the weights.
+    Shares are floored. The excess over a layer's maximum, then what is still missing, is poured
+    equally over the layers below their maxima, the odd entries to the first of these, until all is
+    placed or all layers are full. The host waits for the weights.
 
     Args:
-        total: from 0.
+        total: 0 or more.
         weights: [L] float64, rounded to float32; negative ones and NaN count as 0, infinite ones
-            share alone, and all equally where all are 0.
+            share everything equally. All 0: equal shares.
         maxima: most that each layer takes, int64 [L] or one for all; None: no limit.
-        cascade: the least that a layer gets if those so far are divided among after every layer.
+        cascade: whether to divide among the first layers after every layer, and to give each layer
+            the least of its shares.
 
     Returns:
-        [L] float64.
+        [L] float64. They add up to the total, or to less if all layers are full or with `cascade`.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
@@ -50,7 +51,7 @@ def split(
 
 
 def check(total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None) -> None:
-    """Refuses wrong shapes, dtypes and totals; reads no tensor.
+    """Refuse wrong shapes, dtypes and totals; read no tensor.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
@@ -69,7 +70,7 @@ def check(total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None) 
 
 
 def _divided(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
-    """One division among layers that all take part."""
+    """Divide once, among all the given layers."""
     whole = _whole(weights)
     every = sum(whole)
     placed = [total * weight // every for weight in whole]
@@ -86,7 +87,7 @@ def _divided(total: int, weights: Sequence[float], most: Sequence[int]) -> list[
 
 
 def _whole(weights: Sequence[float]) -> list[int]:
-    """The weights as whole numbers in their proportion, not all 0."""
+    """The weights as whole numbers in the same proportion, not all 0."""
     if math.inf in weights:
         return [int(weight == math.inf) for weight in weights]
     made = [int(math.ldexp(weight, 149)) if weight > 0 else 0 for weight in weights]
@@ -94,12 +95,12 @@ def _whole(weights: Sequence[float]) -> list[int]:
 
 
 def _room(placed: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The layers below their maximum."""
+    """Indices of the layers below their maxima."""
     return [i for i, (have, top) in enumerate(zip(placed, most, strict=True)) if have < top]
 
 
 def _poured(placed: Sequence[int], most: Sequence[int], amount: int) -> list[int]:
-    """An amount in equal parts to the layers below their maximum, odd ones to the first."""
+    """Add an amount in equal parts to the layers below their maxima, odd entries to the first."""
     made, room = list(placed), _room(placed, most)
     if amount > 0 and room:
         each, odd = divmod(amount, len(room))

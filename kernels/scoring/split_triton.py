@@ -1,9 +1,9 @@
 """Exact division of a total among the layers without asking the host: `split[layer]`, `cascade`.
 
-A weight is a float32, so 24 bits somewhere between 2**-149 and 2**128; all weights are therefore
-whole multiples of 2**-149, and `k` is at most the share `total * weight / sum` exactly if
-`total * weight - k * sum` is not negative. That is computed in digits of 24 bits, for a `k` which
-float64 has found up to 1.
+A weight is a float32: 24 bits between 2**-149 and 2**128. So all weights are whole multiples of
+2**-149, and `k` is at most the share `total * weight / sum` exactly if `total * weight - k * sum`
+is not negative. This difference is computed in digits of 24 bits, for a `k` that float64 gives to
+within 1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring import split as reference
 from kvpolicy.kernels.scoring.split import MOST, check
 
-LARGEST = 2**28 - 1  # of a total, so that no digit leaves int64
-LAYERS = 256
+LARGEST = 2**28 - 1  # total for which no digit leaves int64
+LAYERS = 256  # most that one program divides among
 _DIGITS = tl.constexpr(13)  # of 24 bits, for numbers below 2**(277 + 24)
 _MOST = tl.constexpr(MOST)
 
@@ -24,10 +24,10 @@ _MOST = tl.constexpr(MOST)
 def split(
     total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None, *, cascade: bool = False
 ) -> torch.Tensor:
-    """Whole numbers for L layers that add up to the total, in proportion to the weights.
+    """Divide a total into whole numbers for L layers, in proportion to the weights.
 
-    As `split.split`, without waiting for the device, but for totals above LARGEST and more than
-    LAYERS layers, which the reference divides.
+    As `split.split`; the host does not wait for the device, unless the total is above LARGEST or
+    there are more than LAYERS layers: then the reference divides.
 
     Returns:
         [L] float64.
@@ -56,7 +56,7 @@ def split(
 def _split(
     weights, maxima, parts, total, layers, CASCADE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program divides among the first layers: all, or one more in each of a cascade's stages."""
+    """Divide among the first layers: all, or in stage i of a cascade the first i + 1."""
     stage = tl.program_id(0)
     end = stage + 1 if CASCADE else layers
     layer = tl.arange(0, BLOCK)
@@ -75,14 +75,14 @@ def _split(
         placed = _poured(placed, most, among, missing)
         left = tl.sum((among & (placed < most)).to(tl.int32), axis=0)
         going = tl.where((left > 0) & ((poured > 0) | (excess > 0)), 1, 0)
-    # Without room everywhere, what exceeds a maximum has nowhere to go.
+    # If all layers are full, the excess has nowhere to go.
     placed = tl.where(among, tl.minimum(placed, most), _MOST)
     tl.store(parts + stage * layers + layer, placed, mask=layer < layers)
 
 
 @triton.jit
 def _usable(weight, among):
-    """Weights as they count: float32, none negative, infinite ones alone, all equal if all 0."""
+    """Weights that count: float32, not negative, only infinite ones if any, all equal if all 0."""
     weight = weight.to(tl.float32).to(tl.float64)
     weight = tl.where(weight > 0, weight, 0.0)
     infinite = weight == float("inf")
@@ -95,12 +95,12 @@ def _usable(weight, among):
 @triton.jit
 def _floors(total, weight):
     """floor(total * weight / sum of weights), exactly."""
-    # The share in float64 misses the exact one by less than 2**-14, so this k or the next is it.
+    # The share in float64 misses the exact one by less than 2**-14: its floor is k or k - 1.
     near = total.to(tl.float64) * (weight / tl.sum(weight, axis=0))
     k = tl.maximum(tl.floor(near - 0.0009765625), 0.0).to(tl.int64) + 1
     bits = weight.to(tl.int64, bitcast=True)
     exponent = bits >> 52
-    # 24 bits; the 29 below them are 0 in what was a float32.
+    # 24 bits; the 29 below them are 0, since the weight was a float32.
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x10000000000000) >> 29
     mantissa = tl.where(weight > 0, mantissa, 0)
     shift = tl.maximum(exponent - 874, 0)  # 2**-149 is 2**(874 - 1023) in float64
@@ -111,13 +111,13 @@ def _floors(total, weight):
         own = tl.where(first == digit, shifted & 0xFFFFFF, 0)
         own = tl.where(first == digit - 1, shifted >> 24, own)
         carry = (total * own - k * tl.sum(own, axis=0) + carry) >> 24
-    # The digits below the last carry are not negative: it alone has the sign.
+    # The digits below the last carry are not negative: the carry has the sign of the difference.
     return tl.where(carry < 0, k - 1, k)
 
 
 @triton.jit
 def _poured(placed, most, among, amount):
-    """An amount in equal parts to the layers below their maximum, odd ones to the first."""
+    """Add an amount in equal parts to the layers below their maxima, odd entries to the first."""
     room = (among & (placed < most)).to(tl.int64)
     number = tl.maximum(tl.sum(room, axis=0), 1)
     amount = tl.maximum(amount, 0)

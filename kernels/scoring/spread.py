@@ -1,7 +1,4 @@
-"""Means, variances and entropies of what is present, along some dimensions.
-
-Dimensions: R rows, values that stay apart; K values of a row.
-"""
+"""Means, variances and entropies of the present values, along some dimensions."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from kvpolicy.kernels.scoring import strided
 
 
 def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
-    """The mean of the present values; 0 of none, and where it is NaN.
+    """The mean of the present values; 0 of none, and where it would be NaN.
 
     Args:
-        x: float64; what it holds where `there` is false means nothing.
-        there: bool, broadcasting to x; None: everything is there.
+        x: float64; ignored where `there` is False.
+        there: bool that broadcasts to x, which values are present; None: all.
         over: dimensions of x, at least one, each once, not negative.
 
     Returns:
@@ -31,17 +28,17 @@ def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> to
 
 
 def var(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
-    """The variance of the present values, divided by their number. As `mean`."""
+    """The population variance of the present values. As `mean`."""
     check(x, there, over)
     apart = x - _mean(x, there, over)
     return _usable(_mean(apart * apart, there, over)).squeeze(tuple(over))
 
 
 def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
-    """-sum(p log p) of the present values, p being their shares of their sum. As `mean`.
+    """-sum(p log p) over the present values, where p are their shares of their sum. As `mean`.
 
-    A share, its logarithm and their product count as 0 where they are NaN, so that a 0 adds
-    nothing, nor does the logarithm of a negative share.
+    The sum, a share, its logarithm and their product count as 0 where they are NaN, so a share of 0
+    or a negative one adds nothing.
     """
     check(x, there, over)
     total = _usable(_sum(x, there, over))
@@ -51,7 +48,7 @@ def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) ->
 
 
 def check(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
@@ -62,7 +59,7 @@ def check(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> N
 
 
 def _mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
-    """As `mean`, NaN where nothing is there; the dimensions stay, of size 1."""
+    """As `mean`, but NaN of no values; the reduced dimensions stay, with size 1."""
     number: torch.Tensor | int = math.prod(x.shape[dim] for dim in over)
     if there is not None:
         there = there.expand([1] * (x.dim() - there.dim()) + list(there.shape))
@@ -77,5 +74,5 @@ def _sum(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> to
 
 
 def _usable(x: torch.Tensor) -> torch.Tensor:
-    """What was just made, with 0 for NaN."""
+    """Replace NaN by 0, in place."""
     return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)

@@ -1,10 +1,11 @@
-"""Means, variances and entropies in one reading where torch makes a tensor for every step.
+"""Means, variances and entropies without the tensors that torch makes for every step.
 
-A row is reduced by one program, many short rows by one together. A long row is cut into parts, by
-its length and the number of rows alone: every part leaves its sum, its number and its squares about
-its own mean, which the last launch joins in order (Chan, Golub and LeVeque, 1979), so that nothing
-cancels and the same arguments give the same bits. The shares of an entropy need the sum first: two
-readings, the second of what a GPU's cache holds. All sums are float64.
+A row is everything that one result is made of. One program reduces a row, or many short rows. A
+long row is cut into parts, by its length and the number of rows alone. Every part leaves its sum,
+its number of values and its squares about its own mean, and the last launch joins them in order
+(Chan, Golub and LeVeque, 1979): nothing cancels, and the same arguments give the same bits. A
+variance and an entropy need a sum first: they read values twice, the second time from the GPU's
+cache if it holds them. All sums are float64.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvpolicy.kernels.scoring.spread import check
 from kvpolicy.kernels.scoring.strided import laid_out
 from kvpolicy.kernels.scoring.strided_triton import at as place
 
-# Values of a row that one program reduces; a longer one is cut. Not measured.
+# Longest row that one program reduces, in values; longer ones are cut. Not measured.
 _LONG = 8192
 _TILE = 1024
-# Parts of a row at most, and programs that a launch over cut rows should have: about two for each
-# multiprocessor of an H200. One number, so that prompts of all lengths share a kernel.
+# Most parts of a row, and number of programs that a launch over cut rows should have: about two for
+# each multiprocessor of an H200. A constant, so that prompts of all lengths share a kernel.
 _PARTS = 256
 
 
@@ -33,7 +34,7 @@ def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> to
 
 
 def var(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
-    """The variance of the present values. As `spread.var`, in one launch or two."""
+    """The population variance of the present values. As `spread.var`, in one launch or two."""
     return _reduced(x, there, over, 1)
 
 
@@ -54,7 +55,7 @@ def _reduced(
     size = x.numel() // rows
     stay = [dim for dim in range(x.dim()) if dim not in over]
     x, there, where = laid_out(x, there, stay, over)
-    # where[12]: stride of x along the last dimension that goes.
+    # where[12]: stride of x along the innermost reduced dimension.
     block_rows, block = _tile(size, where[12])
     blocks, parts = _cut(rows, size, block_rows, block)
     groups = triton.cdiv(rows, block_rows)
@@ -66,7 +67,7 @@ def _reduced(
     }  # fmt: skip
     if what == 2 and parts > 1:
         _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, **options)
-    if what == 2:  # the compiler, left to itself, takes 64 and spills some
+    if what == 2:  # left to itself, the compiler takes 64 registers and spills some
         options["maxnreg"] = 128
     _spread[(groups, parts)](*arguments, WHAT=what, ALONE=parts == 1, **options)
     if parts > 1:
@@ -75,20 +76,21 @@ def _reduced(
 
 
 def _tile(size: int, inner: int) -> tuple[int, int]:
-    """Rows and values of a tile, few pairs of which serve rows of any length.
+    """Rows of a tile, and values of each; a few such pairs serve rows of any length.
 
-    Neighbours in memory are neighbours in a tile: values of a row, or else rows.
+    Neighbours in memory are neighbours in a tile: values of a row if `inner`, the stride between
+    them, is 1, else rows.
     """
     if inner == 1:
         block = next(each for each in (16, 128, _TILE) if size <= each or each == _TILE)
     else:
-        # Of a long row every part has a number in registers.
+        # Programs of cut rows hold a number for every part of each row: fewer rows fit.
         block = 8 if size <= _LONG else 128
     return _TILE // block, block
 
 
 def _cut(rows: int, size: int, block_rows: int, block: int) -> tuple[int, int]:
-    """Tiles of a part, and parts of a row."""
+    """Number of tiles of a part, and of parts of a row."""
     parts = 1
     if size > _LONG:
         groups = triton.cdiv(rows, block_rows)
@@ -99,7 +101,7 @@ def _cut(rows: int, size: int, block_rows: int, block: int) -> tuple[int, int]:
 
 @triton.jit
 def _number(x):
-    """NaN counts as 0."""
+    """Replace NaN by 0."""
     return tl.where(x == x, x, 0.0)
 
 
@@ -111,10 +113,10 @@ def _spread(
     WHAT: tl.constexpr, ALONE: tl.constexpr, PARTS: tl.constexpr,
     MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a part of some rows adds: 0 a mean, 1 a variance, 2 an entropy.
+    """Reduce a part of some rows, to a mean (WHAT is 0), a variance (1) or an entropy (2).
 
-    out: [R] if this part is ALONE; else [4, R, P]: sums, numbers, squares, and the terms of an
-    entropy, which needs the sums of all parts.
+    out: [R], a result per row, if the part is a whole row (ALONE); else [4, R, P] for P parts:
+    sums, numbers of values, squares, and terms of an entropy, which needs the sums of all parts.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -180,7 +182,7 @@ def _spread(
 
 @kernel()
 def _join(part, out, rows, parts, WHAT: tl.constexpr, PARTS: tl.constexpr):
-    """A row's result from its parts [4, R, P]."""
+    """Join the parts [4, R, P] of a row to its result."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, PARTS)
     step = rows.to(tl.int64) * parts

@@ -1,4 +1,4 @@
-"""How kernels address float64 values of any strides, and which of them are there."""
+"""Layouts, as kernels take them, of float64 values of any strides and of masks of the present."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-Dim = tuple[int, int, int]  # size, stride of the values, stride of what is there
+Dim = tuple[int, int, int]  # size, stride of the values, stride of the mask
 
 
 def check(x: torch.Tensor, there: torch.Tensor | None) -> None:
-    """Refuses wrong shapes and dtypes; reads no values.
+    """Refuse wrong shapes and dtypes; read no values.
 
     Args:
         x: float64.
-        there: bool, broadcasting to x; None: everything is there.
+        there: bool that broadcasts to x, which values are present; None: all.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
@@ -35,14 +35,16 @@ def check(x: torch.Tensor, there: torch.Tensor | None) -> None:
 def laid_out(
     x: torch.Tensor, there: torch.Tensor | None, *sides: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
-    """x and `there` as a kernel reads them, each of the sides as three dimensions.
+    """Describe x and `there` to a kernel: each group of dimensions, `sides`, as three dimensions.
 
     Args:
-        sides: the dimensions of x, each in one of them; the last of a side is its innermost.
+        x, there: as of `check`.
+        sides: groups of dimensions of x, each dimension in one of them; innermost last.
 
     Returns:
-        x and, as uint8, `there`, both copied only where three dimensions do not say how they lie;
-        and for each side 8 numbers: its two inner sizes, three strides of x, three of `there`.
+        x and, as uint8, `there`, both copied only if three dimensions per group cannot describe
+        them; and 8 numbers for each group: its two inner sizes, three strides of x and three of
+        `there`, outermost first.
     """
     there = None if there is None else there.expand(x.shape)
     found = [_dims(x, there, dims) for dims in sides]
@@ -63,7 +65,7 @@ def laid_out(
 
 
 def _dims(x: torch.Tensor, there: torch.Tensor | None, dims: Sequence[int]) -> list[Dim]:
-    """Some dimensions, as few as say the same."""
+    """Join neighbouring dimensions where the strides of both x and `there` allow it."""
     made: list[Dim] = []
     for dim in dims:
         size, own = x.shape[dim], x.stride(dim)

@@ -1,4 +1,4 @@
-"""What stays of each list of what is taken already and, of the rest, of the best."""
+"""Entries of each list that stay: those already taken, then the highest scores of the rest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def then(
     *,
     in_all: bool,
 ) -> torch.Tensor:
-    """What is taken of R lists, and of the others the highest scores.
+    """Keep the taken entries of R lists, and of the others those with the highest scores.
 
     Args:
-        taken: bool [R, M].
-        score: float64 [R, M]; compared as float32, of equal ones the first; what it holds where it
-            is absent means nothing.
-        present: bool [R, M], where there is a score; None: everywhere.
-        there: bool [R, M], the entries of each list, in order.
-        number: float64 [N], of R / N lists each, one behind the other, counted as by `whole`: how
-            many of the others.
-        in_all: so many with those that are taken. Where the others are no more, all of them stay,
-            with a score or without.
+        taken: bool [R, M], entries that stay in any case; counts only where `there` is True.
+        score: float64 [R, M]; compared as float32, of equal scores the first wins; ignored where it
+            is absent.
+        present: bool [R, M], where a score is present; None: everywhere.
+        there: bool [R, M], columns at which each list holds an entry.
+        number: float64 [N], N > 0, each for R / N consecutive lists: how many of the other entries
+            to keep, as a whole number by `whole`.
+        in_all: whether `number` includes the taken entries. If so, all others stay if they are no
+            more than the rest of `number`, even without a score.
 
     Returns:
-        bool [R, M]; false where nothing is there.
+        bool [R, M], entries that stay; False where `there` is False.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -56,7 +56,7 @@ def check(
     there: torch.Tensor,
     number: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

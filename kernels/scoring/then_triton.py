@@ -1,4 +1,4 @@
-"""What stays of what is taken and, of the rest, of the best, in one launch."""
+"""Entries that stay: those already taken, then the highest scores of the rest, in one launch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def then(
     in_all: bool,
     block: int = 1024,
 ) -> torch.Tensor:
-    """What is taken of R lists, and of the others the highest scores.
+    """Keep the taken entries of R lists, and of the others those with the highest scores.
 
-    As `then.then`, without reading a number of the device.
+    As `then.then`; the host does not wait for the device.
 
     Args:
-        block: entries that a program looks at at a time, a power of two.
+        block: entries that a program reads at a time, a power of two.
 
     Returns:
         bool [R, M].

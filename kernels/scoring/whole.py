@@ -1,22 +1,21 @@
-"""Numbers of entries that data decide, as whole numbers."""
+"""Computed numbers of entries, as whole numbers."""
 
 from __future__ import annotations
 
 import torch
 
-MOST = 2**31  # entries; more are everything
+MOST = 2**31  # more entries than any list holds
 
-# Relative distance within which a number counts as the multiple of 1/2 next to it: only rounding
-# keeps it apart.
+# Distance from a multiple of 1/2, relative to max(|x|, 1), that counts as a rounding error.
 SNAP = 2.0**-32
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of entries: floored, at least 0 and at most 2**31.
+    """Floor numbers of entries and clamp them to 0 .. 2**31.
 
     Args:
-        x: float64 of any shape; NaN counts as 0, and what misses a multiple of 1/2 by rounding
-            errors alone as that multiple.
+        x: float64 of any shape; NaN counts as 0, and a number within a rounding error (`SNAP`) of
+            a multiple of 1/2 as that multiple.
 
     Returns:
         int64, the shape of x.
@@ -31,7 +30,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor) -> None:
-    """Refuses another dtype; reads no values.
+    """Refuse another dtype; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual dtype.

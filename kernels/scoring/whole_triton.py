@@ -1,4 +1,4 @@
-"""Numbers of entries as whole numbers, in one launch where torch needs a dozen."""
+"""Computed numbers of entries, as whole numbers: one launch where torch needs a dozen."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.scoring.whole import MOST, SNAP, check
 
 _MOST, _SNAP = tl.constexpr(float(MOST)), tl.constexpr(SNAP)
-# Added to a float64 and taken away again, it leaves the nearest whole number, halves to even.
+# Added to a float64 and subtracted again, it leaves the nearest whole number, halves to even.
 _ROUNDS = tl.constexpr(1.5 * 2.0**52)
 _BLOCK = 256
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of entries: floored, at least 0 and at most 2**31. As `whole.whole`.
+    """Floor numbers of entries and clamp them to 0 .. 2**31. As `whole.whole`.
 
     Raises:
         ValueError: names the argument, the expected and the actual dtype.
@@ -30,7 +30,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def counted(x):
-    """Whole float64 of float64 x, as `whole.whole` says."""
+    """Round float64 x to whole numbers as `whole.whole` does, still in float64."""
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, 0.0), _MOST)
     nearest = ((x * 2 + _ROUNDS) - _ROUNDS) / 2
