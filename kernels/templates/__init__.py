@@ -1,1 +1,1 @@
-"""Frames of kernels that a policy's functions complete: what they go over, and what they give."""
+"""Frames, kernels that a policy's generated functions complete, and their launches."""

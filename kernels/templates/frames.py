@@ -1,8 +1,8 @@
-"""Kernels that a policy's functions complete: values per token, values per query, neighbours.
+"""Kernels that a policy's functions complete: values per token, per query, and of neighbours.
 
-The functions are small `@triton.jit` functions that `dsl/codegen` writes. They are given tiles, the
-policy's `inputs` and `numbers` and, to store to, its `results`; what they keep from tile to tile is
-a tuple, `state`. Nothing of size [H, W, n] is written.
+The functions are small `@triton.jit` functions that `dsl/codegen` writes. They get tiles, the
+policy's `inputs` and `numbers` and, to store to, its `results`; `state` is a tuple that they carry
+from tile to tile. Nothing of size [H, W, n] is written.
 
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window.
 """
@@ -34,15 +34,17 @@ def columns(
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Values per token of one KV head, over some blocks of tokens.
+    """Compute values per token of one KV head, for some blocks of tokens.
 
     Args:
-        START: the state before the first tile of queries; TILE: after one more; STORE: puts away
-            what follows of it, and of the block's keys and values. Without TILE no query is read.
-        WHOLE: one tile holds the window, and START is not needed.
-        SKIPS: queries that do not see a block add nothing to it.
-        KEYS, VALUES: whether they are given. Triton 3.6 cannot ask a tuple that holds None.
-        CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: those that are not finite are counted into flags.
+        START: gives the state before the first tile of queries; TILE: the state after one tile
+            more, None if no query is read; STORE: stores results from the state and from the
+            block's keys and values.
+        WHOLE: one tile holds the window, and START is not called.
+        SKIPS: queries that do not see a token add nothing to it, so they are skipped.
+        KEYS, VALUES: whether they are given; Triton 3.6 cannot test a tuple for None.
+        CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: whether to count those that are not finite in
+            `flags`, int32 [G, blocks].
     """
     head = tl.program_id(1)
     if TILE is not None and WHOLE:
@@ -55,7 +57,7 @@ def columns(
     begin = tl.program_id(0) * blocks
     end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
     for turn in range(begin, end):
-        # From the end, which the pass before read last: it may still be in the GPU's cache.
+        # Backwards: the pass before read the end last, and it may still be in the GPU's cache.
         block = begin + end - 1 - turn
         entry = places_of(block, tokens, STEPS, BLOCK_N)
         entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
@@ -119,10 +121,11 @@ def rows(
     HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Values per query of one KV head, over some blocks of tokens.
+    """Compute values per query of one KV head, over some blocks of tokens.
 
     Args:
-        START: the state before the first block; TILE: after one more; STORE: puts it away.
+        START: gives the state before the first block; TILE: the state after one block more; STORE:
+            stores it, as one of the splits.
     """
     part, head, tile, _ = program_of(queries, kv, BLOCK_W)
     start = tile * BLOCK_W
@@ -150,10 +153,10 @@ def tail(
     positions, holds, ranks, order, inputs, numbers, results, tokens,
     STORE: tl.constexpr, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What neighbours decide, for one KV head and one block of tokens.
+    """Compute values that need neighbouring tokens, of one KV head and one block of tokens.
 
     Args:
-        STORE: reads results of kernels before, and puts away others.
+        STORE: reads results of the kernels before, and stores others.
     """
     head = tl.program_id(1)
     entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,6 +1,6 @@
-"""The log-sum-exp of each query's row: the first of two passes over the keys.
+"""The log-sum-exp of each query's row of logits: the first of two passes over the keys.
 
-Where attention has given it, the second is the only one.
+It is left out if attention has given the log-sum-exp.
 
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window.
 """
@@ -28,7 +28,7 @@ def row_partials(
     HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of the rows of one KV head over some blocks of keys."""
+    """Compute the log-sum-exp of one KV head's rows over some blocks of keys."""
     part, head, tile, tiles = program_of(queries, kv, BLOCK_W)
     # Later queries see more keys: they begin first.
     start = (tiles - 1 - tile) * BLOCK_W
@@ -39,7 +39,7 @@ def row_partials(
     total = tl.zeros([GROUP_P * BLOCK_W], tl.float32)
     some = tl.zeros([GROUP_P * BLOCK_W], tl.int32)
     seen_last = tokens
-    if not STEPS:  # keys after the tile's last query are seen by none of it
+    if not STEPS:  # no query of the tile sees keys after the last one
         seen_last = tl.minimum(tokens - queries + start + BLOCK_W, tokens)
     last = tl.minimum((part + 1) * blocks, tl.cdiv(seen_last, BLOCK_N))
     for block in range(part * blocks, last):
@@ -66,7 +66,7 @@ def row_partials(
 
 @kernel()
 def row_combine(partial, row_lse, rows, splits, SPLITS_P: tl.constexpr, BLOCK: tl.constexpr):
-    """Log-sum-exp of each row, of its splits in order."""
+    """Combine the splits of each row, in order, into its log-sum-exp."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     part = tl.arange(0, SPLITS_P)[:, None]
     there = (part < splits) & (row < rows)

@@ -1,4 +1,4 @@
-"""Launches of the frames with a policy's functions: allocates results and cuts the work.
+"""Launch the frames with a policy's functions: allocate results, cut the work into programs.
 
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
 size, E rows of a pool.
@@ -19,7 +19,7 @@ from kvpolicy.kernels.templates import frames
 from kvpolicy.kernels.templates.row_pass import row_combine, row_partials
 
 _HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_SPLITS = 128  # of a list at a decode step, at most
+_SPLITS = 128  # most splits of a list at a decode step
 _Given = tuple[torch.Tensor | None, torch.Tensor | None]
 _Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _Launch = dict[str, Any]
@@ -27,22 +27,23 @@ _Launch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Frame:
-    """What a generated file says of its kernels.
+    """Description of the kernels that a generated file completes.
 
     Attributes:
-        steps: they are of decode steps, else of a prefill.
-        group, head_dim: query heads of a KV head, head size; `padded` both as powers of two.
-        width: queries of a tile; `whole`: one tile holds the window.
+        steps: whether they serve decode steps; else they serve prefills.
+        group, head_dim: query heads of a KV head, head size; `padded`: both as powers of two.
+        width: queries of a tile; `whole`: whether one tile holds the window.
         block: tokens of a tile on a GPU; `launch`: warps and stages.
         row_pass: queries of a tile, warps and stages of the kernel `row_partials`.
-        softmax: the log-sum-exp of rows is needed.
-        checks: which of `logits`, `keys`, `values` are counted where they are not finite.
-        reads_keys: the kernel `columns` does, besides the values that it is given.
+        softmax: whether the log-sum-exp of rows is needed.
+        checks: those of `logits`, `keys`, `values` whose numbers are checked to be finite.
+        reads_keys: whether the kernel `columns` reads keys; it reads values if they are given.
         skips: queries that do not see a token add nothing to it.
-        results: axes of each result, whether it is a truth value, and whether it has one more axis
-            in front, of splits.
-        returned: which results `run` returns; other ones only the kernel `tail` reads.
-        columns, rows, tail: functions of these kernels, or None where there is no such kernel.
+        results: for each result its axes, whether it holds truth values, and whether it has one
+            more axis in front, of splits.
+        returned: indices of the results that `run` returns; only the kernel `tail` reads the rest.
+        columns, rows, tail: functions that complete these kernels (START, TILE and STORE; for
+            `tail` STORE alone), or None if the kernel is not launched.
     """
 
     steps: bool
@@ -77,36 +78,38 @@ class Frame:
         block: int | None = None,
         split: int | None = None,
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """Launches the kernels; nothing waits for the device.
+        """Launch the kernels; the host does not wait for the device.
 
         Args:
-            window: [H, W, D] queries, or None where no kernel reads any; at decode steps their
-                positions, int64 [W], or [S, W] of G / S KV heads each; in a prefill the log-sum-exp
-                of their rows, float32 [H, W] contiguous, where attention has given it, else None:
-                it is computed.
-            keys: [L, *, G / L, D] of L layers, whose KV heads stand one after the other, where
-                token t is row rows[t], and rows, int [n], or None: t itself. At decode steps
-                [G, n, D], or [E, D] where entry j of KV head g is row rows[g, j]. And float32 [G],
-                by which each head's numbers are multiplied, or None.
+            window: queries [H, W, D], or None if no kernel reads any; at decode steps their
+                positions, int64 [W], or [S, W] with a row for each G / S consecutive KV heads; in a
+                prefill the log-sum-exp of their rows, float32 [H, W] contiguous, if attention has
+                given it, else None: it is computed.
+            keys: keys, rows and scale. In a prefill keys are [L, *, G / L, D] of L layers, whose KV
+                heads follow each other; token t is row rows[t], with rows int [n], or row t if
+                rows are None. At decode steps keys are [G, n, D], or [E, D] where entry j of KV
+                head g is row rows[g, j]. Scale: float32 [G], a factor for each head, or None.
             values: the same of values, or three times None.
-            marks: `positions`, `holds`, `ranks`, `order`: int64 [n] positions, ascending (None in a
-                prefill: 0 to n - 1); int8 [G, n], which entries a KV head holds (None: all); int32
-                [G, n], how many entries up to each one the head holds; int32 [G, n], the entries
-                that it holds, in order, then the others. The last two are None without `holds`, or
-                where no kernel reads them.
+            marks: `positions`, int64 [n], ascending (None in a prefill: 0 to n - 1); `holds`, int8
+                [G, n], which entries a KV head holds (None: all); `ranks`, int32 [G, n], how many
+                entries the head holds up to each one, it included; `order`, int32 [G, n], indices
+                of the entries that it holds, in order, then of the others. The last two are None
+                without `holds`, or if no kernel reads them.
             tokens: n, above 0.
-            inputs, numbers: of the host, as the file counts them; a whole number is exact up to
-                2**24 tokens.
+            inputs, numbers: tensors, and numbers of the host, in the file's order; kernels take
+                numbers as float32, so a number of tokens is exact up to 2**24.
             block: tokens of a tile, a power of two; None: by device.
-            split: tokens after which a row's sum is cut at decode steps; None: by device.
+            split: tokens of a split of a list at decode steps; longer lists take longer splits,
+                since there are at most 128. None: by device.
 
         Returns:
-            Tensors of the results: int8 truth values, float64 numbers, of splits float32 ones. And
-            what says whether the model's tensors held NaN or infinity: bool tensors, 0-d, at decode
-            steps [G], that are then false; or 0-d numbers that are then not finite.
+            The returned results: truth values are int8, results with splits float32, others
+            float64. And checks, which fail if the model's tensors held NaN or infinity: bool
+            tensors, 0-d or at decode steps [G], that are then False; or 0-d numbers that are then
+            not finite.
         """
         return _Run(self, window, keys, values, marks, tokens, block, split).made(
-            # Triton compiles anew for a whole number in a tuple that is 1, or a multiple of 16.
+            # Floats: Triton compiles again for integers in a tuple that are 1 or multiples of 16.
             tuple(inputs),
             tuple(map(float, numbers)),
         )
@@ -148,7 +151,7 @@ class _Run:
             **frame.launch,
         }  # fmt: skip
         self.total = triton.cdiv(self.tokens, self.tile)
-        self.wanted = 2  # programs that fill the card
+        self.wanted = 2  # programs that fill the GPU
         if self.gpu:
             self.wanted = 2 * torch.cuda.get_device_properties(k.device).multi_processor_count
         self.tiles = triton.cdiv(self.queries, frame.width)
@@ -164,7 +167,7 @@ class _Run:
     def made(
         self, inputs: tuple[torch.Tensor, ...], numbers: tuple[float, ...]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """The results, and the checks."""
+        """Launch the kernels: the returned results, and the checks."""
         frame = self.frame
         lse = self._row_lse() if frame.softmax else None
         results = tuple(
@@ -183,10 +186,10 @@ class _Run:
         return tuple(results[i] for i in frame.returned), self.checks
 
     def _multiplied(self, q: torch.Tensor | None, k: torch.Tensor) -> Any:
-        """The type of tiles: that of keys, or of queries where keys have 8 bits.
+        """The type in which tiles are multiplied: that of keys, or of queries if keys have 8 bits.
 
-        The interpreter multiplies float32 only; a GPU does so in three products of tensor cores, as
-        exact as its own rounding.
+        Triton's interpreter multiplies float32 only; a GPU multiplies float32 by three products of
+        tensor cores (`tf32x3`), as exact as its own rounding.
         """
         own = q is not None and k.dtype in FLOAT8
         dtype = q.dtype if q is not None and own else k.dtype
@@ -200,14 +203,14 @@ class _Run:
             "kv": self.kv, "group": self.frame.group, "token": self.tokens, "query": self.queries,
         }  # fmt: skip
         shape = [sizes[axis] for axis in axes]
-        # Torch goes on in float64 with what kernels leave whole.
+        # Torch goes on in float64 with returned results that are not split.
         whole = torch.float64 if returned and not splits else torch.float32
         dtype = torch.int8 if truth else whole
         shape = [self.splits, *shape] if splits else shape
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _asked(self) -> tuple:
-        """The window, as kernels take it."""
+        """The window as kernels take it: `q`, `query_positions`, `alike`."""
         q, at, _ = self.window
         if q is None:
             return None, None, 1
@@ -215,18 +218,18 @@ class _Run:
         return (q, q.stride(0), q.stride(1)), at, self.kv // rows
 
     def _vectors(self, given: _Vectors) -> tuple:
-        """Keys or values, as kernels take them."""
+        """Keys or values as kernels take them, with their strides and scale; and their rows."""
         x, rows, scale = given
         if x is None:
             return None, None
         if self.frame.steps:
             return (x, x.stride(-2), x.stride(0) if rows is None else 0, scale, 0, 1), rows
-        # Of one layer of a pool, too: in a large one it is a number of 64 bits, another kernel's.
+        # Even of a single layer: a large pool's stride has 64 bits, for which 0 is another kernel.
         to_layer = 0 if rows is None else x.stride(0)
         return (x, x.stride(1), x.stride(2), scale, to_layer, x.shape[2]), rows
 
     def _row_lse(self) -> torch.Tensor:
-        """float32 [H, W]: as attention has given it, else by a pass over the keys."""
+        """Log-sum-exp float32 [H, W]: given by attention, else computed by a pass over the keys."""
         *_, given = self.window
         lse = self._row_pass() if given is None else given
         if self.frame.steps:  # a query may see nothing
@@ -251,7 +254,7 @@ class _Run:
             most = _SPLITS if self.frame.steps else max(1, self.wanted // self.kv)
             row_combine[(triton.cdiv(rows, 16),)](
                 partial, lse, rows, self.splits,
-                # The most that there are for any prompt, so that it is compiled once.
+                # The most splits of any prompt, so that it is compiled once.
                 SPLITS_P=triton.next_power_of_2(most), BLOCK=16,
             )  # fmt: skip
         return lse
@@ -263,7 +266,7 @@ class _Run:
         if tile is not None and not frame.whole:
             step = 1  # the loop is over queries
         elif tile is not None and frame.softmax:
-            step = self.blocks  # as programs of the row pass went over the keys
+            step = self.blocks  # the same blocks as a program of the row pass
         else:
             step = triton.cdiv(self.total, max(1, triton.cdiv(2 * self.wanted, self.kv)))
         flags = None

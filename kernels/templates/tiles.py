@@ -1,8 +1,8 @@
 """Tiles of queries and of entries, as all frames load them.
 
-In a prefill token t stands at place t and every KV head holds it. While decoding (`STEPS`) KV heads
-may hold different entries: `holds` says which, and queries and entries are compared by their
-positions.
+In a prefill token t is entry t of every KV head, and its index serves as its position. At decode
+steps (`STEPS`) KV heads may hold different entries, as `holds` says, and `positions` says which
+entries a query sees.
 
 Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
 size.
@@ -16,19 +16,19 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import widened
 
-AFTER_ALL = tl.constexpr(2**31 - 1)  # the position of what is not there: no query sees it
+AFTER_ALL = tl.constexpr(2**31 - 1)  # position of an entry that is not held: no query sees it
 
 
 class Entries(NamedTuple):
-    """A block of one KV head's entries, as a policy's functions are given it.
+    """A block of one KV head's entries, as a policy's functions take it.
 
     Attributes:
         head: the KV head.
         tokens, queries: n and W.
-        entry: int32 [BLOCK_N], which entries they are; `owned`: which of them the head holds.
-        at: int32 [BLOCK_N], their positions, in a prefill their places.
-        rank: int32 [BLOCK_N], places among the head's own entries, from 1 on; `own`: how many it
-            holds.
+        entry: int32 [BLOCK_N], their indices; `owned`: bool, which of them the head holds.
+        at: int32 [BLOCK_N], their positions; in a prefill their indices.
+        rank: int32 [BLOCK_N], the place of each among the entries that the head holds, from 1;
+            `own`: how many it holds.
     """
 
     head: Any
@@ -42,12 +42,12 @@ class Entries(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A tile of queries, as a policy's functions are given it.
+    """A tile of queries, as a policy's functions take it.
 
     Attributes:
-        row: int32 [1, BLOCK_W, 1], the index of each in the window.
-        at: int32, the same shape, their positions, in a prefill their places; -1 beyond the window.
-        lse: float32 [GROUP_P, BLOCK_W, 1], log-sum-exp of their rows, 0 where no function needs it.
+        row: int32 [1, BLOCK_W, 1], index of each query in the window.
+        at: int32, the same shape, their positions, in a prefill their indices; -1 past the window.
+        lse: float32 [GROUP_P, BLOCK_W, 1], log-sum-exp of their rows; 0 if no function needs it.
     """
 
     row: Any
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 def entries_of(
     entry, head, tokens, queries, positions, holds, ranks, STEPS: tl.constexpr
 ):  # fmt: skip
-    """What is known of some entries of a KV head."""
+    """Describe the entries of a KV head that have the given indices."""
     rank, own = entry + 1, tokens
     if STEPS:
         owned = (entry >= 0) & (entry < tokens)
@@ -77,10 +77,10 @@ def entries_of(
 
 @triton.jit
 def places_of(block, tokens, STEPS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The entries of a block.
+    """Indices of a block's entries.
 
-    At decode steps counted from the newest, so that what stands in front of a list, for the sake of
-    longer ones, changes none of its sums.
+    At decode steps blocks count from the newest entry, so that the padding in front of a list that
+    is shorter than others changes none of its sums.
     """
     if STEPS:
         entry = tokens - (block + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,14 +94,13 @@ def vectors(
     x, rows, entries, STEPS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values [BLOCK_N, HEAD_DIM_P] of some entries.
+    """Load keys or values [BLOCK_N, HEAD_DIM_P] of some entries.
 
     Args:
-        x: their pointer, the stride from row to row, and from head to head; the scales of heads,
-            which `scaled` multiplies with; and the stride from layer to layer and the KV heads of
-            each, which at decode steps mean nothing.
-        rows: in which row each entry lies: [n] of all heads, at decode steps [G, n]; None: in its
-            own.
+        x: pointer; strides from row to row and from head to head; scales of heads, or None, which
+            only `scaled` applies; stride from layer to layer and KV heads of a layer, both ignored
+            at decode steps.
+        rows: row of each entry: [n] for all heads, at decode steps [G, n]; None: its index.
     """
     data, to_row, to_head, _, to_layer, heads = x
     dim = tl.arange(0, HEAD_DIM_P)
@@ -121,7 +120,7 @@ def vectors(
 
 @triton.jit
 def _as(tile, DTYPE: tl.constexpr):
-    """A tile in the type in which it is multiplied, exactly: one of 8 bits fits into halves."""
+    """Convert a tile to the type in which it is multiplied; 8-bit floats fit halves exactly."""
     if DTYPE == tl.float32:
         return widened(tile)
     else:
@@ -130,7 +129,7 @@ def _as(tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def scaled(tile, x, head):
-    """What is made of keys or values `x` of a KV head, through their scale if they have one."""
+    """Multiply a product of keys or values `x` of a KV head by their scale, if they have one."""
     scale = x[3]
     if scale is None:
         return tile
@@ -140,9 +139,9 @@ def scaled(tile, x, head):
 
 @triton.jit
 def program_of(queries, kv, BLOCK_W: tl.constexpr):
-    """Which split of the keys, KV head and tile of queries a program has, and how many tiles.
+    """A program's split of the keys, KV head and tile of queries, and the number of tiles.
 
-    All lie along the first axis of the grid: a long prompt has more tiles than the others hold.
+    All are on the first axis of the grid: a long prompt has more tiles than other axes allow.
     """
     program, tiles = tl.program_id(0), tl.cdiv(queries, BLOCK_W)
     splits = tl.num_programs(0) // (kv * tiles)
@@ -151,7 +150,7 @@ def program_of(queries, kv, BLOCK_W: tl.constexpr):
 
 @triton.jit
 def lines_of(head, start, queries, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, LINES: tl.constexpr):
-    """Lines of a tile of queries: head and query of each, and which there are."""
+    """Lines of a tile of queries: head and query of each, and which of the lines exist."""
     line = tl.arange(0, LINES)
     group, row = line // BLOCK_W, start + line % BLOCK_W
     return head * GROUP + group, row, (group < GROUP) & (row < queries)
@@ -161,10 +160,10 @@ def lines_of(head, start, queries, GROUP: tl.constexpr, BLOCK_W: tl.constexpr, L
 def queries_of(
     q, head, row, there, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Queries [LINES, HEAD_DIM_P] of some lines.
+    """Load the queries [LINES, HEAD_DIM_P] of some lines.
 
     Args:
-        q: their pointer, the stride from head to head, and from query to query.
+        q: pointer; strides from head to head and from query to query.
     """
     data, to_head, to_row = q
     dim = tl.arange(0, HEAD_DIM_P)
@@ -178,7 +177,7 @@ def asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS: t
     """Positions of queries, -1 where there is none; in a prefill the window ends the prompt.
 
     Args:
-        query_positions: [*, W], of so many KV heads, `alike`, each.
+        query_positions: [G / alike, W], a row for each `alike` consecutive KV heads.
     """
     if STEPS:
         own = query_positions + (head // alike).to(tl.int64) * queries
@@ -193,7 +192,7 @@ def asked_of(
     start, head, tokens, queries, query_positions, alike, row_lse, STEPS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """What is known of a tile of queries."""
+    """Describe the tile of queries that begins at index `start` of the window."""
     row = start + tl.arange(0, BLOCK_W)[None, :, None]
     at = asked_at(row, row < queries, head, tokens, queries, query_positions, alike, STEPS)
     group = tl.arange(0, GROUP_P)[:, None, None]
@@ -213,8 +212,8 @@ def logits_of(
     """Logits [GROUP_P, BLOCK_W, BLOCK_N] of a tile of queries and a block of a head's keys `k`.
 
     Args:
-        BY_TOKEN: what is reduced of them is over queries, of one token after the other: keys are
-            the rows of the product, which a thread has whole, and little is left to exchange.
+        BY_TOKEN: the logits will be reduced over queries, token by token. Keys are then the rows of
+            the product: a thread holds rows whole, and threads have little to exchange.
     """
     if BY_TOKEN:
         product = tl.trans(tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION))
