@@ -1,1 +1,1 @@
-"""What dropped entries add to those that stay, and layers stored in pairs."""
+"""Merging dropped entries into those that stay, and layers stored in pairs."""

@@ -1,4 +1,4 @@
-"""Which entries of each list leave, and which of those that stay follow each of them."""
+"""Entries that leave each list, and the entries that stay after each of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 def following(
     kept: torch.Tensor, there: torch.Tensor, most: int, steps: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The leaving entries of R lists in order, and the next S staying ones after each.
+    """Find the leaving entries of R lists, in order, and the next S staying entries after each.
 
     Args:
-        kept, there: bool [R, M], what stays of what there is.
-        most: P, at least as many as leave any list, at most M.
+        kept, there: bool [R, M], entries that each list keeps and holds; `kept` counts only where
+            `there` is True.
+        most: P, at least the number that leave any list, at most M.
         steps: S.
 
     Returns:
-        int64 [R, P] columns of leaving entries and bool [R, P], which of these there are; int64
-        [R, P, S] columns of entries that follow and bool [R, P, S], which of these there are.
-        Columns are 0 where there are none.
+        int64 [R, P], columns of leaving entries, and bool [R, P], which of these exist; int64
+        [R, P, S], columns of staying entries after them, and bool [R, P, S], which of these exist.
+        Columns are 0 where none exists.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -38,7 +39,7 @@ def following(
 
 
 def check(kept: torch.Tensor, there: torch.Tensor, most: int, steps: int) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,7 +1,7 @@
-"""Which entries of each list leave, and which of those that stay follow: one launch.
+"""Entries that leave each list, and the entries that stay after each: one launch.
 
-A program goes through one list twice: it writes down the columns of what leaves and of what stays,
-and how many stayed before each that leaves; then it looks up what follows.
+A program reads one list and notes the columns of leaving and of staying entries, and how many
+entries stay before each leaving one. Then it looks up which entries follow each leaving one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def following(
     block: int = 1024,
     rows: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The leaving entries of R lists in order, and the next S staying ones after each.
+    """Find the leaving entries of R lists, in order, and the next S staying entries after each.
 
-    As `following.following`, without reading a number of the device; if more than `most` leave, the
-    others are passed over.
+    As `following.following`; the host does not wait for the device. If more than `most` entries
+    leave, the last ones are ignored.
 
     Args:
-        block: entries that a program looks at at a time, a power of two.
-        rows: leaving entries that it looks at at a time, a power of two.
+        block: entries that a program reads at a time, a power of two.
+        rows: leaving entries whose followers it looks up at a time, a power of two.
 
     Returns:
         int64 [R, P], bool [R, P], int64 [R, P, S], bool [R, P, S].
@@ -43,7 +43,7 @@ def following(
     receivers = torch.empty((lists, most, steps), dtype=torch.int64, device=device)
     found = torch.empty((lists, most, steps), dtype=torch.bool, device=device)
     if lists and most:
-        # Columns of what stays, and how many stayed before each that leaves.
+        # Columns of staying entries; then how many entries stay before each leaving one.
         noted = torch.empty((lists, width + most), dtype=torch.int32, device=device)
         _following[(lists,)](
             kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8), noted,
@@ -58,7 +58,7 @@ def _following(
     kept, there, noted, places, real, receivers, found, width, most, steps,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One list."""
+    """Find the entries of one list."""
     this = tl.program_id(0).to(tl.int64)
     kept += this * width
     there += this * width
@@ -79,7 +79,7 @@ def _following(
         tl.store(order + upto - 1, column, mask=stays > 0)
         left += tl.sum(leaves)
         stayed += tl.sum(stays)
-    # Every thread reads what others have written.
+    # Threads read below what others wrote above.
     tl.debug_barrier()
     for first in range(0, most, ROWS):
         row = first + tl.arange(0, ROWS)

@@ -1,12 +1,12 @@
-"""Which leaving entries are added to which others, listed by receiver as `merge_rows` takes it."""
+"""Links from leaving entries to their receivers, listed by receiver as `merge_rows` takes them."""
 
 from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
-# Of R lists of n columns int64 [R, K] sources, the column of what leaves, float64 [R, K] weights,
-# and int32 [R, n + 1] offsets: the links of column c are from offsets[c] to offsets[c + 1].
+# For R lists of n columns: sources, int64 [R, K], columns of leaving entries; weights, float64
+# [R, K]; offsets, int32 [R, n + 1]: links to column c are offsets[c] to offsets[c + 1] - 1.
 Links = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -18,18 +18,18 @@ def links(
     weights: torch.Tensor,
     tokens: int,
 ) -> Links:
-    """The links of R lists; those of one receiver in the order of the entries that it gets.
+    """List the links of R lists by receiver, those of one receiver in the order of P, then S.
 
     Args:
         places: int64 [R, P], columns of leaving entries.
         receivers: int64 [R, P, S], columns of the entries that may receive each.
-        joins: bool [R, P, S], which of these there are.
-        accepted: bool [R, P], which leaving entries are added to others.
-        weights: float64 [R, P], what each counts.
-        tokens: n, columns.
+        joins: bool [R, P, S], which of these receivers exist.
+        accepted: bool [R, P], which leaving entries are merged.
+        weights: float64 [R, P], weight of each leaving entry.
+        tokens: n, columns of a list.
 
     Returns:
-        K = P * S of each list; what follows the last one is no link.
+        Room for K = P * S links of each list; those from offsets[n] on are no links.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -50,7 +50,7 @@ def check(
     accepted: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

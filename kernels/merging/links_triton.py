@@ -1,9 +1,9 @@
 """Links listed by receiver: one launch, which counts and does not sort.
 
-A program counts the links of one list by receiver, adds the counts up to where each receiver's
-links begin, and goes through its links a tile at a time: each takes the place that its receiver has
-come to, behind those before it in the tile. So their order is that of the entries, whatever the
-threads do first.
+A program counts the links of one list by receiver, and sums of the counts say where the links of
+each receiver begin. Then it places the links, a tile at a time: a link takes the next free place of
+its receiver, after earlier links of the tile with the same receiver. So links stay in the order of
+the entries, in whatever order the threads run.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def links(
     block: int = 1024,
     tile: int | None = None,
 ) -> Links:
-    """The links of R lists; those of one receiver in the order of the entries that it gets.
+    """List the links of R lists by receiver, those of one receiver in the order of P, then S.
 
-    As `links.links`; what it returns behind the last link means nothing.
+    As `links.links`; what follows the last link is not written.
 
     Args:
         block: receivers whose counts are added up at a time, a power of two.
-        tile: links that are placed at a time, a power of two. None: 64, of a prompt's many 128.
+        tile: links that are placed at a time, a power of two. None: 64, or 128 if K > 4096.
 
     Returns:
-        K = P * S of each list.
+        Room for K = P * S links of each list.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -46,7 +46,7 @@ def links(
     own = torch.empty((lists, most * steps), dtype=torch.float64, device=device)
     offsets = torch.empty((lists, tokens + 1), dtype=torch.int32, device=device)
     if lists:
-        # How many links a receiver has, then where its next one goes.
+        # Number of links of each receiver, later the place of its next one.
         upto = torch.empty((lists, tokens), dtype=torch.int32, device=device)
         tile = tile or (64 if most * steps <= 4096 else 128)
         _links[(lists,)](
@@ -60,7 +60,7 @@ def links(
 
 @triton.jit
 def _receivers(receivers, joins, accepted, link, number, steps):
-    """Receivers of some links, and which of these count."""
+    """Receivers of some links, -1 for those that do not count, and which count."""
     inside = link < number
     counts = tl.load(joins + link, mask=inside, other=0) > 0
     counts &= tl.load(accepted + link // steps, mask=inside, other=0) > 0
@@ -73,7 +73,7 @@ def _links(
     sources, own, offsets, upto, number, most, steps, tokens,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One list."""
+    """List the links of one list by receiver."""
     this = tl.program_id(0).to(tl.int64)
     places += this * most
     accepted += this * most
@@ -92,7 +92,7 @@ def _links(
         to, counts = _receivers(
             receivers, joins, accepted, first + tl.arange(0, BLOCK), number, steps
         )
-        # Whole numbers: their order changes nothing.
+        # Integers: the order of additions changes nothing.
         tl.atomic_add(upto + to, 1, mask=counts)
     tl.debug_barrier()
     total = 0
@@ -109,14 +109,14 @@ def _links(
         link = first + lane
         to, counts = _receivers(receivers, joins, accepted, link, number, steps)
         other, _ = _receivers(receivers, joins, accepted, first + tl.arange(0, TILE), number, steps)
-        # What does not count is at -1, where nothing that counts is.
+        # Links that do not count have receiver -1, which no other link has.
         alike = (to[:, None] == other[None, :]).to(tl.int32)
-        # How many of the tile have the same receiver, and above 2^16 how many of these come before:
-        # one sum takes fewer registers than two.
+        # Low 16 bits: links of the tile with the same receiver; high 16 bits: those of them that
+        # come before. One sum takes fewer registers than two.
         number_alike = tl.sum(tl.where(lane[None, :] < lane[:, None], alike << 16, 0) + alike, 1)
         before = number_alike >> 16
         last = (number_alike & 0xFFFF) == before + 1
-        # What the tile before has written is there.
+        # Wait for what the tile before has written.
         tl.debug_barrier()
         at = tl.load(upto + to, mask=counts, other=0) + before
         tl.store(sources + at, tl.load(places + link // steps, mask=counts, other=0), mask=counts)

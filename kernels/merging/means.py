@@ -1,20 +1,20 @@
-"""Means over what the KV heads of a layer drop, the same however many others drop."""
+"""Means over the entries that a layer's KV heads drop, the same bits whatever others drop."""
 
 from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
-LANES = 256  # sums that are added up last, whatever the width
+LANES = 256  # partial sums, which are added up last, whatever the width
 
 
 def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
-    """For each of R lists the mean of the numbers that its layer's lists hold.
+    """For each of R lists, the mean of the numbers of all lists of its layer.
 
     Args:
         x: float64 [R, P].
-        there: bool [R, P], which numbers there are; what the others hold means nothing.
-        group: G, of how many lists, one behind the other, a mean is.
+        there: bool [R, P], which numbers count; the others are ignored.
+        group: G, consecutive lists of a layer.
 
     Returns:
         float64 [R], equal for the lists of a layer; 0 of no numbers, and where the mean is NaN. The
@@ -35,7 +35,7 @@ def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def means_of_columns(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
-    """For each of R lists, column by column, the mean of the numbers that its layer's lists hold.
+    """For each of R lists and each column, the mean of the numbers of all lists of its layer.
 
     Args:
         x, there, group: as of `means`.
@@ -57,7 +57,7 @@ def means_of_columns(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.
 
 
 def check(x: torch.Tensor, there: torch.Tensor, group: int) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

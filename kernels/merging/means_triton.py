@@ -1,4 +1,4 @@
-"""Means over what the KV heads of a layer drop: one launch, a program per layer."""
+"""Means over the entries that a layer's KV heads drop: one launch for all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpolicy.kernels.merging.means import LANES, check
 
 
 def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
-    """For each of R lists the mean of the numbers that its layer's lists hold.
+    """For each of R lists, the mean of the numbers of all lists of its layer.
 
     As `means.means`.
 
@@ -34,7 +34,7 @@ def means(x: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
 def means_of_columns(
     x: torch.Tensor, there: torch.Tensor, group: int, *, block: int = 256
 ) -> torch.Tensor:
-    """For each of R lists, column by column, the mean of the numbers that its layer's lists hold.
+    """For each of R lists and each column, the mean of the numbers of all lists of its layer.
 
     As `means.means_of_columns`.
 
@@ -60,7 +60,7 @@ def means_of_columns(
 
 @kernel()
 def _means(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """One layer."""
+    """Average the numbers of one layer."""
     first = tl.program_id(0).to(tl.int64) * GROUP
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.float64)
@@ -81,7 +81,7 @@ def _means(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, LANES: t
 
 @kernel()
 def _columns(x, x_list, x_entry, there, made, width, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Some columns of one layer."""
+    """Average some columns of one layer."""
     first = tl.program_id(1).to(tl.int64) * GROUP
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total, number = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)

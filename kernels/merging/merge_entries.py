@@ -1,6 +1,6 @@
-"""What leaving entries add to those that stay, in the pool itself, all lists at once.
+"""Merging leaving entries into those that stay, in the pool itself, all lists at once.
 
-No entry both receives and is added to another, so that all reads precede all writes in any order.
+No entry is both receiver and source, so receivers may be written in any order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ def merge_entries(
     divide: torch.Tensor | None,
     proceed: torch.Tensor,
 ) -> None:
-    """Merge keys or values of R lists: as `merge_rows`, rounded once to the type of the pool.
+    """Merge keys or values of R lists as `merge_rows` does, rounded once to the dtype of the pool.
 
     Args:
-        pool: [E, D] any float dtype; rows of receivers are written in place.
-        ids: int64 [R, n], the rows of each list. Of those with links, and of sources, none stands
-            there twice; no receiver is anyone's source.
+        pool: [E, D] any float dtype, each row contiguous; rows of receivers are written in place.
+        ids: int64 [R, n], the pool row of each column. Rows of receivers and sources occur once,
+            and no receiver is a source.
         links, own, divide: as of `merge_rows`, with R for G.
-        proceed: bool [B, P], of R / B lists each; where one is false, nothing of these is written.
+        proceed: bool [B, P], for R / B consecutive lists each, which are written only if all P are
+            True.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -53,7 +54,7 @@ def check(
     divide: torch.Tensor | None,
     proceed: torch.Tensor,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

@@ -1,7 +1,6 @@
-"""Merging in the pool: each receiver walks its own links, so that no sum depends on timing.
+"""Merging in the pool: one program adds all links of a receiver, so no sum depends on timing.
 
-Most entries receive nothing: a program looks at the links of a tile of them at once, and goes
-through those only that have some.
+Most entries receive nothing: a program ends at once if none of its entries has links.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ def merge_entries(
     receivers: int = 64,
     tile: int = 16,
 ) -> None:
-    """Merge keys or values of R lists: as `merge_rows`, rounded once to the type of the pool.
+    """Merge keys or values of R lists as `merge_rows` does, rounded once to the dtype of the pool.
 
-    As `merge_entries.merge_entries`, without reading a number on the host; links of one receiver
-    are added in tiles, in an order that only their number decides.
+    As `merge_entries.merge_entries`; the host does not wait for the device. Links of one receiver
+    are added in tiles, in an order that depends on their number alone.
 
     Args:
-        receivers: that a program looks at; tile: links that are added at a time, a power of two.
+        receivers: entries of a program; tile: links that are added at a time, a power of two.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -73,7 +72,7 @@ def _merge(
     D: tl.constexpr, RECEIVERS: tl.constexpr, LINKS: tl.constexpr, BLOCK_D: tl.constexpr,
     FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
-    """Some receivers of one list."""
+    """Merge into some receivers of one list."""
     this = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * RECEIVERS
     last = tl.minimum(first + RECEIVERS, tokens)

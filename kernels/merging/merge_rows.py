@@ -1,4 +1,4 @@
-"""What dropped entries add to their receivers: weighted sums per receiver, in float64.
+"""Merging dropped entries into their receivers: weighted sums per receiver, in float64.
 
 A link says that a dropped entry is merged into a receiver, with a weight; see `links`.
 """
@@ -17,15 +17,15 @@ def merge_rows(
 ) -> torch.Tensor:
     """Keys or values of a layer after a merge.
 
-    (own * x[c] + sum of weight * x[source] over the links of c) / divide where c has links, its
-    divisor is neither 0 nor infinite nor NaN, and no number before the division is infinite or NaN;
-    x[c] elsewhere. All reads precede all writes.
+    Receiver c becomes (own * x[c] + sum of weight * x[source] over the links of c) / divide, if c
+    has links, its divisor is finite and not 0, and all numbers before the division are finite; else
+    it stays x[c]. Sources are read from x as given.
 
     Args:
         x: [G, n, D] any float dtype, not changed.
-        links: of G lists of n columns, ascending from 0; those from offsets[n] on mean nothing.
-        own: [G, n] float64; None: 1.
-        divide: [G, n] float64; None: own and the weights of the links of c.
+        links: of G lists of n columns; offsets ascend from 0, links from offsets[n] on are ignored.
+        own: [G, n] float64, weight of each receiver itself; None: 1.
+        divide: [G, n] float64; None: the sum of own and the weights of the links of c.
 
     Returns:
         [G, n, D] float64.
@@ -53,7 +53,7 @@ def merge_rows(
 
 
 def merge_mass(links: Links, own: torch.Tensor | None) -> torch.Tensor:
-    """Own weight and the weights of its links, of each receiver.
+    """The sum of the own weight and the weights of the links, for each receiver.
 
     Args:
         links, own: as of `merge_rows`.
@@ -74,7 +74,7 @@ def merge_mass(links: Links, own: torch.Tensor | None) -> torch.Tensor:
 
 
 def members(links: Links) -> torch.Tensor:
-    """How many entries each receiver has, itself included.
+    """Number of entries merged in each receiver, itself included.
 
     Args:
         links: as of `merge_rows`.
@@ -90,7 +90,7 @@ def members(links: Links) -> torch.Tensor:
 
 
 def _receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The receiver of each link of a head, and how many links it has."""
+    """The receiver of each link of a head, and the number of the head's links."""
     receivers = torch.arange(offsets.numel() - 1, device=offsets.device)
     return receivers.repeat_interleave(offsets.diff()), int(offsets[-1])
 
@@ -98,7 +98,7 @@ def _receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
 def check_rows(
     x: torch.Tensor, links: Links, own: torch.Tensor | None, divide: torch.Tensor | None
 ) -> None:
-    """Refuses tensors that do not fit together; reads none.
+    """Refuse tensors that do not fit together; read none.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -111,7 +111,7 @@ def check_rows(
 def check_sums(
     links: Links, own: torch.Tensor | None, divide: torch.Tensor | None, lists: Sequence[int]
 ) -> None:
-    """Refuses what does not belong to G lists of n columns, `lists`; reads no tensor.
+    """Refuse links, weights and divisors that do not fit `lists`, (G, n); read no tensor.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -126,7 +126,7 @@ def check_sums(
 
 
 def check_links(links: Links, own: torch.Tensor | None) -> None:
-    """Refuses links that do not fit together, or to the own weights; reads no tensor.
+    """Refuse links that do not fit together, or not the own weights; read no tensor.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

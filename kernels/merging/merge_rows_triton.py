@@ -1,7 +1,7 @@
-"""Merging by receivers: each walks its own list of links, so that no sum depends on timing.
+"""Merging by receiver: one program adds all links of a receiver, so no sum depends on timing.
 
-Sums are made in float64, which an H200 adds at half the speed of float32 and which the memory that
-is read hides. Receivers without links cost two reads of an offset; eight of them share a program.
+Sums are float64, which an H200 adds at half the speed of float32; reading memory takes longer.
+Receivers without links cost two reads of an offset; eight receivers share a program.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def merge_rows(
 ) -> torch.Tensor:
     """Keys or values of a layer after a merge.
 
-    As `merge_rows.merge_rows`, without reading a number on the host; links of one receiver are
-    added in tiles, in an order that only their number decides.
+    As `merge_rows.merge_rows`; the host does not wait for the device. Links of one receiver are
+    added in tiles, in an order that depends on their number alone.
 
     Args:
         x: [G, n, D] any float dtype; the last axis contiguous, or it is copied.
-        links, own, divide: as there.
-        receivers: of a program. None: as measured for the GPU (see `tuned`), else 8.
+        links, own, divide: as of the reference.
+        receivers: receivers of a program. None: as measured for the GPU (see `tuned`), else 8.
         tile: links that are added at a time, a power of two. None: as measured, else 16.
 
     Returns:
@@ -66,13 +66,13 @@ def merge_rows(
 def merge_mass(
     links: Links, own: torch.Tensor | None, *, receivers: int = 8, tile: int = 128
 ) -> torch.Tensor:
-    """Own weight and the weights of its links, of each receiver.
+    """The sum of the own weight and the weights of the links, for each receiver.
 
-    As `merge_rows.merge_mass`, without reading a number on the host.
+    As `merge_rows.merge_mass`; the host does not wait for the device.
 
     Args:
-        links, own: as there.
-        receivers, tile: as of `merge_rows` here.
+        links, own: as of the reference.
+        receivers: receivers of a program; tile: links that are added at a time, a power of two.
 
     Returns:
         [G, n] float64.
@@ -93,13 +93,13 @@ def merge_mass(
 
 
 def members(links: Links, *, receivers: int = 256) -> torch.Tensor:
-    """How many entries each receiver has, itself included.
+    """Number of entries merged in each receiver, itself included.
 
     As `merge_rows.members`.
 
     Args:
-        links: as there.
-        receivers: of a program, a power of two.
+        links: as of the reference.
+        receivers: receivers of a program, a power of two.
 
     Returns:
         [G, n] float64.
@@ -117,14 +117,14 @@ def members(links: Links, *, receivers: int = 256) -> torch.Tensor:
 
 
 def _of_receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Room for a number of each receiver, [G, n] float64, and n."""
+    """Room for a number per receiver, float64 [G, n], and n."""
     heads, tokens = len(offsets), offsets.shape[1] - 1
     return torch.empty(heads, tokens, dtype=torch.float64, device=offsets.device), tokens
 
 
 @triton.jit
 def _links(offsets, head, row, tokens):
-    """Where the links of a receiver begin and end, of one or some; nowhere beyond the last one."""
+    """Where the links of one or more receivers begin and end; 0 and 0 beyond the last receiver."""
     at = offsets + head * (tokens + 1) + row
     inside = row < tokens
     begin = tl.load(at, mask=inside, other=0)
@@ -180,7 +180,7 @@ def _rows(
 def _mass(
     weights, offsets, own, total, tokens, width, RECEIVERS: tl.constexpr, LINKS: tl.constexpr
 ):  # fmt: skip
-    """Sums of some receivers of one list."""
+    """Sum the weights of some receivers of one list."""
     head = tl.program_id(1).to(tl.int64)
     for turn in range(RECEIVERS):
         row = tl.program_id(0).to(tl.int64) * RECEIVERS + turn
@@ -198,7 +198,7 @@ def _mass(
 
 @kernel()
 def _members(offsets, total, tokens, RECEIVERS: tl.constexpr):
-    """Numbers of some receivers of one list."""
+    """Count the entries of some receivers of one list."""
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * RECEIVERS + tl.arange(0, RECEIVERS)
     begin, end = _links(offsets, head, row, tokens)

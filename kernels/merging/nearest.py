@@ -1,11 +1,11 @@
-"""For each dropped entry the kept one of the highest cosine, per KV head."""
+"""For each dropped entry the kept entry with the highest cosine, per KV head."""
 
 from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
-# Cosines of one tile, so that no matrix of dropped by kept entries is held whole.
+# Cosines of a tile: no matrix of all dropped by all kept entries is made.
 _TILE = 1 << 20
 
 
@@ -16,22 +16,22 @@ def nearest(
     kept: torch.Tensor,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which kept vector is most like each dropped one.
+    """Find the kept vector that has the highest cosine with each dropped one.
 
     Cosines are of unit vectors in float64, compared as float32; of equal ones the first in the
     list wins. The unit vector of zero, and of a vector with NaN or infinity, is zero.
 
     Args:
-        x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool. What is neither dropped
-            nor kept is not read.
+        x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool. Only dropped and kept
+            entries are read.
         places: int64 [G, P], columns of dropped entries.
-        real: bool [G, P], which of these there are.
-        kept: bool [G, n].
-        ids: int64 [G, n], rows of the pool.
+        real: bool [G, P], which of these exist.
+        kept: bool [G, n], entries that each list keeps.
+        ids: int64 [G, n], the pool row of each column.
 
     Returns:
-        int64 [G, P] columns of the nearest ones, 0 where there is none, and bool [G, P], where
-        there is one: where an entry is dropped and its list keeps any.
+        int64 [G, P], the column of the nearest kept entry, 0 where there is none, and bool [G, P],
+        whether there is one: the dropped entry exists, and its list keeps any.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -70,7 +70,7 @@ def check(
     kept: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -86,7 +86,7 @@ def check(
 
 
 def check_vectors(x: torch.Tensor, ids: torch.Tensor | None) -> None:
-    """Refuses what is neither vectors [G, n, D] nor a pool [E, D] with rows [G, n] of it."""
+    """Refuse what is neither vectors [G, n, D] nor a pool [E, D] with rows [G, n] of it."""
     if ids is None and (x.ndim != 3 or not x.is_floating_point()):
         raise ValueError(f"x: expected floats [G, n, D], got {x.dtype} {list(x.shape)}")
     if ids is not None and (x.ndim != 2 or not x.is_floating_point()):

@@ -1,24 +1,24 @@
 """The nearest kept entry by tiles of cosines, none of which leaves the chip.
 
 Exact cosines of all pairs would need float64, for which tensor cores are 15 times slower than for
-bfloat16. So most pairs are told apart by float32:
+bfloat16. So float32 decides most rows (a row is a dropped entry):
 
-1. Cosines of tiles of dropped by kept entries, summed in float32. Every lane of a tile keeps its
-   two highest. At the end a row is decided if no second cosine comes near its highest, near being
-   what the errors of both and one unit of float32 can make up.
-2. The rows that are left, a few of a hundred where vectors differ, go over their tiles again;
-   every cosine near the highest is computed as the reference does it, and these are compared.
+1. Cosines of tiles of dropped by kept entries are summed in float32. Every lane of a row keeps its
+   two highest. The row is decided if no other cosine is near its highest: within what the errors of
+   both and one unit of float32 can add up to.
+2. For the undecided rows, a few of a hundred if vectors differ, the tiles are computed again; every
+   cosine near the highest is computed as the reference does, and these are compared.
 
-So what is chosen is what the reference chooses, ties included. The order in which rows come to the
-second step changes nothing, since each is decided by itself.
+So the choice is that of the reference, ties included. The order in which rows come to the second
+step changes nothing, since each is decided by itself.
 
-Error of a float32 cosine, times the dropped vector's length a where vectors are not normalised
-before: products of two halves are exact, each of at most D additions loses at most 2^-22 of
-sum |a_i b_i| <= |a| |b| (twice a unit, for tensor cores that cut off), and rounding the product
-with 1 / |b| some 2^-22 more. Other types are normalised before, which rounds each component once,
-and multiplied in three parts of 11 bits, which loses at most 12 * 2^-22 of each product, even if
-the parts were cut off and not rounded. Together E < (D + 16) 2^-22. Two cosines further apart than
-2 E + 2^-23 are in the same order in float32 as in the reference.
+The error E of a float32 cosine (times |a|, the length of the dropped vector, if vectors are not
+normalised before): products of two halves are exact, each of at most D additions loses at most
+2^-22 of sum |a_i b_i| <= |a| |b| (twice a unit, for tensor cores that truncate), and rounding the
+product with 1 / |b| some 2^-22 more. Other types are normalised before, which rounds each component
+once, and multiplied in three parts of 11 bits, which loses at most 12 * 2^-22 of each product, even
+if the parts are truncated. Together E < (D + 16) 2^-22. Two cosines further apart than 2 E + 2^-23
+are in the same order in float32 as in the reference.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ def nearest(
     rows: int | None = None,
     columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which kept vector is most like each dropped one.
+    """Find the kept vector that has the highest cosine with each dropped one.
 
-    As `nearest.nearest`, without reading a number on the host. Time and launches depend on P and n,
-    work on how many entries are dropped and kept.
+    As `nearest.nearest`; the host does not wait for the device. P and n decide the launches; how
+    many entries are dropped and kept decides the work.
 
     Args:
         x: [G, n, D] or [E, D] any float dtype; the last axis contiguous, or it is copied.
-        places, real, kept, ids: as there.
+        places, real, kept, ids: as of the reference.
         rows: dropped entries of a program, a power of two from 16; None: as measured for the GPU
-            (see `tuned`), else 16 for so few, or what registers hold of a vector's size.
-        columns: kept entries of a tile, a power of two from 16; None: as measured, else as above.
+            (see `tuned`), else 16 if P is no more, else as many vectors as registers hold.
+        columns: kept entries of a tile, a power of two from 16; None: as measured, else 32 or 64 by
+            the size of a vector.
 
     Returns:
         int64 [G, P] and bool [G, P].
@@ -78,7 +79,7 @@ def nearest(
         x = x.contiguous()
     halves = x.dtype in (torch.float16, torch.bfloat16, *FLOAT8)
     block = max(triton.next_power_of_2(size), 16)
-    # What registers hold of rows of 256 bytes, 512, and more; without Hopper's products half of it.
+    # Rows of 256 bytes, 512, and more that registers hold; without Hopper's products half of them.
     size_of_row = block * max(x.element_size(), 2)
     most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
     most = most if is_hopper(device) else max(most // 2, 16)
@@ -86,9 +87,9 @@ def nearest(
     rows = rows or measured.get("rows") or (16 if width <= 16 else most)
     columns = columns or measured.get("columns")
     columns = columns or min(64, max(32, most if halves else rows))
-    # Columns that are kept and how many; their lengths, whether a head has such as float32 cannot
-    # serve, how many rows are undecided; which rows, and from which cosine on they are computed
-    # exactly.
+    # Kept columns, and their number; lengths of their vectors; flags per head: whether float32
+    # cannot serve some of these, and the number of undecided rows; these rows, and for each the
+    # cosine from which on cosines are computed exactly.
     order = torch.empty((heads, others), dtype=torch.int32, device=device)
     number = torch.empty(heads, dtype=torch.int32, device=device)
     lengths = torch.empty((heads, others), dtype=torch.float64, device=device)
@@ -125,7 +126,7 @@ def nearest(
 
 @kernel()
 def _order(kept, order, number, others, BLOCK: tl.constexpr):
-    """Columns that a list keeps, in order, and how many."""
+    """List the columns that a head keeps, in order, and count them."""
     head = tl.program_id(0).to(tl.int64)
     seen = 0
     for first in range(0, others, BLOCK):
@@ -139,7 +140,7 @@ def _order(kept, order, number, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def _read(x, ids, places, there, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[*, BLOCK_D] rows of one head, 0 beyond D and where they are not there."""
+    """Load rows [*, BLOCK_D] of one head; 0 beyond D and where `there` is False."""
     column = tl.arange(0, BLOCK_D)
     places = places.to(tl.int64)
     if ids is not None:
@@ -160,14 +161,14 @@ def _double(rows, HALVES: tl.constexpr):
 
 @triton.jit
 def _length(rows):
-    """Euclidean lengths of float64 rows; 0 where a row has no direction."""
+    """Euclidean lengths of float64 rows; 0 for rows with NaN or infinity."""
     total = tl.sum(rows * rows, axis=1)
     return tl.where(total < float("inf"), tl.sqrt(total), 0.0)
 
 
 @triton.jit
 def _direction(rows, length):
-    """Unit vectors of float64 rows, zero where there is no direction."""
+    """Unit vectors of float64 rows; zero where the length is 0."""
     there = length > 0
     return tl.where(there[:, None], rows / tl.where(there, length, 1.0)[:, None], 0.0)
 
@@ -177,7 +178,7 @@ def _cosines(
     a, x, ids, places, there, length, stride, D: tl.constexpr, HALVES: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[M, N] cosines of a with some rows, in float32; with halves times the length of a."""
+    """Cosines float32 [M, N] of a with some rows; with HALVES times the lengths of a."""
     rows = _read(x, ids, places, there, stride, D, BLOCK_D)
     inverse = tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
     if HALVES:
@@ -209,7 +210,7 @@ def _lengths(
         length = _length(rows)
         tl.store(lengths + head * others + column, length, mask=there)
         if HALVES:
-            # Of a vector with NaN or infinity float32 knows no cosine; of zero it does.
+            # float32 has no cosine for vectors with NaN or infinity; for zero vectors it has.
             zero = tl.sum((rows != 0).to(tl.int32), axis=1) == 0
             tame = ((length >= _LEAST) & (length <= _MOST)) | zero
             if tl.max((there & ~tame).to(tl.int32), axis=0) > 0:
@@ -265,7 +266,7 @@ def _highest(
     least = highest - bound * scale
     close = (best >= least[:, None]).to(tl.int32) + (second >= least[:, None]).to(tl.int32)
     place = tl.min(tl.where(best == highest[:, None], tile + lane[None, :], _NOTHING), axis=1)
-    # All cosines of a zero vector are equal: the first kept entry.
+    # All cosines of a zero vector are equal: it gets the first kept entry.
     directed = mine & (size > 0)
     place = tl.where(directed, place, 0)
     column = tl.load(order + head * others + place, mask=mine, other=0)
@@ -329,7 +330,7 @@ def _exact(
             other = _double(_read(x, ids, to, some, stride, D, BLOCK_D), HALVES)
             other = _direction(other, tl.load(lengths + at, mask=some, other=0.0))
             cosine = tl.sum(own * other, axis=1).to(tl.float32)
-            # Places ascend, so that of equal cosines the first stays.
+            # Places ascend, so the first of equal cosines stays.
             better = some & (cosine > best)
             best = tl.where(better, cosine, best)
             place = tl.where(better, nearby, place)

@@ -1,4 +1,4 @@
-"""What a merge compares: inner products of leaving entries and their receivers, and cosines."""
+"""Inner products and cosines of leaving entries and their receivers, which merges compare."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ def pairs(
     found: torch.Tensor,
     ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Inner products of P pairs of vectors in each of G lists.
+    """Inner products and cosines of P pairs of vectors in each of G lists.
 
     Args:
         x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool.
         places, receivers: int64 [G, P], columns of the first and of the second of each pair.
-        real, found: bool [G, P], which of these there are; the others are zeros, and not read.
-        ids: int64 [G, n], rows of the pool.
+        real, found: bool [G, P], whether the first and the second of each pair exist; a vector that
+            does not counts as zeros.
+        ids: int64 [G, n], the pool row of each column.
 
     Returns:
-        [4, G, P] float64: of the first with itself, with the second, of this with itself, and the
-        cosine of both, 0 where it is NaN.
+        [4, G, P] float64: the first with itself, the first with the second, the second with itself,
+        and the cosine of both, 0 where it is NaN.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -56,7 +57,7 @@ def check(
     found: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.

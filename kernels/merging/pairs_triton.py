@@ -1,4 +1,4 @@
-"""Pairs of entries compared where they lie, in float64, which the memory that is read hides."""
+"""Pairs of entries compared where they lie, in float64: reading them takes longer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def pairs(
     *,
     block: int = 16,
 ) -> torch.Tensor:
-    """Inner products of P pairs of vectors in each of G lists.
+    """Inner products and cosines of P pairs of vectors in each of G lists.
 
     As `pairs.pairs`.
 
     Args:
-        x: as there; the last axis contiguous, or it is copied.
+        x: as of the reference; the last axis contiguous, or it is copied.
         block: pairs of a program, a power of two. Not measured.
 
     Returns:

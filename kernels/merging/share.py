@@ -1,7 +1,7 @@
-"""Inner products of pairs of vectors, and sums of two layers' vectors: for entries that share.
+"""Inner products and weighted sums of two layers' vectors, for layers stored in pairs.
 
-An angle, a length and a cosine of two vectors need three sums, and a direction between them is a
-sum of both. So a policy's expression needs the vectors twice, however long it is.
+Lengths, angle and cosine of two vectors need three inner products, and a direction between them is
+a weighted sum. So a policy's expression reads the vectors twice, however long it is.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 
 
 def gram(below: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Inner products of pairs of vectors, each with its counterpart.
+    """Inner products of the vectors of each pair.
 
     Args:
-        below, own: [G, N, D] any float dtype, both the same.
+        below, own: [G, N, D] any float dtype, both the same; the first and second of each pair.
 
     Returns:
-        [3, G, N] float64: that of `below` with itself, with that of `own`, and this with itself.
+        [3, G, N] float64: `below` with itself, `below` with `own`, `own` with itself.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -27,7 +27,7 @@ def gram(below: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def blend(below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a * below + b * own, where NaN, of a product or of the sum, is 0.
+    """a * below + b * own, where a product or sum that is NaN counts as 0.
 
     Args:
         below, own: [G, N, D] any float dtype, both the same.
@@ -46,7 +46,7 @@ def blend(below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tens
 
 
 def check(below: torch.Tensor, own: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raises ValueError for tensors that do not fit together."""
+    """Raise ValueError for tensors that do not fit together; read none."""
     if below.ndim != 3 or not below.is_floating_point():
         actual = f"{below.dtype} {list(below.shape)}"
         raise ValueError(f"below: expected floats [G, N, D], got {actual}")

@@ -1,6 +1,6 @@
-"""Pairs of vectors in one pass each: their inner products, and sums of both.
+"""Inner products and weighted sums of two layers' vectors, in one pass each.
 
-All is added and multiplied in float64, which the memory that is read hides on an H200.
+All arithmetic is float64; on an H200 it takes less time than reading the vectors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvpolicy.kernels.merging.share import check
 
 
 def gram(below: torch.Tensor, own: torch.Tensor, *, block: int = 16) -> torch.Tensor:
-    """Inner products of pairs of vectors, each with its counterpart.
+    """Inner products of the vectors of each pair.
 
     As `share.gram`.
 
@@ -43,7 +43,7 @@ def gram(below: torch.Tensor, own: torch.Tensor, *, block: int = 16) -> torch.Te
 def blend(
     below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, block: int = 16
 ) -> torch.Tensor:
-    """a * below + b * own, where NaN, of a product or of the sum, is 0.
+    """a * below + b * own, where a product or sum that is NaN counts as 0.
 
     As `share.blend`.
 

@@ -8,15 +8,15 @@ import torch
 
 
 def target(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> torch.Tensor:
-    """The mean of a number over S receivers of each of P entries of R lists.
+    """The mean of x over the S receivers of each of P leaving entries, in R lists.
 
     Args:
         x: float64 [R, M].
-        receivers: int64 [R, P, S], columns.
-        joins: bool [R, P, S], which of these there are.
+        receivers: int64 [R, P, S], columns of x.
+        joins: bool [R, P, S], which of these receivers exist.
 
     Returns:
-        float64 [R, P]; 0 where the mean is NaN, and where there is none to receive.
+        float64 [R, P]; 0 where the mean is NaN or no receiver exists.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -28,7 +28,7 @@ def target(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> tor
 
 
 def check(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

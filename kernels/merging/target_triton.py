@@ -17,12 +17,12 @@ def target(
     rows: int = 64,
     steps: int = 16,
 ) -> torch.Tensor:
-    """The mean of a number over S receivers of each of P entries of R lists.
+    """The mean of x over the S receivers of each of P leaving entries, in R lists.
 
-    As `target.target`; receivers are added in tiles, in an order that only their number decides.
+    As `target.target`; receivers are added in tiles, in an order that depends on S alone.
 
     Args:
-        rows: entries of a program; steps: receivers of a tile; powers of two.
+        rows: leaving entries of a program; steps: receivers of a tile; powers of two.
 
     Returns:
         float64 [R, P].

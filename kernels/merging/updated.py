@@ -1,4 +1,4 @@
-"""What a merge remembers per list goes on in the layers in which entries have left."""
+"""States of a merge, a number per list, which advance in layers whose entries have left."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from kvpolicy.kernels.launch.arguments import check_tensors
 
 
 def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
-    """For each of R lists the new number where anything has left its layer, else the old one.
+    """For each of R lists, the new number if an entry has left its layer, else the old one.
 
     Args:
         new, old: float64 [R].
-        there: bool [R, P], what has left.
-        group: G, of how many lists, one behind the other, a layer is.
+        there: bool [R, P], entries that have left.
+        group: G, consecutive lists of a layer.
 
     Returns:
         float64 [R].
@@ -26,7 +26,7 @@ def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: in
 
 
 def check(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> None:
-    """Refuses wrong shapes and dtypes; reads no tensor.
+    """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.

@@ -1,4 +1,4 @@
-"""What a merge remembers per list: one launch, a program per layer."""
+"""States of a merge, a number per list: one launch, a program per layer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton.language as tl
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.updated import check
 
-LANES = 256  # of a list's entries, looked at together
+LANES = 256  # entries that are read at a time
 
 
 def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
-    """For each of R lists the new number where anything has left its layer, else the old one.
+    """For each of R lists, the new number if an entry has left its layer, else the old one.
 
     As `updated.updated`.
 
@@ -36,10 +36,10 @@ def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: in
 def _updated(
     new, new_list, old, old_list, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """One layer."""
+    """Update the lists of one layer."""
     first = tl.program_id(0).to(tl.int64) * GROUP
     left = tl.zeros([LANES], tl.int32)
-    for start in range(0, GROUP * width, LANES):  # its lists are one behind the other
+    for start in range(0, GROUP * width, LANES):  # its lists are contiguous
         at = start + tl.arange(0, LANES)
         left |= tl.load(there + first * width + at, mask=at < GROUP * width, other=0).to(tl.int32)
     taken = tl.max(left) > 0
