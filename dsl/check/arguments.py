@@ -19,7 +19,7 @@ _LOOKS = {"layer": "across", "token": "along"}
 
 
 def written_axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...]:
-    """The axes in brackets, `head` expanded; the default where none are written."""
+    """The axes in brackets, `head` expanded; the default if none are written."""
     only = function.only_axis
     if call.axes is None:
         if function.axes == "optional":
@@ -59,7 +59,7 @@ def _named_axes(typer: Typer, written: tuple[Axis, ...]) -> tuple[str, ...]:
 
 
 def bind_arguments(typer: Typer, call: Call, function: Function) -> Exprs:
-    """Which expression was given for which parameter."""
+    """The expressions that were given, by parameter."""
     bound: Exprs = {}
     names = [parameter.name for parameter in function.parameters]
     for place, argument in enumerate(call.arguments):
@@ -95,7 +95,7 @@ def _argument_problem(
 
 
 def argument_nodes(typer: Typer, function: Function, exprs: Exprs) -> Nodes:
-    """The typed arguments; query sets are not values and left out."""
+    """The typed arguments by parameter, without query sets, which are no values."""
     reader = typer
     if function.rule in ("target", "receivers") and typer.context.in_merge:
         reader = Typer(typer.scope, Context(typer.context.phase))
@@ -119,7 +119,7 @@ def argument_nodes(typer: Typer, function: Function, exprs: Exprs) -> Nodes:
 def _check_fits(
     typer: Typer, function: Function, parameter: Parameter, expr: Expr, node: Node
 ) -> None:
-    """An argument has the kind, unit and moment that its parameter asks for."""
+    """Checks that an argument has the kind and unit of its parameter and is known in time."""
     if parameter.kind == "any":
         return
     kind = "truth" if parameter.kind == "truth" else "number"
@@ -145,7 +145,7 @@ def _check_fits(
 
 
 def check_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> None:
-    """A node can be a number of tokens."""
+    """Checks that a node can be a number of tokens."""
     unit = node.type.unit
     if unit in (None, "tokens"):
         typer.suggest_unit(expr, "tokens")
@@ -156,7 +156,7 @@ def check_token_count(typer: Typer, node: Node, expr: Expr, what: str) -> None:
 
 
 def check_no_share(typer: Typer, value: Value | None, expr: Expr, what: str) -> None:
-    """A number of entries is not a literal between 0 and 1."""
+    """Checks that a number of entries is not a literal between 0 and 1."""
     if value is not None and 0 < value < 1:
         message = f"{what} is {shown(value)} of an entry, which is none"
         help = f"a share of the prompt is written `{typer.shown(expr)} * prompt`"
@@ -164,7 +164,7 @@ def check_no_share(typer: Typer, value: Value | None, expr: Expr, what: str) -> 
 
 
 def check_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phase") -> None:
-    """A node is one number known before the prefill."""
+    """Checks that a node is one number known before the prefill."""
     if node.type.axes or node.when > When.PROMPT or node.type.absent:
         shown = typer.shown(expr)
         message = f"{what} must be one number known before the prefill; `{shown}` is not"
@@ -172,7 +172,7 @@ def check_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "p
 
 
 def _differs(node: Node) -> bool:
-    """Whether a number may be another at each layer; `length` counts as one number."""
+    """Whether a number may differ between layers; `length` counts as the same at all."""
     found: dict[Node, bool] = {}
     for each in node.walk():
         own = each.operation.across_layers or (each.op == "size" and each.value == "layer")
@@ -183,7 +183,7 @@ def _differs(node: Node) -> bool:
 
 
 def check_in_a_layer(typer: Typer, call: Call) -> None:
-    """A call that says something of its layer stands in one."""
+    """Checks that a call whose value depends on its layer is evaluated for a layer."""
     context = typer.context
     if context.phase == "static" and (context.inside != "share" or call.name == "past"):
         message = f"`{call.name}` has no value here: this holds for the whole model"
@@ -191,7 +191,7 @@ def check_in_a_layer(typer: Typer, call: Call) -> None:
 
 
 def check_alike(typer: Typer, node: Node, expr: Expr, what: str) -> None:
-    """A number is that of all layers."""
+    """Checks that a number is the same at every layer."""
     if _differs(node):
         shown = typer.shown(expr)
         help = None if node.when < When.LAYER else f"reduce it, as in `sum[layer]({shown})`"
@@ -200,7 +200,7 @@ def check_alike(typer: Typer, node: Node, expr: Expr, what: str) -> None:
 
 
 def check_queries_in_common(typer: Typer, node: Node, call: Call) -> None:
-    """A value looked at across layers has the same queries in all."""
+    """Checks that a value read across layers has the same queries in all of them."""
     window = node.type.window
     if window is None:
         return
@@ -215,14 +215,14 @@ def check_queries_in_common(typer: Typer, node: Node, call: Call) -> None:
 
 
 def is_of_model(node: Node) -> bool:
-    """Whether a number follows from parameters and model sizes, for all layers alike."""
+    """Whether a number follows from parameters and model sizes, the same for all layers."""
     return node.when == When.LOAD and not _differs(node)
 
 
 def check_has_axes(
     typer: Typer, axes: tuple[str, ...], node: Node, expr: Expr, call: Call, verb: str
 ) -> None:
-    """A value has the axes that a function reads along."""
+    """Checks that a value has the axes along which a function reads it."""
     missing = [axis for axis in axes if axis not in ("layer", *node.type.axes)]
     if not missing:
         return
@@ -236,5 +236,5 @@ def check_has_axes(
 
 
 def inside_brackets(node: Node) -> str:
-    """The axes of a value as they are written; empty where there are none."""
+    """The axes of a value as they are written; empty if it has none."""
     return brackets(node.type.axes)[1:-1]

@@ -46,16 +46,16 @@ class Site(NamedTuple):
 
     @property
     def row(self) -> Operation:
-        """What the call makes."""
+        """The operation that the call makes."""
         return OPERATIONS[self.function.name]
 
     @property
     def unit(self) -> str | None:
-        """That of `x`, where the result has it too."""
+        """The unit of `x`, if the result has it too."""
         return self.nodes["x"].type.unit if self.function.unit == "first" else None
 
     def make(self, *args: Node, **given: Any) -> Node:
-        """The call's node; what is given is as of `Graph.make`."""
+        """The call's node; arguments as of `Graph.make`."""
         return self.typer.graph.make(
             self.function.name, args, span=self.typer.span(self.call), **given
         )
@@ -63,7 +63,7 @@ class Site(NamedTuple):
     def refused(
         self, code: str, message: str, name: str | None = None, help: str | None = None
     ) -> Wrong:
-        """Reports a defect of the call, or of the argument of that name."""
+        """Reports a defect of the call, or of the argument called `name`."""
         span = self.call.span if name is None else self.exprs[name].span
         return self.typer.error(code, message, span, help)
 
@@ -72,25 +72,25 @@ class Site(NamedTuple):
         return self.typer.shown(self.exprs[name])
 
     def check_axes(self, verb: str, axes: tuple[str, ...] | None = None) -> None:
-        """`x` has the axes that are looked along, the call's own unless others are given."""
+        """Checks that `x` has the axes along which it is read, the call's if `axes` is None."""
         axes, x = self.axes if axes is None else axes, self.nodes["x"]
         check_has_axes(self.typer, axes, x, self.exprs["x"], self.call, verb)
 
     def check_competition(self) -> None:
-        """`x` has the same queries in all layers if these are looked at together."""
+        """Checks that `x` has the same queries in all layers, if the call reads across layers."""
         if "layer" in self.axes:
             check_queries_in_common(self.typer, self.nodes["x"], self.call)
 
     def check_static(self, name: str, what: str) -> None:
-        """As `check_static`, of an argument."""
+        """As `arguments.check_static`, for an argument."""
         check_static(self.typer, self.nodes[name], self.exprs[name], what)
 
     def check_alike(self, name: str, what: str) -> None:
-        """As `check_alike`, of an argument."""
+        """As `arguments.check_alike`, for an argument."""
         check_alike(self.typer, self.nodes[name], self.exprs[name], what)
 
     def check_layers(self, name: str, takes: str) -> None:
-        """An argument may count layers; a parameter in it then gets that unit."""
+        """Checks that an argument can be a number of layers, and suggests that unit for it."""
         unit = self.nodes[name].type.unit
         if unit in ("tokens", "ratio"):
             raise self.refused("unit", f"{takes}; `{self.shown(name)}` is {UNIT_WORDS[unit]}", name)
@@ -98,7 +98,7 @@ class Site(NamedTuple):
 
 
 def type_call(typer: Typer, call: Call, fills: bool = False) -> Node:
-    """The node of a call; `fills` where a `top` without a count may stand."""
+    """The node of a call; `fills`: whether `top` may stand without a count."""
     function = FUNCTIONS.get(call.name)
     if function is None:
         raise _unknown_function(typer, call)
@@ -150,7 +150,7 @@ def _pair(typer: Typer, call: Call, op: str) -> Node:
     return typer.combine(op, call, written, nodes)
 
 
-# Rules, by the name that rows give them.
+# Rules, by the names that the rows of functions give them.
 
 
 def reduction(site: Site) -> Node:
@@ -194,7 +194,7 @@ def top(site: Site) -> Node:
 
 
 def along(site: Site) -> Node:
-    """What reads along axes and keeps them."""
+    """A function that reads along axes and keeps them."""
     site.check_axes("look along")
     site.check_competition()
     return site.make(site.nodes["x"], over=site.axes, unit=site.unit)

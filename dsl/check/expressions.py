@@ -1,6 +1,6 @@
 """Types expressions and translates them to IR nodes: names, operators, `where`, `then`.
 
-A method raises `Wrong` where something is wrong; the defect has then been reported.
+Methods that find a defect report it and raise `Wrong`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvpolicy.dsl.ops.table import BUILTINS, OPERATIONS
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Number, Operator, Then, Where
 
-# How deep expressions may be nested through names, so that typing them needs little stack.
+# Deepest nesting of expressions, through names too, so that typing them needs little stack.
 MAX_LEVEL = 120
 
-Reading = Callable[[], Node]  # of an expression
+Reading = Callable[[], Node]  # types an expression when it is called
 
 _WHERE_NOT = {
     "prompt": "is known only when a request arrives",
@@ -49,7 +49,7 @@ class Typer:
     # Reporting
 
     def error(self, code: str, message: str, span: Span, help: str | None = None) -> Wrong:
-        """Reports a defect; inside a derived function at the call."""
+        """Reports a defect; one inside a derived function at the place of the call."""
         if self.expansion:
             span = self.expansion.span
         return self.scope.error(code, message, span, help)
@@ -64,7 +64,7 @@ class Typer:
         """Where a node made from this expression stands in the file."""
         return self.expansion.span if self.expansion else expr.span
 
-    # What uses say about parameters; a name in a derived function is an argument of its own.
+    # Uses of parameters; a name inside a derived function is an argument, not a parameter.
 
     def suggest_unit(self, expr: Expr, unit: str) -> None:
         """As of `Names`."""
@@ -88,7 +88,7 @@ class Typer:
         return self.error("absent", message, expr.span, help)
 
     def check_reduced(self, node: Node, expr: Expr) -> None:
-        """A value may be held, but not of all queries by all tokens."""
+        """Checks that a held value does not have all queries by all tokens."""
         if is_whole_map(node, self.scope.whole_maps):
             message = f"`{self.shown(expr)}` would hold N x N values"
             help = "reduce it at once with `sum[query](...)`"
@@ -110,7 +110,7 @@ class Typer:
         return node
 
     def _check_held_briefly(self, node: Node, expr: Expr) -> None:
-        """Attention of all queries is not held for other layers."""
+        """Checks that attention of all queries is not held until other layers are computed."""
         if node.when < When.END or self.context.phase != "prefill":
             return
         if is_whole_map(node, self.scope.whole_maps):
@@ -119,7 +119,7 @@ class Typer:
             raise self.error("whole-map", message, expr.span, help)
 
     def _check_merged_here(self, node: Node, expr: Expr) -> None:
-        """Other layers are not asked for what they merge."""
+        """Checks that a value does not depend on what other layers merge."""
         if not self.context.in_merge or not node.across_layers:
             return
         names = [*self.scope.definitions["merge"], *self.scope.definitions["decode.merge"]]
@@ -160,7 +160,7 @@ class Typer:
         return node
 
     def check_kind(self, node: Node, kind: str, expr: Expr, what: str) -> None:
-        """The node is a number or a truth value as needed."""
+        """Checks that a node is a number or a truth value, as `kind` says."""
         if node.type.kind == kind:
             return
         message = f"{what} needs {_KINDS[kind]}; `{self.shown(expr)}` is {_KINDS[node.type.kind]}"
@@ -225,7 +225,7 @@ class Typer:
         """Inside `merge`, a value per token is read at the dropped entries."""
         if not self.context.in_merge or "token" not in node.type.axes or node.op == "special":
             return node
-        # KV heads drop different entries, so that each reads a value [token] at its own.
+        # KV heads drop different entries, so each reads a value [token] at its own.
         axes = {"kv", *("dropped" if axis == "token" else axis for axis in node.type.axes)}
         type_ = node.type
         return self.graph.make(
@@ -263,7 +263,7 @@ class Typer:
         return self.graph.make(op, tuple(nodes), unit=unit, exact=exact, span=self.span(expr))
 
     def check_extents(self, nodes: Iterable[Node], expr: Expr) -> None:
-        """Queries, and past layers, are the same ones in all nodes."""
+        """Checks that all nodes that have queries, or past layers, have the same ones."""
         for axis in ("query", "past"):
             found = extents(nodes, axis)
             if len(found) < 2:
@@ -279,7 +279,7 @@ class Typer:
             raise self.error("axis", message, expr.span, help)
 
     def check_units(self, written: tuple[Expr, ...], nodes: list[Node], phrase: str) -> None:
-        """Two values have one unit, or one of them none."""
+        """Checks that two values have one unit, and suggests it for one that has none."""
         left, right = nodes[0].type.unit, nodes[1].type.unit
         if left and right and left != right:
             message = (
@@ -320,7 +320,7 @@ class Typer:
         return partial(self.truth, expr.condition, "`where`")
 
     def chosen(self, expr: Where, value: Reading, other: Reading) -> Node:
-        """`value where condition else other`, of what reads its branches."""
+        """`value where condition else other`, whose branches `value` and `other` type."""
         x, condition, y = all_sound((value, self._condition(expr), other))
         assert expr.other is not None
         if x.type.kind != y.type.kind:
@@ -338,7 +338,7 @@ class Typer:
         )  # fmt: skip
 
     def then(self, expr: Then, terms: Iterable[Node | None]) -> Node:
-        """Token sets that fill in order; None is one that is wrong."""
+        """Token sets that fill in order; None stands for one that is wrong."""
         pairs = zip(terms, expr.terms, strict=True)
         nodes = tuple(all_sound(partial(self.check_set, *pair, "`then`") for pair in pairs))
         self.check_extents(nodes, expr)
@@ -347,7 +347,7 @@ class Typer:
         )
 
     def check_set(self, node: Node | None, expr: Expr, what: str) -> Node:
-        """The node, which is a token set."""
+        """The node, if it is a token set."""
         if node is None:
             raise Wrong
         if node.type.kind == "number":

@@ -19,9 +19,9 @@ def does_not_fit(
 
     Args:
         program: a checked policy.
-        source: its text, for the messages; None if it is not at hand.
-        env: as of `host.evaluate`. With `layers`, every layer is tested. What depends on values
-            that are not in it is skipped.
+        source: its text, for the messages; None if it is unknown.
+        env: as of `host.evaluate`. With `layers`, every layer is tested. Selections that depend on
+            values it lacks are skipped.
     """
     first = program.prefill.keep
     pairs = [(program.prefill.budget, first)]
@@ -91,7 +91,7 @@ def _problem(
 def _taken(
     sized: list[tuple[Node, Node]], selection: Node, env: Mapping[str, Value]
 ) -> Fraction | float:
-    """How many entries a head takes at least, of many: a named term may take what was taken."""
+    """Fewest entries that a head with many takes; a named term may take entries taken before."""
     first = selection.args[0] if selection.op == "then" else selection
     taken: Fraction | float = Fraction(0)
     for term, count in sized:
@@ -102,7 +102,7 @@ def _taken(
 
 
 def _place(terms: list[Node], selection: Node) -> Span | None:
-    """Where the terms stand; the whole selection if it names one that a `let` defines."""
+    """The place of the terms, or of the whole selection if a `let` defines one of them."""
     spans = [term.span for term in terms if term.span]
     whole = selection.span
     if whole is None or all(whole.start <= x.start and x.end <= whole.end for x in spans):

@@ -1,6 +1,6 @@
-"""What a pass of the checker over a file knows and finds, whatever names mean (scope.py).
+"""Definitions, defects and uses of parameters that one pass of the checker finds in a file.
 
-Definitions, defects, and what uses say about parameters.
+What names mean is said in scope.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Wrong(Exception):
-    """Something is wrong and has been reported; whatever uses it stays silent."""
+    """A part of the file is wrong and has been reported; its uses report nothing more."""
 
 
 def sound(read: Callable[[], T]) -> T | None:
-    """What is read; None where it is wrong."""
+    """The result of `read`; None if it raises `Wrong`."""
     try:
         return read()
     except Wrong:
@@ -34,7 +34,7 @@ def sound(read: Callable[[], T]) -> T | None:
 
 
 def all_sound(reads: Iterable[Callable[[], T]]) -> list[T]:
-    """What each of several gives; where one is wrong, the others are looked at all the same."""
+    """The results of all reads; raises `Wrong` if one does, but only after all were made."""
     found, wrong = [], False
     for read in reads:
         try:  # as `sound`, with one call less on the stack of nested expressions
@@ -46,35 +46,35 @@ def all_sound(reads: Iterable[Callable[[], T]]) -> list[T]:
     return found
 
 
-# Where names are defined. Those of a section are seen only inside it.
+# Where names are defined: in the file ("") or in a section, inside which alone they are seen.
 SECTIONS = ("", "decode", "merge", "decode.merge", "share")
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where an expression stands, which decides what exists there."""
+    """Where an expression stands, which decides the names that it may use."""
 
     phase: str  # "static", "prefill" or "decode"
     inside: str | None = None  # "merge", "decode.merge", "share" or "propagate"
 
     @property
     def in_merge(self) -> bool:
-        """Whether the expression is about dropped entries."""
+        """Whether values per token are read at dropped entries."""
         return self.inside in ("merge", "decode.merge")
 
     @property
     def base(self) -> When:
-        """The moment at which tensors are there."""
+        """The moment from which tensors are known."""
         return When.STEP if self.phase == "decode" else When.LAYER
 
 
-# "let" or "section", the section, the name, and where it is typed.
+# "let" or "section", the section, the name, and the context in which it is typed.
 Key = tuple[str, str, str, Context]
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """The body of a derived function being typed: its arguments, its axes and the call."""
+    """The call of a derived function whose body is being typed: text, place, arguments and axes."""
 
     name: str
     span: Span
@@ -103,7 +103,7 @@ class Uses:
 
 
 class Counted(NamedTuple):
-    """A number of queries or layers, of which at least one is needed."""
+    """A number of queries or layers that must be at least one, and the message if it is not."""
 
     node: Node
     span: Span
@@ -111,7 +111,16 @@ class Counted(NamedTuple):
 
 
 class Names(ABC):
-    """The names of a file, for one pass of the checker."""
+    """The names of a file, for one pass of the checker.
+
+    Attributes:
+        uses: what uses say about each parameter, from earlier passes too.
+        propagates: whether the file has the section `propagate`.
+        not_served: features that cannot be served yet, in order.
+        whole_maps: nodes with a value for every query and every token of the prompt.
+        widths: pooling widths, with their places.
+        counts: numbers of queries or layers that must be at least one.
+    """
 
     def __init__(self, source: Source, uses: dict[str, Uses], *, propagates: bool) -> None:
         self.source = source
@@ -125,19 +134,19 @@ class Names(ABC):
         self.counts: list[Counted] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in SECTIONS}
         self.open: list[Key] = []  # lets and sections that are being typed, the innermost last
-        self.level = 0  # how deep the expression now typed is nested, through names too
+        self.level = 0  # nesting of the expression that is being typed, through names too
 
     @abstractmethod
     def resolve(self, expr: Name, context: Context) -> Node | None:
-        """The node of a name there; None: the policy does not define it."""
+        """The node of a name in a context; None if the policy does not define it."""
 
     @abstractmethod
     def knows(self, name: str, context: Context) -> bool:
-        """Whether a name means something there."""
+        """Whether a name without parentheses means something in a context."""
 
     @abstractmethod
     def unknown(self, expr: Name, context: Context) -> Wrong:
-        """Reports a name that means nothing there."""
+        """Reports a name that means nothing in a context."""
 
     @abstractmethod
     def type_call(self, typer: Any, call: Call) -> Node:
@@ -146,7 +155,7 @@ class Names(ABC):
     # Reporting
 
     def error(self, code: str, message: str, span: Span, help: str | None = None) -> Wrong:
-        """Reports a defect; what it returns is raised where nothing can be made of it."""
+        """Reports a defect; callers that cannot go on raise the result."""
         self.diagnostics.append(Diagnostic(code, message, span, help))
         return Wrong()
 
@@ -165,7 +174,7 @@ class Names(ABC):
     # What uses say about parameters and numbers
 
     def suggest_unit(self, expr: Expr, unit: str) -> None:
-        """Notes the unit of what a parameter is combined with."""
+        """Notes the unit of a parameter, if `expr` is one and no other use gave a unit."""
         uses = self._uses(expr)
         if uses and uses.unit is None:
             uses.unit = unit
@@ -173,7 +182,7 @@ class Names(ABC):
     def suggest_range(
         self, expr: Expr, *, whole: bool = False, odd: bool = False, minimum: int | None = None
     ) -> None:
-        """Notes what values the place asks for where a parameter stands."""
+        """Notes the values that a parameter may have here, if `expr` is one."""
         uses = self._uses(expr)
         if uses is None:
             return
@@ -189,5 +198,5 @@ class Names(ABC):
         return None
 
     def at_least_one(self, node: Node, span: Span, message: str) -> None:
-        """Notes a number of queries or layers that is at least one; what to say where it is not."""
+        """Notes a number of queries or layers that must be at least one; `message` says if not."""
         self.counts.append(Counted(node, span, message))

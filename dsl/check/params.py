@@ -17,7 +17,7 @@ from kvpolicy.dsl.syntax.tree import Expr
 
 
 def declared_params(scope: Scope) -> dict[str, Param]:
-    """The parameters of the file that are sound."""
+    """The parameters of the file by name, without those that are wrong."""
     params = {}
     for definition in scope.definitions[""].values():
         if definition.kind == "parameter":
@@ -59,7 +59,7 @@ def _param(scope: Scope, definition: Definition) -> Param:
 
 
 def _share(param: Param, value: object) -> str | None:
-    """What to do where a share stands for a number of tokens."""
+    """Help if the value is a share but the parameter is a number of tokens; else None."""
     if param.unit != "tokens" or not isinstance(value, Fraction) or not 0 < value < 1:
         return None
     return f"a share of the prompt is written `{param.name} * prompt` where it is used"
@@ -82,7 +82,7 @@ def _largest(*bounds: Fraction | None) -> Fraction | None:
 
 
 def _report_cycles(scope: Scope, params: dict[str, Param]) -> None:
-    """A default may use other parameters, but not itself."""
+    """Reports defaults that depend on themselves."""
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -100,7 +100,7 @@ def _report_cycles(scope: Scope, params: dict[str, Param]) -> None:
 
 
 def declared_data(scope: Scope) -> dict[str, Data]:
-    """The tensors that the policy needs with the model."""
+    """The tensors that must come with the model, by name."""
     tensors = {}
     for definition in scope.definitions[""].values():
         block = definition.item.value

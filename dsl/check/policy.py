@@ -1,8 +1,8 @@
 """Checks a policy file and translates it to the intermediate representation.
 
-Every defect of a file is found in one run. Where a parameter stands says what it is: a bare
-`window: 32` used in `recent(window)` is a number of tokens. Such units can reach from one use to
-another, so the file is typed until nothing new is learned.
+Every defect of a file is found in one run. Uses of a parameter tell its unit: a bare `window: 32`
+used in `recent(window)` is a number of tokens. Units spread from one use to another, so the file is
+typed again until nothing new is learned, at most `_PASSES` times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of a policy file after checking it."""
+    """The result of checking a policy file."""
 
     source: Source
     program: Program | None  # None if there is an error
@@ -57,7 +57,7 @@ class Checked:
         return self.program
 
     def executable(self) -> Program:
-        """The program; raises PolicyError where there is none, or where it cannot be served yet."""
+        """The program; raises PolicyError if there is none or it cannot be served yet."""
         program = self.require()
         if self.unserved:
             raise refused(self.source.name, "phase", "; ".join(self.unserved))
@@ -100,7 +100,7 @@ def _checked_program(scope: Scope) -> Program | None:
 
 
 class _FileChecker:
-    """Puts the sections together."""
+    """Checks the sections and puts them together."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -150,7 +150,7 @@ class _FileChecker:
         return rules
 
     def unused(self, reported: Mapping[str, Item]) -> None:
-        """Warns of names that nothing uses, and checks what they stand for all the same."""
+        """Warns of names that nothing uses, and checks their definitions too."""
         defined = [x for names in self.scope.definitions.values() for x in names.values()]
         used = set(self.scope.used)
         for definition in (x for x in defined if (x.section, x.name) not in used):
@@ -169,17 +169,17 @@ class _FileChecker:
                 self.scope.warn("unused", message, definition.item.key)
 
     def _never_computed(self, name: str, node: Node | None, item: Item) -> None:
-        """Warns of a name that is reported and not used, if it would have to be computed."""
+        """Warns of a reported name that no rule uses, if its value needs a prefill or decode."""
         if node is not None and node.when > When.PROMPT:
             message = f"`{name}` is reported, but no rule uses it: it has no value"
             help = "what is reported is not computed for that alone"
             self.scope.warn("unused", message, item.span, help)
 
     def conditions(self) -> tuple[Node, ...]:
-        """What must hold for numbers that are neither literals nor parameters.
+        """Conditions on numbers that are neither literals nor parameters.
 
-        Pooling widths are odd; windows and `past` have one query or layer, as far as it is known
-        when the policy is loaded.
+        Pooling widths are odd; windows have at least one query and `past` at least one layer, if
+        their number is known when the policy is loaded.
         """
         graph = self.scope.graph
         one, two = (graph.make("number", value=Fraction(n)) for n in (1, 2))

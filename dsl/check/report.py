@@ -9,7 +9,7 @@ from kvpolicy.dsl.ops.table import RESERVED
 from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 
-# What `kvpolicy run` writes of every policy, beside the values that one reports; see docs/run.md.
+# Keys that `kvpolicy run` writes for every policy, beside reported values; see docs/run.md.
 OUTPUT_KEYS = (
     *("kept", "budgets", "scores", "selected_layer", "propagated", "positions"),
     *("steps", "thresholds", "merged"),
@@ -18,7 +18,7 @@ _HELP = "`report` lists names that the policy defines under `let`"
 
 
 def report(scope: Scope) -> dict[str, Item]:
-    """By name what is listed."""
+    """The listed items by name; reports those that are no lets or occur twice."""
     items: dict[str, Item] = {}
     for item in scope.file.get("report") or ():
         if item.value is None:

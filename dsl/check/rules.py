@@ -18,7 +18,7 @@ from kvpolicy.dsl.syntax.tree import Call, Expr, Name
 
 
 class RulesChecker:
-    """Types one phase's rules."""
+    """Types the rules of one phase."""
 
     def __init__(self, scope: Scope, phase: str) -> None:
         self.scope = scope
@@ -35,7 +35,7 @@ class RulesChecker:
         return self.own.items.get(name) or self.block.items.get(name)
 
     def rules(self) -> Rules:
-        """The rules of this phase; what is wrong is None."""
+        """The rules of this phase; those that are wrong are None."""
         return Rules(
             score=sound(self.score),
             budget=sound(self.budget),
@@ -49,7 +49,7 @@ class RulesChecker:
         return self._section("score", self._check_score)
 
     def _section(self, name: str, check: Callable[[Node, Item], None]) -> Node | None:
-        """The value of a section; what uses one that is wrong stays silent."""
+        """The node of a section; if it is wrong, its uses report nothing more."""
         item, _ = self.scope.section_item(name, self.phase)
         node = self.scope.section(name, self.phase)
         if node is None or item is None:
@@ -150,7 +150,7 @@ class RulesChecker:
         return Merge(into, **parts, apply=_applied(block), states=states)
 
     def _knows_no_mass(self, nodes: list[Node | None], item: Item | None) -> None:
-        """Reports what is known only when it is known what is merged."""
+        """Reports uses of `mass` and `members`, which are known only after what is merged."""
         for node in nodes_of(nodes):
             if node.op == "special" and item is not None:
                 message = f"`{node.value}` is known only in `merge.divide`"
@@ -168,14 +168,14 @@ class RulesChecker:
         return typer.expr(item.value)
 
 
-# Parts of a merge, and the axes that they may have: a receiver has one weight of its own.
+# Parts of a merge: kind, and axes that they may have. A KV head's receivers share one own weight.
 _MERGE_PARTS = {
     "accept": ("truth", ("kv", "dropped")),
     "weight": ("number", ("kv", "dropped")),
     "own": ("number", ("kv",)),
     "divide": ("number", ("kv", "token")),
 }
-# Parts of `share`, and where they are typed.
+# Parts of `share`: kind, axes that they may have, and the phase in which they are typed.
 _SHARE_PARTS = {
     "when": ("truth", (), "static"),
     "direction": ("number", ("kv", "token", "dim"), "prefill"),
@@ -195,7 +195,7 @@ def _known_to_host(node: Node) -> bool:
     return (row.known_to_host or row.elementwise) and not node.type.axes
 
 
-# What every deciding value must satisfy
+# Checks of the values that decide
 
 
 def require(scope: Scope, item: Item) -> Node:
@@ -207,7 +207,7 @@ def require(scope: Scope, item: Item) -> Node:
 
 
 def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -> None:
-    """A value has no axes but those allowed."""
+    """Checks that a value has only allowed axes."""
     extra = [axis for axis in node.type.axes if axis not in allowed]
     if not extra:
         return
@@ -224,7 +224,7 @@ def check_part(
 ) -> Node | None:
     """A part of a section: a number or truth value with the allowed axes, never absent.
 
-    None: there is none, or it is wrong.
+    None if the section lacks it, or it is wrong.
     """
     item = block.items.get(name)
     if item is None or not isinstance(item.value, Expr):
@@ -241,13 +241,13 @@ def _part(typer: Typer, item: Item, kind: str, allowed: tuple[str, ...]) -> Node
 
 
 def check_present(typer: Typer, node: Node, item: Item, what: str) -> None:
-    """A value can never be absent."""
+    """Checks that a value can never be absent."""
     if node.type.absent:
         raise typer.absent(node, item.value, what)
 
 
 def check_count(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[str, ...]) -> None:
-    """A number of tokens, for each of the allowed axes."""
+    """Checks that a value is a number of tokens with only allowed axes, never absent."""
     typer.check_kind(node, "number", item.value, f"`{item.path}`")
     unit = node.type.unit
     if unit not in (None, "tokens"):
@@ -265,7 +265,7 @@ def check_count(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[
 
 
 def check_set(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[str, ...]) -> Node:
-    """A token set that decides."""
+    """The node, if it is a token set with only allowed axes, never absent."""
     typer.check_set(node, item.value, f"`{name}`")
     check_axes(typer, node, item, allowed)
     check_present(typer, node, item, f"`{item.path}`")
@@ -365,7 +365,7 @@ def read(scope: Scope) -> Node | None:
 
 
 def note_unserved(scope: Scope, decode: Rules) -> None:
-    """Notes what a decode step cannot decide: it is asked layer by layer."""
+    """Notes rules that read other layers: a decode step decides layer by layer."""
     for node in nodes_of([decode.keep, decode.budget, *merge_roots(decode.merge)]):
         if "layer" in node.axes:
             scope.unserved("`[layer]` in `decode`")

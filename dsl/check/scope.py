@@ -1,7 +1,7 @@
-"""What the names of a policy mean: parameters, tensors, states, lets and the sections with a name.
+"""What the names of a policy mean: parameters, tensors, states, lets, `score` and `budget`.
 
-A let is typed where it is used: in decode it is computed from decode's data, inside `merge` it is
-read at the dropped entries. Every such reading is made once.
+A let is typed in the context of its use: in decode it is computed from decode's data, inside
+`merge` it is read at the dropped entries. It is typed once per context.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Scope(Names):
         self.states = States(self)
         self.used: set[tuple[str, str]] = set()
         self._nodes: dict[Key, Node | None] = {}
-        # Of lets that decode has named: the prefill's node, None where decode computes it.
+        # Lets that decode has named -> the prefill's node; None if decode computes them itself.
         self.decided: dict[str, Node | None] = {}
         self._refused: set[str] = set()  # names whose definition was refused; uses stay silent
         for section, block in self._blocks():
@@ -68,7 +68,7 @@ class Scope(Names):
                 self.definitions[section][name] = Definition(name, kind, section, item)
 
     def _visible(self, name: str, section: str) -> Definition | None:
-        """The definition that a name has inside a section, the innermost first."""
+        """The innermost definition of a name that is seen inside a section."""
         outer = {
             "": ("",),
             "merge": ("merge", "decode", ""),
@@ -88,11 +88,11 @@ class Scope(Names):
         return self.definitions[""].get(name)
 
     def knows(self, name: str, context: Context) -> bool:
-        """Whether a name without parentheses means something here."""
+        """Whether a name without parentheses means something in a context."""
         return self.find(name, context) is not None or (name in RESERVED and name not in FUNCTIONS)
 
     def unknown(self, expr: Name, context: Context) -> Wrong:
-        """Reports a name that means nothing here."""
+        """Reports a name that means nothing in a context."""
         name = expr.text
         message, help = f"unknown name `{name}`", None
         if name in FUNCTIONS:
@@ -136,7 +136,7 @@ class Scope(Names):
         }
 
     def resolve(self, expr: Name, context: Context) -> Node | None:
-        """The node of a name; None: the policy gives it no meaning."""
+        """The node of a name in a context; None if the policy does not define it."""
         if expr.text in ("score", "budget"):
             return self._section(expr, context)
         if expr.text in self._refused:
@@ -168,10 +168,10 @@ class Scope(Names):
         return self._once(("let", definition.section, definition.name, context), definition, span)
 
     def _decided(self, definition: Definition, span: Span) -> Node | None:
-        """What the prefill decided of a let, for decode; None: decode computes it itself.
+        """A let's value from the prefill, for decode; None if decode computes the let itself.
 
-        A step sees one layer. A let that looks at others is what it was in the prefill, if nothing
-        in it follows entries that come and go.
+        A decode step sees one layer. A let that reads other layers keeps the value that it had in
+        the prefill, unless it has a value per entry or query: these come and go.
         """
         name = definition.name
         if name not in self.decided:
@@ -187,9 +187,9 @@ class Scope(Names):
         )  # fmt: skip
 
     def _of_prefill(self, definition: Definition, span: Span) -> Node | None:
-        """The node of a let in the prefill; None, without a report, if it has none to go on from.
+        """The prefill's node of a let; None, without a report, if decode cannot keep its value.
 
-        It may use what only decode has.
+        The let may use names that only decode has, so its errors are dropped.
         """
         kept = self.diagnostics, self._nodes, self.states
         self.diagnostics, self._nodes, self.states = [], dict(self._nodes), States(self)
@@ -207,7 +207,7 @@ class Scope(Names):
         return self.node(definition, Context("prefill"), span)
 
     def _looks_across(self, value: object, seen: set[str]) -> bool:
-        """Whether an expression, or one that it names, is written with other layers."""
+        """Whether an expression, or one that it names, is written to read other layers."""
         if isinstance(value, Name):
             item = self.file.items.get(value.text) if value.text in ("score", "budget") else None
             other = self.definitions[""].get(value.text)
@@ -224,7 +224,7 @@ class Scope(Names):
         return any(self._looks_across(child, seen) for child in children)
 
     def _once(self, key: Key, definition: Definition, span: Span) -> Node:
-        """A let's node, made at its first use; reports a let that uses itself."""
+        """The node of a let or section, made at its first use; reports one that uses itself."""
         if key not in self._nodes:
             if key in self.open:
                 names = [k[2] for k in self.open[self.open.index(key) :]]
@@ -258,7 +258,7 @@ class Scope(Names):
         return self.error("name", f"`{name}` is defined by itself: {path}", span)
 
     def _section(self, expr: Name, context: Context) -> Node | None:
-        """The values of the sections `score` and `budget` by their names."""
+        """The value of the section `score` or `budget`, used by its name."""
         name = expr.text
         if context.phase == "static":
             raise self.error("phase", f"`{name}` is not known before the prefill", expr.span)
@@ -285,7 +285,7 @@ class Scope(Names):
         return self._once(("section", item.path, name, home), definition, span)
 
     def section_item(self, name: str, phase: str) -> tuple[Item | None, Context]:
-        """A section's item in a phase, decode's own or inherited, and where it is typed."""
+        """A section's item in a phase, decode's own or inherited, and the context of its typing."""
         if phase == "decode":
             decode = self.file.get("decode")
             if isinstance(decode, Block) and name in decode:
@@ -295,20 +295,20 @@ class Scope(Names):
         return self.file.items.get(name), Context(phase)
 
     def section(self, name: str, phase: str) -> Node | None:
-        """The node of `score` or `budget`; None: the file has none."""
+        """The node of `score` or `budget`; None if the file has none."""
         item, home = self.section_item(name, phase)
         if item is None or not isinstance(item.value, Expr):
             return None
         return self._of_section(name, item, home, item.span)
 
     def refuse_section(self, name: str, phase: str) -> None:
-        """Makes what uses a section silent, because the section itself was refused."""
+        """Marks a section as refused, so that its uses report nothing more."""
         item, home = self.section_item(name, phase)
         if item is not None:
             self._nodes[("section", item.path, name, home)] = None
 
     def parameter(self, definition: Definition) -> Node:
-        """A parameter's node; its unit is what the file or else its uses say."""
+        """A parameter's node; its unit is given by the file, or else by its uses."""
         value = definition.item.value
         unit = value.get("unit") if isinstance(value, Block) else None
         kind = "truth" if self._is_condition(self._default(definition), 0) else "number"
@@ -326,7 +326,7 @@ class Scope(Names):
         return value.get("default") if isinstance(value, Block) else value
 
     def _is_condition(self, default: object, level: int) -> bool:
-        """Whether a default is a truth value, seen from how it is written."""
+        """Whether a default is a truth value, by its syntax alone."""
         if isinstance(default, bool):
             return True
         if isinstance(default, Operator):

@@ -1,4 +1,4 @@
-"""Types selections (`keep`, `propagate.tokens`): where an unsized `top` may fill the budget."""
+"""Types selections (`keep`, `propagate.tokens`), where `top` without a count fills the budget."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node:
 
 
 def _check_of_entries(typer: Typer, node: Node, expr: Expr) -> None:
-    """Entries, heads or layers compete in a `top` that selects."""
+    """Checks that entries, heads or layers compete in a `top` that selects."""
     other = [axis for axis in node.axes if axis not in ("layer", "kv", "token")]
     if isinstance(expr, Call) and expr.name == "top" and other:
         message = f"`{typer.shown(expr)}` chooses along `{other[0]}`, not among entries"

@@ -1,4 +1,4 @@
-"""Types the states of a policy: what is remembered between steps."""
+"""Types the states of a policy: values that are remembered between steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class States:
     def __init__(self, scope: Names) -> None:
         self.scope = scope
         self._known: dict[tuple[str, str], State | None] = {}
-        # States whose `next` is being typed: name, assumed type, how many lets were open.
+        # States being typed: section and name, assumed type, number of open lets (-1: in `start`).
         self._open: list[tuple[tuple[str, str], Type, int]] = []
 
     def value(self, definition: Definition, context: Context, span: Span) -> Node:
@@ -40,7 +40,7 @@ class States:
         )  # fmt: skip
 
     def state(self, definition: Definition, phase: str) -> State:
-        """A state of one phase."""
+        """The state of a definition in one phase; raises `Wrong` if it is wrong."""
         key = (f"{definition.section}.{definition.name}", phase)
         if key not in self._known:
             self._known[key] = None
@@ -90,7 +90,7 @@ class States:
         return State(definition.name, first, update, type_, inherited)
 
     def _note_unserved(self, nodes: list[Node]) -> None:
-        """A state advances at every step, layer by layer."""
+        """Notes what reads other layers: a state advances at every step, layer by layer."""
         for node in nodes_of(nodes):
             if node.across_layers:
                 what = "[layer]" if "layer" in node.axes else node.op
@@ -98,7 +98,7 @@ class States:
 
     @contextmanager
     def _opened(self, mark: tuple[str, str], type_: Type, lets: int) -> Iterator[None]:
-        """A state of that type is being typed, inside so many lets."""
+        """Marks a state as being typed, with an assumed type, inside `lets` open lets."""
         self._open.append((mark, type_, lets))
         try:
             yield
@@ -106,7 +106,7 @@ class States:
             self._open.pop()
 
     def _update(self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type) -> Node:
-        """A state's next value. It is typed twice: the first time says what the state is."""
+        """A state's next value, typed twice: the first time gives the state's type."""
         for _ in range(2):
             type_ = Type("number", assumed.axes, assumed.unit)
             with self._opened(mark, type_, len(self.scope.open)):
