@@ -1,1 +1,1 @@
-"""Text to trees: YAML and expressions, where everything stands, messages, the formatter."""
+"""Text to trees: YAML and expressions with their places, messages, the formatter."""

@@ -1,4 +1,4 @@
-"""Mappings of known keys: what YAML nodes become, in policies and in experiments."""
+"""Mappings of known keys, which YAML nodes of policies and experiments become."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Report = Callable[[Diagnostic], None]
 
 @dataclass(frozen=True)
 class Known:
-    """A key that a mapping may have; `form` says what may stand under it."""
+    """A key that a mapping may have; `form` says what its value may be."""
 
     name: str
     form: str
@@ -31,7 +31,7 @@ K = TypeVar("K", bound=Known)
 
 @dataclass
 class Item:
-    """What stands under a key. `value` depends on the key's form; None if it is unusable.
+    """A key with its value. `value` depends on the key's form; None if it is unusable.
 
     A mapping is a `Block`, a list a list of `Item`.
     """
@@ -59,7 +59,7 @@ class Block:
 
 
 def whole(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
-    """A file's mapping; None, and a report, if it is none."""
+    """The root of a file, if it is a mapping; else None, after a report."""
     if isinstance(root, Mapping):
         return root
     span = Span(root.span.start, min(root.span.end, root.span.start + 1))
@@ -78,9 +78,9 @@ def read_block(
     """A mapping with the given keys.
 
     Args:
-        path: of the mapping; empty for the file.
+        path: path of the mapping; empty for the file.
         place: where a missing key is reported.
-        value: from a node, its key, path and the key's span to what stands there.
+        value: (node, its key, its path, the key's span) -> value that the node stands for.
     """
     block = Block(place)
     known = {key.name: key for key in keys}

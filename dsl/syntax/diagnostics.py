@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvpolicy.dsl.syntax.source import Source, Span
 
 MAX_LINE = 160  # characters of a source line that a message shows
-MAX_SHOWN = 72  # characters of what an author wrote within a sentence
+MAX_SHOWN = 72  # characters of an author's text that a sentence quotes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Diagnostic:
 
 
 def _shortened(line: str, at: int) -> tuple[str, int]:
-    """A line cut to what can be read around a place, and the place in it."""
+    """A line shortened around a place, and that place in the result."""
     if len(line) > MAX_LINE and at > MAX_LINE // 2:
         cut = at - MAX_LINE // 4
         line, at = "... " + line[cut:], at - cut + 4
@@ -56,13 +56,13 @@ def _shortened(line: str, at: int) -> tuple[str, int]:
 
 
 def on_one_line(text: str, most: int) -> str:
-    """A text without its line breaks, cut where it has more than so many characters."""
+    """A text without its line breaks, cut to at most `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
 def half_character(text: str) -> str | None:
-    """The first half of a character in a text, which JSON can hold and no tokenizer takes."""
+    """The first lone surrogate of a text, which JSON can hold and no tokenizer takes, or None."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -107,13 +107,13 @@ def listed(names: Iterable[str], last: str = "or") -> str:
 
 
 def refused(name: str, code: str, message: str, help_: str | None = None) -> PolicyError:
-    """The error to raise for something wrong that has no place in a text: `name` is what it is of.
+    """The error to raise for a defect of `name` that has no place in a text.
 
-    A value for a parameter, a file of tensors, a model.
+    For example a parameter's value, a file of tensors or a model.
     """
     return PolicyError([Diagnostic(code, message, help=help_)], Source(name, ""))
 
 
 def why(error: OSError, otherwise: str) -> str:
-    """The operating system's reason for an error, or another where it gives none."""
+    """The operating system's reason for an error, or `otherwise` if it gives none."""
     return (error.strerror or otherwise).lower()

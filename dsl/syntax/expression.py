@@ -46,7 +46,7 @@ _COMPARISONS = {
     "==": "equal",
     "!=": "not_equal",
 }
-# What people write in other languages, and what stands for it here.
+# What people write in other languages -> help: what to write here.
 _FOREIGN = {
     "&": "sets and conditions are joined with `and`",
     "|": "write `or` for a union, `then` to fill in order",
@@ -121,7 +121,8 @@ def parse_expression(text: str, place: Callable[[int], int]) -> Expr:
         place: offset in `text` -> offset in the source file, for the spans of the tree.
 
     Raises:
-        ExpressionError: with one defect; the first one met from the left.
+        ExpressionError: with one defect: a character that no expression has, else the first from
+            the left.
     """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(
@@ -136,7 +137,7 @@ def parse_expression(text: str, place: Callable[[int], int]) -> Expr:
     except UnexpectedCharacters as error:
         raise _foreign(text, error.pos_in_stream) from None
     except UnexpectedToken as error:
-        tokens = tokenize(text)  # a foreign character is reported first, wherever it stands
+        tokens = tokenize(text)  # a foreign character is reported first, even if it comes later
         for part in _finished(error):
             _build(part, place)
         raise _unexpected(tokens, error) from None
@@ -163,7 +164,7 @@ def _finished(error: UnexpectedToken) -> list[Tree[Token]]:
 
 @v_args(inline=True, meta=True)
 class _Builder(Transformer_NonRecursive):
-    """Lark's tree -> syntax tree, with one method for each rule that is no operation."""
+    """Lark's tree -> syntax tree, with one method for each rule that is not an operation."""
 
     def __init__(self, place: Callable[[int], int]) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ def _error(message: str, token: Token, help: str | None = None) -> ExpressionErr
 
 
 def number_of(text: str) -> Fraction | None:
-    """The value of a number as it is written; None where it is not within NUMBERS, or too long."""
+    """The value of a number as written; None if it is out of range (`NUMBERS`) or too long."""
     exponent = text.partition("e")[2]
     if len(text) > MAX_CHARACTERS or abs(int(exponent or 0)) > _MAX_EXPONENT:
         return None
@@ -256,7 +257,7 @@ def _number(token: Token) -> Fraction:
 
 
 def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
-    """What is wrong with a token that cannot stand where it does."""
+    """The error for a token that cannot stand where it does."""
     token, expected = error.token, error.expected
     at_end = token.type == "$END"
     read = [t for t in tokens if at_end or t.start_pos < token.start_pos]

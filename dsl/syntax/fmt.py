@@ -1,8 +1,8 @@
 """`kvpolicy fmt`: one canonical way to write a policy.
 
 Keys come in the order of the table of sections, one name per line, expressions with one spacing,
-lines of at most 120 characters where they can be broken. Comments stay with what they stand above
-or beside. The result is read again and must say the same; otherwise the file is left alone.
+lines of at most 120 characters if they can be broken. Comments stay above or beside the same keys.
+The result is read again and must mean the same; otherwise the file is left alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9(][^\n]*|-[^ \n][^\n]*")
 
 
 def format_file(path: Path, write: bool = True) -> bool:
-    """Formats a file in place; whether it changes.
+    """Formats a file in place; returns whether its text changes. Without `write` it is left alone.
 
     Raises:
         PolicyError: the file is no policy, or cannot be formatted without changing its meaning.
@@ -48,7 +48,7 @@ def format_policy(source: Source) -> str:
     """The canonical text of a policy.
 
     Raises:
-        PolicyError: with the defects of its form, or because it cannot be preserved.
+        PolicyError: the form of the policy has defects, or its meaning cannot be preserved.
     """
     found: list[Diagnostic] = []
     block = parse(source, found.append)
@@ -98,7 +98,7 @@ class _Writer:
         return sum(1 for comment in self.comments if comment.start < offset)
 
     def block(self, node: Mapping, keys: tuple[Key, ...] | Key, indent: int, end: int) -> list[str]:
-        """A mapping in block style; `keys` is a tuple, or one key for names of the author's."""
+        """A mapping in block style; `keys` is a tuple, or one key for names the author chose."""
         entries = []
         starts = [key.span.start for key, _ in node.entries[1:]] + [end]
         for (name, value), stop in zip(node.entries, starts, strict=True):
@@ -206,7 +206,7 @@ class _Writer:
         return self._text(value, key, flow=True)
 
     def _text(self, value: Scalar, key: Key, flow: bool) -> str:
-        """Text in quotes where it needs them; in flow always."""
+        """Text, in quotes if it needs them or stands in flow style."""
         text = value.text
         if key.form != "text":
             return text
@@ -218,7 +218,7 @@ class _Writer:
 
 
 def _quoted(text: str) -> str:
-    """Text in double quotes; characters that cannot be shown as YAML's escapes."""
+    """Text in double quotes; characters that cannot be shown become YAML's escapes."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(
         x if x.isprintable() else f"\\u{ord(x):04x}" if ord(x) < 1 << 16 else f"\\U{ord(x):08x}"
@@ -235,7 +235,7 @@ _OPERANDS = ("NAME", "NUMBER", "RPAR", "RSQB")
 
 @dataclass(frozen=True)
 class _Piece:
-    """A token as it is written: with the space before it, how many brackets are open, its line."""
+    """A token as written: whether a space precedes it, how many brackets are open, its line."""
 
     text: str
     space: bool
@@ -270,7 +270,7 @@ def _expression_text(value: Scalar) -> str:
 
 
 def _expression_lines(head: str, value: Scalar, indent: int) -> list[str]:
-    """An expression after its key; what the author laid out in a `|` block keeps its lines."""
+    """An expression after its key; one that the author wrote in a `|` block keeps its lines."""
     text = value.text.strip()
     if value.style == "|" and "\n" in text:
         pieces = list(_pieces(text))
@@ -310,7 +310,7 @@ def _same(old: YamlNode, new: YamlNode, source: Source, comments: list[Comment])
 
 
 def _said(node: YamlNode) -> object:
-    """What a node says, whatever the order of its keys and the spacing of expressions."""
+    """The content of a node, without the order of its keys and the spacing of expressions."""
     if isinstance(node, Mapping):
         return {name.text: _said(value) for name, value in node.entries}
     if isinstance(node, Sequence):

@@ -1,7 +1,7 @@
 """The parser of expr.lark; `python -m kvpolicy.dsl.syntax.grammar` writes its file in the package.
 
-Lark takes fifteen times as long to make the parser as to load it, so what `Lark.save` writes is
-delivered beside the grammar.
+Lark takes fifteen times as long to make the parser as to load it, so the file that `Lark.save`
+writes is delivered beside the grammar.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lark.lexer import PatternStr
 GRAMMAR = Path(__file__).with_name("expr.lark")
 SAVED = Path(__file__).with_name("expr.lark.saved")
 
-# What `Lark.save` writes is read by the same version of Lark.
+# Only the same version of Lark reads what `Lark.save` wrote.
 _HEADER = f"lark {lark.__version__}\n".encode()
 
 
 @cache
 def parser() -> Lark:
-    """The parser of expressions: the saved one, or made anew where another Lark is installed."""
+    """The parser of expressions: the saved one, or a new one if another Lark is installed."""
     with SAVED.open("rb") as file:
         return Lark.load(file) if file.readline() == _HEADER else build()
 
@@ -43,7 +43,7 @@ def save() -> None:
 
 
 def literals() -> dict[str, str]:
-    """What keywords and signs are written as, by the name of the terminal."""
+    """Keywords and signs as they are written, by the name of their terminal."""
     patterns = {terminal.name: terminal.pattern for terminal in parser().terminals}
     return {name: p.value for name, p in patterns.items() if isinstance(p, PatternStr)}
 

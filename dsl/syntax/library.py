@@ -28,7 +28,7 @@ def find(policy: str | Path) -> Path:
     """The file of a policy given by path or by the name of a shipped one.
 
     Raises:
-        PolicyError: there is no such file or name, or it is no file.
+        PolicyError: there is no such file or name, or it is not a regular file.
     """
     path, name = Path(policy), str(policy)
     try:
@@ -58,7 +58,7 @@ def find(policy: str | Path) -> Path:
 
 
 def _kind(mode: int) -> str:
-    """What is no file, in words."""
+    """Words for what is not a regular file."""
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
@@ -74,7 +74,7 @@ def read_source(policy: str | Path) -> Source:
 
 
 def read_file(path: Path, name: str) -> Source:
-    """The text of a file that messages call by a name.
+    """The text of a file, which messages call `name`.
 
     Raises:
         PolicyError: it cannot be read, is no text, or is too long.
@@ -94,15 +94,15 @@ def read_file(path: Path, name: str) -> Source:
 
 
 def rewrite(path: Path, text: str, name: str) -> None:
-    """Writes another text to a file that messages call by a name; if that fails, it stays as it is.
+    """Replaces the text of a file, which messages call `name`; if that fails, the file stays.
 
     Raises:
         PolicyError: it cannot be written.
     """
-    file = path.resolve()  # a link stays one
+    file = path.resolve()  # a link stays a link
     new = file.with_name(f".{file.name}.new")
     try:
-        with file.open("r+"):  # what is write-protected is not replaced either
+        with file.open("r+"):  # a write-protected file is not replaced either
             pass
         try:
             new.write_text(text, encoding="utf-8")

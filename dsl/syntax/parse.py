@@ -52,7 +52,7 @@ class _Reader:
         return read_block(node, keys, path, place, self.value, self.emit)
 
     def value(self, node: YamlNode, key: Key, path: str, name: Span) -> Any:
-        """What stands under a key, read as its form says."""
+        """The value of a key, read as the key's form says."""
         if key.form == "either":
             form = "keys" if isinstance(node, Mapping) else "expression"
         elif key.form == "same":
@@ -81,7 +81,7 @@ class _Reader:
         return None
 
     def named(self, node: YamlNode, key: Key, path: str) -> Block | None:
-        """Names of the author's own, each with a value."""
+        """Names that the author chose, each with a value."""
         if not isinstance(node, Mapping):
             help = "one name per line, as in `window: 32`"
             self.error("key", f"`{path}` takes names and values", node.span, help)

@@ -59,7 +59,7 @@ def mapping(keys: Sequence[K], value: ValueSchema) -> dict[str, Any]:
     """The schema of a mapping.
 
     Args:
-        value: from a key to the schema of what stands under it.
+        value: key -> schema of its value.
     """
     return {
         "type": "object",

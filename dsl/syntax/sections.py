@@ -11,12 +11,12 @@ from kvpolicy.dsl.syntax.blocks import Known
 class Key(Known):
     """A key of a mapping.
 
-    `form` says what may stand under it: "expression", "expressions" (a list), "text", "name" (the
+    `form` says what its value may be: "expression", "expressions" (a list), "text", "name" (the
     policy's), "version", "number", "truth", "default" (number, truth or expression), "choice" (one
-    of `choices`), "choices" (a list of them), "values" (a list of numbers), "names" (a list of
-    names of the author's), "keys" (a mapping with `keys`), "same" (the word `same`, or a mapping
-    with `keys`), "named" (names of the author's, each with what `item` says) or "either" (an
-    expression, or a mapping with `keys`).
+    of `choices`), "choices" (a list of them), "values" (a list of numbers and truth values),
+    "names" (a list of names that the author chose), "keys" (a mapping with `keys`), "same" (the
+    word `same`, or a mapping with `keys`), "named" (names that the author chose, each with a value
+    as of `item`) or "either" (an expression, or a mapping with `keys`).
     """
 
     keys: tuple[Key, ...] = ()

@@ -17,7 +17,7 @@ class Expr:
 
     @property
     def children(self) -> tuple[Expr, ...]:
-        """The expressions directly inside this one, which its fields hold, in order of writing."""
+        """The expressions directly inside this one, in the order of writing."""
         held = (each if isinstance(each, tuple) else (each,) for each in vars(self).values())
         values = (x.value if isinstance(x, Argument) else x for each in held for x in each)
         return tuple(value for value in values if isinstance(value, Expr))
@@ -39,7 +39,7 @@ class Number(Expr):
 
 @dataclass(frozen=True, eq=False)
 class Name(Expr):
-    """A name: of the policy's own or of the language."""
+    """A name that the policy or the language defines."""
 
     text: str
 
@@ -87,7 +87,7 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Argument:
-    """An argument of a call, with its name where one was given."""
+    """An argument of a call, with its name if one was given."""
 
     name: str | None
     name_span: Span | None
@@ -96,7 +96,7 @@ class Argument:
 
 @dataclass(frozen=True, eq=False)
 class Call(Expr):
-    """`name[axes](arguments)`; `axes` is None where no brackets were written."""
+    """`name[axes](arguments)`; `axes` is None if no brackets were written."""
 
     name: str
     name_span: Span

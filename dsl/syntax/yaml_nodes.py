@@ -1,4 +1,4 @@
-"""A policy file, or another of ours, as YAML nodes that know where they stand.
+"""A policy file, or another of this project, as YAML nodes that know their places.
 
 YAML is read by its events, not by a loader, so that scalars stay text until the language types
 them (`on`, `1e-3` and `12:30` mean what their key says) and everything such a file does not need is
@@ -21,7 +21,7 @@ MAX_DEPTH = 12
 
 @dataclass(frozen=True)
 class FileKind:
-    """What messages call a file: one of them, several, and how one begins."""
+    """Words of messages for a kind of file: one, several, and how one begins."""
 
     one: str
     several: str
@@ -40,7 +40,7 @@ class YamlNode:
 
 @dataclass(frozen=True, eq=False)
 class Scalar(YamlNode):
-    """Text. `style` is None for plain, else the quote or `|`; `flow` when inside `{}` or `[]`."""
+    """Text. `style`: None if plain, else the quote or `|`; `flow`: whether inside `{}` or `[]`."""
 
     text: str
     style: str | None
@@ -95,7 +95,7 @@ class Sequence(YamlNode):
 def read_yaml(
     source: Source, report: Callable[[Diagnostic], None], kind: FileKind = POLICY
 ) -> YamlNode | None:
-    """The file's one document; defects are reported, None means that nothing can be read."""
+    """The root of the file's one document; None if nothing can be read. Reports defects."""
     size = len(source.text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
         message = f"the file has {size:,} bytes; {MAX_BYTES:,} are allowed"
@@ -105,7 +105,7 @@ def read_yaml(
     try:
         return composer.document(iter(yaml.parse(source.text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError as error:
-        from kvpolicy.dsl.syntax.yaml_problems import yaml_diagnostic  # of no use otherwise
+        from kvpolicy.dsl.syntax.yaml_problems import yaml_diagnostic  # only needed here
 
         report(yaml_diagnostic(error, source))
     except (ValueError, OverflowError):  # PyYAML converts escapes such as \UFFFFFFFF unchecked
@@ -225,6 +225,6 @@ class _Composer:
 
 
 def _span(first: yaml.Event, last: yaml.Event) -> Span:
-    """From the beginning of an event to the end of one; what YAML does not place is at the top."""
+    """From the beginning of `first` to the end of `last`; the file's top if YAML has no place."""
     start, end = first.start_mark, last.end_mark
     return Span(0, 0) if start is None or end is None else Span(start.index, end.index)

@@ -1,4 +1,4 @@
-"""What PyYAML could not read, in words of a policy's author: what is wrong, where, what to do."""
+"""PyYAML's errors in words of a policy's author: what is wrong, where, what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def yaml_diagnostic(error: yaml.YAMLError, source: Source) -> Diagnostic:
 
 
 class _Marked:
-    """An error with the place of the problem, and of what was being read."""
+    """An error with the place of the problem, and the beginning of what was being read."""
 
     def __init__(self, error: yaml.MarkedYAMLError, source: Source) -> None:
         self.text = source.text
@@ -55,14 +55,14 @@ class _Marked:
         return Diagnostic("yaml", message, Span(at, min(at + 1, len(self.text))), help)
 
     def _flow(self) -> Diagnostic:
-        """Inside `{}` or `[]`."""
+        """The message for an error inside `{}` or `[]`."""
         if "\n" in self.text[self.begin : self.at]:  # the next key was read as part of it
             return self._said(self.begin, f"`{self.text[self.begin]}` is never closed")
         help = "expressions with `[`, `{` or `,` must stand in quotes or in block style"
         return self._said(self.at, self.problem.replace("'", "`"), help)
 
     def _block(self) -> Diagnostic:
-        """Something that cannot go on the mapping or list before it."""
+        """The message for a line that cannot continue the mapping or list before it."""
         if self.problem.endswith("'-'"):
             return self._said(self.at, "a list begins where a key is expected", _COLUMN)
         return self._said(self.at, "this line is indented unlike the lines above it", _COLUMN)
