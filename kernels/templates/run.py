@@ -81,10 +81,10 @@ class Frame:
         """Launch the kernels; the host does not wait for the device.
 
         Args:
-            window: queries [H, W, D], or None if no kernel reads any; at decode steps their
-                positions, int64 [W], or [S, W] with a row for each G / S consecutive KV heads; in a
-                prefill the log-sum-exp of their rows, float32 [H, W] contiguous, if attention has
-                given it, else None: it is computed.
+            window: queries, positions and log-sum-exp. Queries: [H, W, D], or None if no kernel
+                reads any. Positions, at decode steps: int64 [W], or [S, W] with a row for each
+                G / S consecutive KV heads. Log-sum-exp of the queries' rows, in a prefill: float32
+                [H, W] contiguous if attention has given it; None: it is computed.
             keys: keys, rows and scale. In a prefill keys are [L, *, G / L, D] of L layers, whose KV
                 heads follow each other; token t is row rows[t], with rows int [n], or row t if
                 rows are None. At decode steps keys are [G, n, D], or [E, D] where entry j of KV
