@@ -14,9 +14,9 @@ import numpy as np
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult
 from kvpolicy.dsl.tools.units import positions_text
 
-# Vectors are stored in float32: values next to a boundary may be rounded apart.
+# Of vectors, which are stored in float32: values near a rounding boundary may round apart.
 _RELATIVE, _ABSOLUTE = 3e-7, 1e-7
-# Numbers computed in float64, relative and absolute; budgets are whole.
+# (relative, absolute) tolerances: of numbers computed in float64, and of whole ones.
 _COMPUTED, _WHOLE = (1e-9, 1e-12), (0.0, 0.0)
 
 
@@ -25,9 +25,9 @@ class Difference:
     """Where two results differ.
 
     Attributes:
-        section: of the policy that decides it: `propagate`, `budget`, `score`, `keep` or `merge`;
-            or the name of a reported let.
-        step: decode step, from 1; 0: the prefill.
+        section: the section that decides it: `propagate`, `budget`, `score`, `keep` or `merge`; or
+            the name of a reported let.
+        step: decode step, from 1; 0 for the prefill.
         text: what the first result has and what the second one has.
     """
 
@@ -39,9 +39,9 @@ class Difference:
 def difference(expected: Result, actual: Result) -> Difference | None:
     """The first difference, in the order in which a policy decides; None if there is none.
 
-    Budgets, scores and reported lets are compared where both results have them, the latter two up
-    to the rounding of float64, as are the states of a merge; entries exactly; vectors up to the
-    rounding of float32.
+    Budgets, scores and reported lets are compared if both results have them. Entries and budgets
+    must be equal; scores, reported lets and states of a merge up to the rounding of float64,
+    vectors up to that of float32.
     """
     return next(_differences(expected, actual), None)
 
@@ -95,7 +95,7 @@ def _numbers(
     actual: list[Any] | None,
     tolerance: tuple[float, float],
 ) -> Iterator[Difference]:
-    """Numbers [G] or [G, N] of every layer."""
+    """The first difference of each layer between numbers [G] or [G, N]."""
     if expected is None or actual is None:
         return
     for layer, (a, b) in enumerate(zip(expected, actual, strict=True)):
@@ -111,7 +111,7 @@ def _numbers(
 def _reported(
     expected: Result | StepResult, actual: Result | StepResult, step: int
 ) -> Iterator[Difference]:
-    """Reported lets, and states of the merge."""
+    """Differences between states of the merge and between reported lets."""
     for name, layer, text in _values(expected.thresholds, actual.thresholds):
         yield Difference("merge", step, f"layer {layer}: `{name}` is {text}")
     if expected.named and actual.named:
@@ -122,7 +122,7 @@ def _reported(
 def _values(
     expected: Mapping[str, list[LayerValue]], actual: Mapping[str, list[LayerValue]]
 ) -> Iterator[tuple[str, int, str]]:
-    """Name, layer and both values, where these differ; a name that is missing has none."""
+    """Name, layer and both values as text where they differ; a missing name has no values."""
     for name in sorted({*expected, *actual}):
         own, other = expected.get(name, []), actual.get(name, [])
         for layer, (a, b) in enumerate(zip_longest(own, other)):
@@ -151,7 +151,7 @@ def _vectors(
     where: str,
     step: int,
 ) -> Iterator[Difference]:
-    """Keys and values [entries, D] of one KV head."""
+    """Differences between keys and between values [entries, D] of one KV head."""
     for name, a, b in zip(("key", "value"), expected, actual, strict=True):
         apart = ~np.isclose(b, a, rtol=_RELATIVE, atol=_ABSOLUTE)
         if apart.any():

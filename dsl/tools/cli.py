@@ -1,7 +1,8 @@
 """The command `kvpolicy`.
 
-Exit codes: 0 well, 1 something differs or fails, 2 input that cannot be used. What executes
-policies is imported only by the commands that do, so that `check` needs neither numpy nor torch.
+Exit codes: 0 well, 1 something differs or fails, 2 unusable input or incomplete output, 130
+interrupted. Only the commands that execute policies import the executions, so that `check` needs
+neither numpy nor torch.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ EXECUTIONS = ("interpreter", "torch")
 _POLICY = "path of a policy, or the name of a shipped one"
 _CONFIG = "config.json of a model, or its folder"
 _EXECUTES = "what executes the policy"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # nothing more can be written there
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the device, quota or file is full
 
 
 def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | None = None) -> int:
     """Runs a command; returns the exit code.
 
     Args:
-        arguments: words of the command line; None: those of the process.
-        more: commands of other folders, by name.
+        arguments: words of the command line; None for those of the process.
+        more: further commands by name, from other folders.
     """
     _prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
     except PolicyError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of a pipe has enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         _discard_output()
         return 0
     except OSError as error:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
 
 
 def _prepare_streams() -> None:
-    """Every character can be written; what a shell has closed (`>&-`) takes output and drops it."""
+    """Lets both streams take any character; one that the shell closed (`>&-`) drops its output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
@@ -80,7 +81,7 @@ def _prepare_streams() -> None:
 
 
 def _discard_output() -> None:
-    """What is still to be written goes nowhere."""
+    """Sends the output that is still buffered to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -95,14 +96,14 @@ def _check(args: argparse.Namespace) -> int:
         try:
             tests = file.endswith(TEST_SUFFIX)
             code = max(code, _check_tests(file) if tests else _check_policy(file, shape))
-        except PolicyError as error:  # it cannot be read
+        except PolicyError as error:  # the file cannot be read
             print(error)
             code = 2
     return code
 
 
 def _check_policy(file: str, shape: ModelShape | None) -> int:
-    """Reports the defects of a policy, and tries one that has none if a model is given."""
+    """Reports the defects of a policy; if it has none and `shape` is given, runs its trial."""
     from kvpolicy.dsl.check.policy import load
 
     checked = load(file)
@@ -119,14 +120,14 @@ def _check_policy(file: str, shape: ModelShape | None) -> int:
 
 
 def _tried_shape(model: str | None) -> ModelShape:
-    """The sizes that policies are tried for."""
+    """The model sizes for trials: those of a config, or the usual ones."""
     from kvpolicy.dsl.bind.model_config import USUAL, read_config
 
     return USUAL if model is None else read_config(model).shape
 
 
 def _tried(checked: Checked, shape: ModelShape) -> int:
-    """Tries a policy without defects, with its defaults."""
+    """Runs the trial of a policy without defects, with its defaults; returns the exit code."""
     from kvpolicy.dsl.bind.bind import bind
 
     try:
@@ -144,7 +145,7 @@ def _tried(checked: Checked, shape: ModelShape) -> int:
 
 
 def _check_tests(file: str) -> int:
-    """Checks a file of tests, so that `kvpolicy check policies/*.yaml` means what it says."""
+    """Checks a test file, which `policies/*.yaml` matches too; returns the exit code."""
     from kvpolicy.dsl.syntax.library import read_source
     from kvpolicy.dsl.tools.test_format import read_cases
 
@@ -171,9 +172,9 @@ def format_files(files: Sequence[str], format_file: Callable[..., bool], *, chec
     """Formats files, or says which would change; returns the exit code.
 
     Args:
-        format_file: from a path, and whether to `write`, to whether anything changes; raises
+        format_file: takes a path and `write`, returns whether the file changes, raises
             `PolicyError`.
-        check: nothing is written, and a file that would change is a failure.
+        check: whether nothing is written and a file that would change is a failure.
     """
     code = 0
     for file in files:
@@ -216,10 +217,10 @@ def generated(text: str, args: argparse.Namespace) -> int:
     """Prints generated text, writes it to a file, or compares it with one; returns the exit code.
 
     Args:
-        args: with the options GENERATED.
+        args: with the options `GENERATED`.
 
     Raises:
-        PolicyError: there is no file to compare with.
+        PolicyError: `--check` without `--out`.
     """
     if args.out is None:
         if args.check:
@@ -243,7 +244,7 @@ def generated(text: str, args: argparse.Namespace) -> int:
 
 
 def _delegate(args: argparse.Namespace) -> int:
-    """Commands that execute policies."""
+    """Runs a command that executes policies: `main` of the module of its name."""
     try:
         module = import_module(f"kvpolicy.dsl.tools.{_MODULES.get(args.name, args.name)}")
         code: int = module.main(args)
@@ -253,7 +254,7 @@ def _delegate(args: argparse.Namespace) -> int:
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> int:
-    """Says which package a command needs; what is no package of its own is raised again."""
+    """Says that a command needs numpy or torch; raises the error again if another is missing."""
     if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
         raise error
     message = f"kvpolicy {command}: error[file]: this command needs {error.name}"
@@ -278,7 +279,7 @@ Adds = Callable[[argparse.ArgumentParser], object]
 
 
 def _option(name: str, metavar: str | None, help: str, **settings: Any) -> Adds:
-    """What adds an argument; `settings` are those of `ArgumentParser.add_argument`."""
+    """A function that adds an argument; `settings` go to `ArgumentParser.add_argument`."""
     return lambda parser: parser.add_argument(name, metavar=metavar, help=help, **settings)
 
 
@@ -287,7 +288,7 @@ def _flag(name: str, help: str) -> Adds:
 
 
 class Command(NamedTuple):
-    """A command: what it does, what runs it, and what adds its arguments to a parser."""
+    """A command: its help text, the function that runs it, those that add its arguments."""
 
     help: str
     run: Callable[[argparse.Namespace], int]
@@ -380,7 +381,7 @@ COMMANDS = {
 
 
 def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The parser of the chosen command alone, which is quicker, or of all."""
+    """A parser of the chosen command alone, which is quicker; of all if it is not known."""
     parser = argparse.ArgumentParser(
         prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
     )

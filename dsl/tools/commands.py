@@ -1,4 +1,4 @@
-"""What the commands that execute policies share: overrides, and both executions."""
+"""Shared by the commands that execute policies: overrides and the choice of an execution."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ def execute(
     steps: Steps | None = None,
     inv_freq: np.ndarray | None = None,
 ) -> Result:
-    """Applies a policy by the execution of that name; see `interpret` for the arguments."""
+    """Applies a policy with the named execution; see `interpret` for arguments and errors.
+
+    Raises:
+        PolicyError: also if torch is chosen and cannot be imported.
+    """
     from kvpolicy.dsl.interpret.interpreter import interpret
 
     if execution == "interpreter":

@@ -1,5 +1,7 @@
-"""What a bound policy costs: a prefill, by expression, beside the model's own work, and in memory;
-a request while it decodes, in memory and in operations of a step.
+"""What a bound policy costs: in a prefill and while a request decodes.
+
+In a prefill: the time of each expression beside the model's own work, and memory. While a request
+decodes: memory, and operations of a step.
 
 Dimensions: L layers, G KV heads, N tokens of the prompt.
 """
@@ -22,7 +24,7 @@ from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.syntax.source import Span
 
 _VALUE = 8  # bytes of float64
-# What one attention map may take before KV heads are done in blocks.
+# Bytes of attention maps above which KV heads are computed in blocks.
 _BLOCK = 64 << 20
 
 
@@ -31,11 +33,11 @@ class Part:
     """What one expression costs, in all layers.
 
     Attributes:
-        name: of the let, state or section whose value it is.
+        name: the let, state or section whose value it is.
         work: operations and bytes.
-        seconds: how long it takes on the GPU.
-        span: the part of it that takes longest; None: it stands nowhere.
-        squared: why it grows with the square of the prompt, as a sentence; empty: it does not.
+        seconds: time on the GPU.
+        span: place of the part that takes longest; None if it has no place in the file.
+        squared: why the cost grows with the square of the prompt, as a clause; empty if not.
     """
 
     name: str
@@ -50,12 +52,12 @@ class Cost:
     """What scoring and choosing for one prompt cost.
 
     Attributes:
-        parts: by expression, the dearest first.
+        parts: costs by expression, the largest first.
         prefill: seconds of the model's own work for the prompt, of all layers and tokens.
-        bytes_read: bytes of queries, keys and values that the values of one layer need.
-        peak: bytes of values that exist at once within a layer, in blocks of KV heads; without
-            those of merging and sharing.
-        held: bytes kept from layer to layer until the end.
+        bytes_read: bytes of one layer's queries, keys and values, each read once.
+        peak: most bytes of values that exist at once within a layer, in blocks of KV heads;
+            without merging and sharing.
+        held: bytes of values of all layers that are kept until the last layer.
     """
 
     parts: tuple[Part, ...]
@@ -66,16 +68,16 @@ class Cost:
 
     @property
     def operations(self) -> float:
-        """Operations of all layers."""
+        """Operations of all expressions in all layers."""
         return sum(part.work.operations for part in self.parts)
 
     @property
     def share(self) -> float:
-        """How long all of it takes, as a share of the prefill's time."""
+        """Time of all expressions, as a share of the prefill's time."""
         return sum(map(self.share_of, self.parts))
 
     def share_of(self, part: Part) -> float:
-        """How long an expression takes, as a share of the prefill's time."""
+        """Time of an expression, as a share of the prefill's time."""
         return part.seconds / self.prefill
 
 
@@ -89,13 +91,13 @@ def cost(
 ) -> Cost:
     """The cost of scoring and choosing for one prompt of N tokens, at least 1.
 
-    It is reckoned for a GPU with generated kernels, from operations and bytes alone. What launching
-    kernels takes is left out: for short prompts and small models that is most of the time. Where
-    data decide how many tokens go deeper or how many entries stay, the most is reckoned with.
+    It follows from operations and bytes alone, on a GPU with generated kernels. The time of kernel
+    launches is left out; for short prompts and small models it is most of the time. If data decide
+    how many tokens go deeper or how many entries stay, the upper bound is used.
 
     Args:
-        attended: the prefill's attention hands over the log-sum-exp of its logits, as FlashInfer
-            and FlashAttention 3 do; else the keys are gone over once more.
+        attended: whether the prefill's attention returns the log-sum-exp of its logits, as
+            FlashInfer and FlashAttention 3 do; if not, the keys are read once more.
     """
     nodes = _Nodes(bound, config, prompt, gpu, attended)
     sizes, chosen = nodes.sizes(0, prompt), nodes.of("keep", "propagate")
@@ -126,11 +128,11 @@ class _Sum:
 
 
 class _Nodes:
-    """The values that a prefill computes, by the expression that they belong to.
+    """The values that a prefill computes, grouped by section and expression.
 
     Args:
         prompt: N tokens.
-        attended: as of `cost`.
+        attended: see `cost`.
     """
 
     def __init__(
@@ -142,12 +144,12 @@ class _Nodes:
         self._lengths = [high for _, high in lengths(bound, prompt)]
         lists = bound.shape.layers * bound.shape.kv_heads
         mean = max_entries(bound, prompt) // lists
-        # Where data decide, half of the entries leave most pairs of a dropped and a kept one.
+        # If all may stay: half of them, which gives the most pairs of a dropped and a kept entry.
         self._kept = mean if mean < prompt else prompt // 2
         self._acts = bound.propagation_layer(prompt)
         self._known: dict[tuple[object, ...], Sizes] = {}
         self._owners: dict[Node, tuple[str, Node]] = {}
-        # Of nodes that several sections read the first one counts.
+        # A node that several sections read counts in the first of them.
         self._sections: dict[str, list[Node]] = {
             section: list(self._section(roots)) for section, roots in _sections(bound).items()
         }
@@ -157,7 +159,10 @@ class _Nodes:
             yield from self._own(root, name, root)
 
     def _own(self, node: Node, name: str, root: Node) -> Iterator[Node]:
-        """The nodes below one that belong to nothing yet, each owned by the name next above it."""
+        """Nodes below `node` that tensors decide and that have no owner yet, arguments first.
+
+        The owner of a node is the nearest named one at or above it, else the expression's root.
+        """
         if node in self._owners:
             return
         if node.name is not None:
@@ -173,11 +178,11 @@ class _Nodes:
         return [node for name in sections for node in self._sections.get(name, ())]
 
     def all(self) -> list[Node]:
-        """Those of all sections."""
+        """Values of all sections that tensors decide."""
         return self.of(*self._sections)
 
     def sizes(self, layer: int, length: int) -> Sizes:
-        """Sizes of a layer that so many tokens reach."""
+        """Sizes of the values of a layer that `length` tokens reach."""
         windows = [node for node in self.all() if node.operation.reads_queries]
         counts = (self.bound.window(node, self.prompt, layer, length) for node in windows)
         key = (length, *counts)
@@ -187,7 +192,7 @@ class _Nodes:
         return self._known[key]
 
     def parts(self) -> Iterator[Part]:
-        """What every expression costs in all layers."""
+        """The cost of every expression in all layers."""
         sums: dict[str, _Sum] = {}
         for section, own in self._sections.items():
             for layer in range(self.bound.shape.layers):
@@ -208,7 +213,7 @@ class _Nodes:
             )
 
     def _reached(self, section: str, layer: int) -> int | None:
-        """Tokens of a layer at which a section is computed; None: it is not."""
+        """Number of tokens for which a layer computes a section; None if it does not."""
         if section == "propagate":
             if self._acts is not None and layer != self._acts:
                 return None
@@ -218,7 +223,7 @@ class _Nodes:
         return self._lengths[layer]
 
     def _squared(self, node: Node) -> str:
-        """Why computing a value grows with the square of the prompt."""
+        """Why computing a value grows with the square of the prompt; empty if it does not."""
         if node.op == "nearest":
             return "it compares every dropped entry with every kept one"
         if "query" not in node.type.axes and not any("query" in x.type.axes for x in node.args):
@@ -233,7 +238,7 @@ class _Nodes:
 
 
 def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
-    """The roots of what a prefill computes, by section and with the names of their expressions."""
+    """Name and root of each expression that a prefill computes, by section."""
     rules, share = bound.lowered.prefill, bound.lowered.share
     found: dict[str, list[tuple[str, Node | None]]] = {"keep": [("keep", rules.keep)]}
     found["keep"] += [(name, x) for name, s in rules.states.items() for x in (s.start, s.next)]
@@ -255,7 +260,7 @@ def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
 
 
 def _read(nodes: list[Node], sizes: Sizes) -> int:
-    """Bytes of a layer's keys, values and queries, each read once."""
+    """Bytes of a layer's keys, values and queries that nodes read, each read once."""
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"]
     numbers = keys * (
         any("key" in node.operation.tensors for node in nodes)
@@ -278,7 +283,7 @@ def _peak(nodes: list[Node], sizes: Sizes) -> int:
     for place, node in enumerate(nodes):
         large = {"query", "dim"} & set(node.type.axes)
         size = sizes.of(node) * (1 if node.type.kind == "truth" else _VALUE)
-        # A map that is too large for one KV head is made for some queries at a time.
+        # A map too large even for one KV head is made for some queries at a time.
         alive[node] = min(size // blocks, _BLOCK) if large else size
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.
         scratch = max(alive[node], keys // blocks) if node.operation.reads_queries else 0
@@ -289,7 +294,7 @@ def _peak(nodes: list[Node], sizes: Sizes) -> int:
 
 
 def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]:
-    """Bytes that one request remembers for its decode steps: of states, and of queries.
+    """(bytes of states, bytes of queries) that one request remembers for its decode steps.
 
     Args:
         prompt: N tokens.
@@ -300,14 +305,14 @@ def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]
     axes = {"kv": shape.kv_heads, "group": shape.group, "token": entries, "dim": shape.head_dim}
     states = bound.folded.decode.states.values() if bound.folded.decode is not None else ()
     values = sum(math.prod(axes.get(axis, 1) for axis in x.type.axes) for x in states)
-    # The newest query is at hand; only older ones are kept.
+    # A window of one is the newest query, which is at hand.
     queries = bound.step_queries(prompt)
     remembered = queries * shape.heads * shape.head_dim if queries > 1 else 0
     return shape.layers * values * _VALUE, shape.layers * remembered * element
 
 
 def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
-    """Operations per layer of a decode step: at every step, and where entries leave."""
+    """Operations per layer of a decode step, by when: at every step, and where entries leave."""
     shape = bound.shape
     entries = max(1, max_entries(bound, prompt) // (shape.layers * shape.kv_heads)) + 1
     sizes = Sizes(bound, prompt, 0, entries, entries - 1, _VALUE, step=True)

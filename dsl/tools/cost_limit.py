@@ -10,16 +10,16 @@ from kvpolicy.dsl.tools.cost import cost
 def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, option: str) -> None:
     """Refuses a policy that takes more than a share of a prefill's time; see `cost`.
 
-    It is reckoned for an attention backend that hands nothing over: which one a server gets is not
-    known yet, and it may be another tomorrow.
+    The cost is that with an attention backend that returns no log-sum-exp: the server's backend is
+    not known yet and may change.
 
     Args:
         length: tokens of the longest prompt, at least 1.
-        most: the share, 0.5 for half of the prefill's time.
-        option: by which the caller is told another limit, in percent.
+        most: the largest share allowed, 0.5 for half of the prefill's time.
+        option: the option that sets the limit in percent, for the message.
 
     Raises:
-        PolicyError: it takes more: one message that names the dearest expression and its place.
+        PolicyError: it takes more; the message names the most expensive expression and its place.
     """
     found = cost(bound, config, length, attended=False)
     if found.share <= most:

@@ -20,7 +20,7 @@ from kvpolicy.dsl.tools.commands import execute
 from kvpolicy.dsl.tools.explain_sections import decode_words, layers_text, runs
 from kvpolicy.dsl.tools.units import size_text
 
-# The sample is smaller than the model, so that it takes seconds.
+# Largest layers, tokens and head size of the sample, so that it takes seconds.
 _LAYERS, _TOKENS, _SIZE = 4, 4096, 32
 _SEED = 0
 
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 def difference(
     programs: list[Program], first: Bound, second: Bound, config: ModelConfig, length: int
 ) -> Iterator[str]:
-    """The lines of the comparison."""
+    """Lines on what changes from the first policy to the second; prompts have `length` tokens."""
     names = [program.name for program in programs]
     yield f"{names[0]} -> {names[1]}, {config.name}, {length:,} tokens"
     yield from _section("Parameters", _parameters(first, second))
@@ -97,16 +97,16 @@ def _change(
 
 
 def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:
-    """What both keep of random tensors; sharpened queries, so that scores differ clearly."""
+    """How much both keep of random tensors; queries are doubled, so that scores differ clearly."""
     small = replace(shape, layers=min(shape.layers, _LAYERS), head_dim=min(shape.head_dim, _SIZE))
     tokens = min(length, _TOKENS)
     try:
         bounds = [bind(program, small) for program in programs]
-    except PolicyError:  # one requires more layers; the sample has fewer tokens of all of them
+    except PolicyError:  # one requires more layers: all of them, with fewer tokens
         small = replace(small, layers=shape.layers)
         tokens = min(length, max(1, _TOKENS * _LAYERS // shape.layers))
         bounds = [bind(program, small) for program in programs]
-    # Which queries deeper layers read is known only where tokens have been propagated.
+    # With propagation, the queries that deeper layers read are not known before: all are made.
     propagate = any(bound.propagates for bound in bounds)
     queries = tokens if propagate else max(bound.queries(tokens) for bound in bounds)
     rng = np.random.default_rng(_SEED)

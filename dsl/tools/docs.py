@@ -46,7 +46,7 @@ _GROUPS = (
 
 
 def reference() -> str:
-    """The whole reference."""
+    """The whole reference, as Markdown."""
     return "\n".join([_INTRODUCTION, *_sections(), *_axes(), *_names(), *_functions()])
 
 

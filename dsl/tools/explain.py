@@ -30,8 +30,8 @@ _WHEN = {
     Phase.END: "after the last layer",
 }
 _BAR = 24
-_BATCH, _NEW = 16, 512  # requests that decode together, and tokens of an answer, unless given
-_NOTED = 0.001  # share of a policy's cost from which an expression has a line of its own
+_BATCH, _NEW = 16, 512  # defaults of --batch and --max-new-tokens
+_NOTED = 0.001  # smallest share of the policy's cost for which an expression gets a line
 
 
 def main(args: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: ModelConfig) -> int:
-    """Also says what is expected of a server on a GPU; returns the exit code."""
+    """Prints the explanation and the forecast, or the forecast as JSON; returns the exit code."""
     from kvpolicy.dsl.tools import explain_gpu
     from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Load, forecast, pool_of
 
@@ -82,7 +82,7 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
 
 
 def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
-    """Everything that decides, by name."""
+    """The nodes from which everything that decides is computed, each with a name."""
     for prefix, rules in (("", bound.folded.prefill), ("decode.", bound.folded.decode)):
         if rules is None:
             continue
@@ -105,7 +105,8 @@ def explanation(
     """The lines of the explanation.
 
     Args:
-        gpu: of which the shares of a prefill are.
+        length: tokens of the prompt.
+        gpu: the one for which costs are given, as shares of a prefill's time.
     """
     shape = config.shape
     yield f"{bound.program.name}: {bound.program.about}"
@@ -144,7 +145,7 @@ def explanation(
 
 
 def _kernels(bound: Bound) -> Iterator[str]:
-    """What becomes a kernel and what does not; torch's names of operations are needed for it."""
+    """What becomes a kernel and what does not; this needs torch."""
     try:
         from kvpolicy.dsl.tools.explain_kernels import kernels
     except ModuleNotFoundError as error:
@@ -152,14 +153,14 @@ def _kernels(bound: Bound) -> Iterator[str]:
         return
     try:
         yield from kernels(bound)
-    except PolicyError as error:  # what no server carries out has no kernels either
+    except PolicyError as error:  # a policy that no server carries out has no kernels
         yield f"  none: {error.diagnostics[0].message}"
 
 
 def _sections(
     checked: Checked, bound: Bound, config: ModelConfig, length: int
 ) -> Iterator[tuple[str, Iterator[str]]]:
-    """The sections that a policy may lack, with their titles."""
+    """Title and lines of each section that not every policy has."""
 
     def written(node: Node) -> str:
         return _written(checked, node)
@@ -215,7 +216,7 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
 def _phase(bound: Bound, phases: Phases, node: Node) -> Phase:
     if node.op == "budget" and bound.folded.prefill.budget is not None:
         return phases.of(bound.folded.prefill.budget)
-    # What looks back at lower layers is known at its own.
+    # A value that looks back at lower layers is known at its own layer.
     return min(phases.of(node), Phase.LAYER) if node.when <= When.LAYER else phases.of(node)
 
 
@@ -246,12 +247,12 @@ def _entries(bound: Bound, length: int) -> Iterator[str]:
 
 
 def _is_exact(bound: Bound, length: int) -> bool:
-    """Whether no data decide how many entries stay."""
+    """Whether the number of entries that stay does not depend on data."""
     return Bounds(bound, length).is_exact(keep_of(bound.lowered.prefill))
 
 
 def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
-    """Bounds on one head and one layer, where they say more than the prompt's length."""
+    """Bounds on one KV head and on one layer, if a layer's is below the prompt's length."""
     shares = [n / kv_heads for n in size.layer]
     for what, most in (("one KV head", size.head), ("one layer, per KV head,", shares)):
         low, high = min(most), max(most)

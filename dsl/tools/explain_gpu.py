@@ -17,7 +17,7 @@ _WIDTH = 96
 
 
 def expected(found: Forecast, batch: int) -> Iterator[str]:
-    """The lines of the section."""
+    """Lines that compare the figures with full KV and with the policy, and state assumptions."""
     yield _row("", "full KV", "policy", "")
     for name, figure, text, more_is_better in (
         ("KV cache of a prompt", "prompt_bytes", size_text, False),
@@ -28,7 +28,7 @@ def expected(found: Forecast, batch: int) -> Iterator[str]:
     ):
         full, own = getattr(found.full, figure), getattr(found.policy, figure)
         over, under = (own, full) if more_is_better else (full, own)
-        # Nothing where full KV does not fit.
+        # No ratio if full KV does not fit.
         yield _row(name, text(full), text(own), f"{over / under:.2f} x" if under else "")
     yield from _work(found, batch)
     for sentence in found.assumptions:
@@ -42,7 +42,7 @@ def _row(name: str, full: str, policy: str, ratio: str) -> str:
 
 
 def _work(found: Forecast, batch: int) -> Iterator[str]:
-    """What the policy itself takes."""
+    """Rows on the work of the policy itself."""
     share = f"per prompt, {found.share:.2%} of its prefill"
     yield _row("scoring and compaction", "", seconds_text(found.scoring), share)
     yield _row("arithmetic of scoring", "", flops_text(found.operations), "per prompt")
@@ -55,7 +55,7 @@ def _work(found: Forecast, batch: int) -> Iterator[str]:
 
 
 def document(found: Forecast, bound: Bound, config: ModelConfig, gpu: Gpu, asked: Load) -> str:
-    """The same as JSON; times are seconds, sizes bytes."""
+    """The forecast as JSON; times are seconds, sizes bytes."""
     ways = {"full": found.full, "policy": found.policy}
     return json.dumps(
         {

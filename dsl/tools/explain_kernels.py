@@ -20,7 +20,7 @@ from kvpolicy.dsl.ir.written import described
 from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.syntax.diagnostics import on_one_line
 
-_LARGE = frozenset(("query", "dim"))  # axes of what is not small
+_LARGE = frozenset(("query", "dim"))  # axes of large values
 _LONGEST = 88
 
 
@@ -31,7 +31,7 @@ def prefill_fusion(bound: Bound) -> Fusion:
 
 
 def step_fusions(bound: Bound) -> list[Fusion]:
-    """What is generated for decode steps: for states, and for what is read where entries leave."""
+    """What is generated for decode steps: for states, and for steps at which entries leave."""
     if bound.folded.decode is None:
         return []
     steps = Steps(bound, False, installed())
@@ -42,7 +42,7 @@ def step_fusions(bound: Bound) -> list[Fusion]:
 
 
 def kernels(bound: Bound) -> Iterator[str]:
-    """The lines of the explanation."""
+    """Lines on kernels of the prefill, then of decode steps."""
     found = prefill_fusion(bound)
     yield from (f"  {line}" for line in (*_passes(found), *reasons([found])))
     if bound.folded.prefill.merge is not None:
@@ -79,7 +79,7 @@ def _passes(found: Fusion) -> Iterator[str]:
 
 
 def reasons(found: Sequence[Fusion]) -> Iterator[str]:
-    """What stays with torch, and why."""
+    """What stays with torch and why, then the operations on small tensors."""
     for each in found:
         for node, reason in each.reasons.items():
             yield f"torch   {_short(node)}: {reason}"
@@ -91,9 +91,9 @@ def reasons(found: Sequence[Fusion]) -> Iterator[str]:
 
 
 def _small(found: Fusion) -> set[tuple[str, bool]]:
-    """Operations beside the generated kernels, and whether a kernel is named for each.
+    """Operations outside the generated kernels, each with whether it has a hand-written kernel.
 
-    What a kernel knows as one operation is one.
+    Nodes that one kernel computes together are one operation.
     """
     left = [node for node in found.left() if node.when >= When.LAYER]
     read = {x for node in left if not reduces_past(node) for x in node.args}
@@ -107,7 +107,7 @@ def _small(found: Fusion) -> set[tuple[str, bool]]:
         elif row.elementwise or row.reads_tensors or row.kind in (Kind.MERGE, Kind.REMEMBERED):
             continue
         elif row.is_reduction and (
-            not row.by_hand or _LARGE & set(node.args[0].type.axes)  # its reason is given
+            not row.by_hand or _LARGE & set(node.args[0].type.axes)  # listed with its reason
         ):
             continue
         elif node.op != "past" or node in read:
@@ -142,7 +142,7 @@ def _pass(bundle: Bundle, steps: bool) -> str:
 
 
 def _named(bundle: Bundle) -> list[Node]:
-    """Reductions and outputs, once each."""
+    """The reductions and outputs of a bundle, once each."""
     nodes = [*(each.node for each in bundle.reductions), *bundle.outputs]
     return list(dict.fromkeys(nodes))
 

@@ -1,9 +1,9 @@
-"""What ranks exchange where a model is divided over them (`--tp`), for `kvpolicy explain`.
+"""What ranks exchange where a model is divided over them (`--tp-size`), for `kvpolicy explain`.
 
-Every rank gets what enters operations across KV heads from all the others (execute/gathered.py).
-Bytes are those of all KV heads of a model, whatever the number of ranks, beside what the ranks
-exchange for the model itself: two sums of all hidden states per layer. Where several ranks hold the
-same KV head, each gets the queries of the others besides.
+Every rank gets the arguments of operations across KV heads from all other ranks
+(dsl/execute/gathered.py). Bytes are those of all KV heads of a model, whatever the number of ranks,
+compared with what the ranks exchange for the model itself: two sums of all hidden states per layer.
+If several ranks hold the same KV head, each also gets the queries of the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, rules_roots
 from kvpolicy.dsl.tools.units import size_text
 
 _NUMBER, _TRUTH = 8, 1  # bytes
-_SUMS = 2  # of hidden states per layer of a model
-_COLUMNS = 2  # per list after a fold: how many entries there were and how many stay
+_SUMS = 2  # sums of hidden states that a model exchanges per layer
+_COLUMNS = 2  # numbers per list after a fold: entries before it, and entries that stay
 
 
 def exchanged(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
-    """Bytes of a prompt and of a fold."""
+    """Lines on the bytes exchanged in a prefill, in a fold, and of queries."""
     prompt = prefill_bytes(bound, length, config.kv_bytes)
     model = _SUMS * config.shape.layers * length * config.hidden * config.kv_bytes
     yield f"  {'prefill':<10} {size_text(prompt):>10}  {_share(prompt, model)} a prefill"
@@ -49,7 +49,12 @@ def _share(own: int, model: int) -> str:
 
 
 def prefill_bytes(bound: Bound, length: int, element: int) -> int:
-    """What is exchanged of a prompt: what is compared, and what the hosts have to know."""
+    """Bytes exchanged in a prefill: arguments of operations across KV heads, and what hosts need.
+
+    Args:
+        length: tokens of the prompt.
+        element: bytes of one number of queries, keys and values.
+    """
     sections = heads_last(bound.lowered)
     rules = sections.prefill
     roots = [*rules_roots(rules), rules.budget, *propagate_roots(sections.propagate)]
@@ -73,7 +78,7 @@ def _known_to_hosts(bound: Bound, length: int, roots: list[Node | None]) -> int:
 
 
 def fold_bytes(bound: Bound, length: int, element: int) -> int:
-    """What is exchanged when entries leave of one request, all layers at once where it can be."""
+    """Bytes exchanged in a fold of one request, for all layers; arguments as of `prefill_bytes`."""
     rules = heads_last(bound.lowered).decode
     if rules is None:
         return 0
@@ -91,14 +96,14 @@ def fold_bytes(bound: Bound, length: int, element: int) -> int:
 
 
 def _said(bound: Bound, nodes: list[Node]) -> int:
-    """Bytes per list of a fold besides what is compared."""
+    """Bytes per list in a fold, besides the arguments of operations across KV heads."""
     if heads_differ(bound.lowered):
         return _COLUMNS * _NUMBER
     return _TRUTH if nodes else 0  # whether what was read is finite
 
 
 def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
-    """Of nodes that look across KV heads for few entries alone: for how many."""
+    """Node id -> number of entries, for nodes across KV heads that read competing entries alone."""
     found: dict[int, int] = {}
     for node in nodes_of([keep]):
         stage = Stage.of(node)
@@ -110,7 +115,7 @@ def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
 
 
 def query_bytes(bound: Bound, length: int, element: int) -> tuple[int, int]:
-    """Queries of all heads that a policy reads of a prompt, and those of a decode step."""
+    """Bytes of the queries of all heads that a policy reads, of a prompt and of a decode step."""
     shape = bound.shape
     query = shape.heads * shape.head_dim * element
     reach = [tokens for _, tokens in lengths(bound, length)]
@@ -124,7 +129,7 @@ def _across(roots: Iterable[Node | None]) -> list[Node]:
 
 
 def _bytes(nodes: list[Node], sizes: Sizes) -> int:
-    """Of all arguments with KV heads, those that several nodes read once for each."""
+    """Bytes of all arguments with the axis `kv`, counted once for each node that reads them."""
     given = [each for node in nodes for each in node.args if "kv" in each.type.axes]
     each = (sizes.of(x) * (_TRUTH if x.type.kind == "truth" else _NUMBER) for x in given)
     return int(sum(each))

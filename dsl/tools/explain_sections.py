@@ -46,7 +46,7 @@ def propagation(bound: Bound, propagate: Propagate, length: int, written: Writte
 
 
 def _acting(bound: Bound, length: int) -> str:
-    """At which layer tokens leave, where it is known."""
+    """A note on the layer after which tokens leave, or that data decide it."""
     layer = bound.propagation_layer(length)
     if layer is None:
         return "  (the prompt's content decides)"
@@ -54,7 +54,7 @@ def _acting(bound: Bound, length: int) -> str:
 
 
 def sharing(bound: Bound, share: Share, written: Written) -> Iterator[str]:
-    """Which layers share, and what."""
+    """Which layers share a direction, and which direction."""
     pairs = ", ".join(f"{i - 1} and {i}" for i in bound.upper_layers) or "none"
     yield f"  {'layers':<10} {pairs}"
     yield f"  {'direction':<10} {written(share.direction)}"
@@ -98,7 +98,7 @@ def decode(
 
 
 def reported(bound: Bound, written: Written) -> Iterator[str]:
-    """Which values are shown, of which moments."""
+    """Which values are shown, and whether of the prefill, of decode steps or of both."""
     lets = {"prefill": bound.folded.prefill.lets}
     if bound.folded.decode is not None:
         lets["decode"] = bound.folded.decode.lets
@@ -112,7 +112,7 @@ def reported(bound: Bound, written: Written) -> Iterator[str]:
 
 
 def decode_words(bound: Bound) -> str:
-    """When entries leave, in a few words."""
+    """When entries leave while decoding, in a few words."""
     if bound.folded.decode is None:
         return "nothing leaves"
     return "at every step" if bound.folded.decode.when is None else "at the steps of `decode.when`"

@@ -1,8 +1,8 @@
-"""What a server will do on a GPU, reckoned: with full KV, and with a policy.
+"""The forecast of a server on a GPU, with full KV and with a policy.
 
-It is a model of the cost: bytes and operations of the model's and of the policy's work
-(`dsl/bind/work.py`, cost.py), what the host asks for (launches.py), and the GPU's rates
-(`dsl/bind/gpu.py`). `Forecast.assumptions` says what is assumed besides.
+It is a cost model: bytes and operations of the model and of the policy (`dsl/bind/work.py`,
+cost.py), what the host asks of the device (launches.py), and the GPU's rates (`dsl/bind/gpu.py`).
+`Forecast.assumptions` says what else is assumed.
 
 Dimensions: L layers, G KV heads, N tokens of the prompt, B requests.
 """
@@ -24,26 +24,26 @@ from kvpolicy.dsl.tools.cost import cost, memory_of_decode
 from kvpolicy.dsl.tools.launches import Launches, launches
 
 FOLD_INTERVAL = 16  # the server's default
-MOST_AT_ONCE = 4096  # requests that SGLang runs, unless told otherwise
-# SGLang: of the GPU's memory for weights and pool; kernels of a layer, which decode steps replay
-# as one graph; seconds that the host needs for a decode step, for which the GPU does not wait.
+MOST_AT_ONCE = 4096  # most requests that SGLang runs at once by default
+# SGLang: share of the GPU's memory for weights and pool; kernels per layer, which decode steps
+# replay as one graph; seconds of the host per decode step, during which the GPU computes.
 MEMORY_SHARE, LAYER_KERNELS, STEP_HOST = 0.87, 10, 1.5e-3
-# Seconds of the host, fitted to benchmarks/host_model.py: for one thing that a prefill and a fold
-# ask of the device, and for a request that folds, each of its layers, each of its lists.
+# Seconds of the host, fitted to benchmarks/host_model.py: per thing that a prefill and that a fold
+# asks of the device; at a fold also per request, per layer of it and per list of it.
 PREFILL_ASK, FOLD_ASK = 8e-6, 20e-6
 FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 80e-6, 4e-6, 0.5e-6
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What is expected of one way to serve; times are seconds.
+    """What is expected with full KV or with a policy; times are seconds.
 
     Attributes:
-        prompt_bytes: of the KV cache of one request when its prompt has been prefilled.
-        ttft: from the start of a prompt's prefill to its first token, of one request alone.
-        tpot: of a decode step of B requests, in the middle of their answers.
-        at_once: requests that fit.
-        throughput: tokens generated per second, as many requests at once as fit.
+        prompt_bytes: bytes of the KV cache of one request after its prefill.
+        ttft: time from the start of the prefill to the first token, of one request alone.
+        tpot: time of a decode step of B requests, in the middle of their answers.
+        at_once: number of requests that fit at once.
+        throughput: tokens generated per second, with as many requests as fit.
     """
 
     prompt_bytes: int
@@ -55,12 +55,12 @@ class Serving:
 
 @dataclass(frozen=True)
 class Fold:
-    """The work of B requests where entries leave.
+    """The work at a step at which entries of B requests leave.
 
     Attributes:
-        device: what the GPU is asked for.
-        host: seconds.
-        times: at how many steps of an answer.
+        device: number of things that the GPU is asked for.
+        host: seconds of the host.
+        times: number of such steps in an answer.
     """
 
     device: float
@@ -73,12 +73,12 @@ class Forecast:
     """What is expected of a policy, beside full KV.
 
     Attributes:
-        scoring: seconds of the GPU for scoring, choosing and compaction of one prompt; share: of
-            the prefill's.
-        operations: multiplications, additions and others of scoring and choosing for it.
-        prefill_asks: what a prefill asks of the device for the policy.
-        fold: of as many requests as were asked for; None: nothing leaves.
-        assumptions: sentences.
+        scoring: seconds of the GPU for scoring, choosing and compaction of one prompt.
+        share: `scoring` as a share of the prefill's time with full KV.
+        operations: arithmetic operations of scoring and choosing for one prompt.
+        prefill_asks: number of things that a prefill asks of the device for the policy.
+        fold: the work at a fold of `Load.batch` requests; None if nothing leaves.
+        assumptions: what the figures rest on, as sentences.
     """
 
     full: Serving
@@ -92,7 +92,7 @@ class Forecast:
 
 
 def pool_of(config: ModelConfig, gpu: Gpu) -> float:
-    """Bytes that SGLang leaves to the KV cache; below 0 where the weights do not fit."""
+    """Bytes that SGLang has for the KV cache; below 0 if the weights do not fit."""
     return MEMORY_SHARE * gpu.memory - config.weights_size
 
 
@@ -101,7 +101,8 @@ class Load:
     """What a server is asked.
 
     Attributes:
-        prompt: N tokens, at least 1; new: tokens of an answer, at least 1.
+        prompt: N tokens of a prompt, at least 1.
+        new: tokens of an answer, at least 1.
         batch: B requests that decode together, at least 1.
     """
 
@@ -111,7 +112,7 @@ class Load:
 
 
 def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: float) -> Forecast:
-    """What is expected on a GPU.
+    """What is expected of a server on a GPU.
 
     Args:
         bound: the policy, with the fold interval of the server.
@@ -135,10 +136,11 @@ def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: floa
 
 
 class _Way:
-    """Full KV.
+    """Serving with full KV.
 
     Attributes:
-        entries: of one request after its prompt, over all layers and KV heads.
+        token: entries of one token, over all layers and KV heads.
+        entries: entries of one request after its prefill, over all layers and KV heads.
     """
 
     def __init__(self, config: ModelConfig, gpu: Gpu, load: Load, pool: float) -> None:
@@ -167,33 +169,33 @@ class _Way:
         return max(self._reach([self.prompt] * self.config.shape.layers), PREFILL_ASK * asks)
 
     def _reach(self, tokens: Sequence[int]) -> float:
-        """Seconds of layers that so many tokens reach."""
+        """Seconds of the GPU for layers, given the number of tokens that reach each."""
         return self.gpu.seconds(sum(map(self.config.layer_work, tokens), Work()))
 
     def held(self, generated: float) -> float:
-        """Entries of one request after so many tokens of its answer."""
+        """Entries of one request after `generated` tokens of its answer."""
         return self.entries + self.token * generated
 
     @property
     def request_bytes(self) -> float:
-        """Of one request, at its end."""
+        """Bytes of one request at the end of its answer."""
         return self.config.kv_size(1) * self.held(self.new)
 
     @property
     def at_once(self) -> int:
-        """Requests whose KV cache fits, one of which may be a whole prompt for a moment."""
+        """Number of requests that fit, with room for the whole prompt of one in its prefill."""
         beside = self.config.kv_size(self.token * self.prompt) - self.request_bytes
         return min(MOST_AT_ONCE, max(0, int((self.pool - max(beside, 0)) / self.request_bytes)))
 
     def step(self, requests: int) -> float:
-        """Seconds of a decode step, in the middle of answers."""
+        """Seconds of a decode step of `requests` requests, in the middle of their answers."""
         work = self.config.decode_work(requests, self.held(self.new / 2))
         gaps = self.config.shape.layers * LAYER_KERNELS * self.gpu.gap
         return max(self.gpu.seconds(work) + gaps, STEP_HOST)
 
 
 class _Policy(_Way):
-    """A policy."""
+    """Serving with a policy."""
 
     def __init__(
         self,
@@ -209,14 +211,14 @@ class _Policy(_Way):
         self.entries = max_entries(bound, load.prompt)
         self.steady = is_steady(bound)
         found = cost(bound, config, load.prompt, gpu)
-        # What stays is read and written once.
+        # Compaction reads and writes what stays once.
         moved = Work(moved=2.0 * config.kv_size(int(self.entries)))
         self.operations = found.operations
         self.scoring = sum(part.seconds for part in found.parts) + gpu.seconds(moved)
 
     @property
     def prefill_asks(self) -> float:
-        """What the device is asked for besides the model."""
+        """Number of things that a prefill asks of the device besides the model's."""
         return self.config.shape.layers * self.asked.layer.device + self.asked.end.device
 
     @property
@@ -238,7 +240,7 @@ class _Policy(_Way):
         )
 
     def fold(self, requests: int) -> Fold | None:
-        """Where entries of so many requests leave at one step."""
+        """The work at a step at which entries of `requests` requests leave; None if none do."""
         asked, shape = self.asked, self.config.shape
         if asked.fold is None:
             return None
@@ -254,17 +256,17 @@ class _Policy(_Way):
 
 
 def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
-    """Seconds of the host where entries of requests leave.
+    """Seconds of the host at a step at which entries of `requests` requests leave.
 
     Args:
-        asked: of the device, views among it; for all requests.
+        asked: number of things asked of the device for all requests, views included.
     """
     layer = FOLD_LAYER + shape.kv_heads * FOLD_LIST
     return FOLD_ASK * asked + requests * (FOLD_REQUEST + shape.layers * layer)
 
 
 def _assumptions(full: _Way, own: _Policy) -> list[str]:
-    """What the figures rest on."""
+    """What the figures rest on, as sentences."""
     gpu, bound = own.gpu, own.bound
     found = [
         f"{gpu.name}: {MATRIX_REACHED:.0%} of {gpu.matrix / 1e12:,.0f} TFLOP/s and "

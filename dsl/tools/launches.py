@@ -1,7 +1,7 @@
 """How much a policy asks of a GPU: operations of torch that compute, and launches of kernels.
 
-They are counted, not reckoned: the policy's own program is carried out on the tensors of a trial,
-with stand-ins for kernels. Neither depends on the length of a prompt or on how many entries leave.
+Both are counted while the policy's own program runs on the tensors of a trial, with stand-ins for
+kernels. Neither depends on the length of a prompt or on how many entries leave.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size.
 """
@@ -30,16 +30,18 @@ from kvpolicy.dsl.tools.trial_cases import TrialCase, cases
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_FOLDS, _STEPS = 3, 129  # folds that are carried out, and within how many decode steps
+_FOLDS, _STEPS = 3, 129  # most folds that are carried out, all before this decode step
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the host asks of the device.
+    """How much the host asks of the device.
 
     Attributes:
-        operations: of torch, those that compute; launches: of kernels; transfers: of small tensors.
-        views: operations that only look at memory otherwise, and cost the host time.
+        operations: torch operations that compute.
+        launches: launches of kernels.
+        transfers: copies of small tensors between host and device.
+        views: torch operations that only make a view, which cost time on the host alone.
     """
 
     operations: int = 0
@@ -52,19 +54,21 @@ class Asked:
 
     @property
     def device(self) -> int:
-        """What the GPU does, one thing after the other."""
+        """Number of things that the GPU does, one after the other."""
         return self.operations + self.launches + self.transfers
 
 
 class Observed(TorchDispatchMode):
-    """Counts what a block asks of a device, and the seconds in what stands for kernels.
+    """Counts what a `with` block asks of a device, and times the stand-ins for kernels.
 
     Attributes:
-        operations: dispatched by torch outside kernels; `views` of them only look at memory
-            otherwise, and a GPU does nothing.
-        launches: of kernels; transfers: to the device, and of a fold's numbers from it.
-        kernels: seconds of the processor in what stands for kernels.
+        operations: operations that torch dispatches outside stand-ins, views included.
+        views: operations that only make a view, for which a GPU does nothing.
+        launches: launches of kernels; counted outside a `with` block too.
+        transfers: copies to the device, and of a fold's numbers from it.
+        kernels: seconds of processor time in stand-ins for kernels.
         counting: whether operations and transfers are counted.
+        inside: whether a stand-in is running.
     """
 
     def __init__(self, *, counting: bool) -> None:
@@ -88,13 +92,13 @@ class Observed(TorchDispatchMode):
 
     @property
     def asked(self) -> Asked:
-        """What was asked so far."""
+        """What has been asked so far."""
         computed = self.operations - self.views
         return Asked(computed, self.launches, self.transfers, self.views)
 
     @property
     def device(self) -> int:
-        """What a GPU would be asked to do."""
+        """Number of things that a GPU would have done so far."""
         return self.asked.device
 
     def __torch_dispatch__(
@@ -107,7 +111,7 @@ class Observed(TorchDispatchMode):
 
     @contextmanager
     def launch(self) -> Iterator[None]:
-        """A block that stands for a kernel; those within it are part of it."""
+        """A block that stands for a kernel; blocks within it are part of the same launch."""
         if self.inside:
             yield
             return
@@ -121,7 +125,7 @@ class Observed(TorchDispatchMode):
 
 
 class _Transfers(TorchFunctionMode):
-    """Notes copies to the device, which on a CPU nobody makes."""
+    """Counts calls that copy to a device; on a CPU they copy nothing."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__()
@@ -136,13 +140,13 @@ class _Transfers(TorchFunctionMode):
 
 
 class Watch:
-    """Stand-ins for kernels, whose launches one observer sees at a time."""
+    """Makes stand-ins for kernels, whose launches `observed` counts; it may be replaced."""
 
     def __init__(self) -> None:
         self.observed = Observed(counting=False)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a launch."""
+        """`function`, each call of which is a launch."""
 
         def run(*args: Any, **more: Any) -> Any:
             with self.observed.launch():
@@ -151,7 +155,7 @@ class Watch:
         return run
 
     def program(self, bound: Bound, table: Kernels) -> TorchProgram:
-        """A policy's program, each kernel of a table a launch, generated ones of zeros."""
+        """A policy's program: each kernel of `table` is a launch, generated ones give zeros."""
         watched: Mapping[str, Callable[..., Any]] = {
             **{name: self.kernel(each) for name, each in table.items()},
             "generated": lambda name, text: None,
@@ -202,13 +206,14 @@ class _Zeros(Generated):
 
 @dataclass(frozen=True)
 class Launches:
-    """What a policy asks of a device, the plugin's own work included.
+    """How much a policy asks of a device, the plugin's own work included.
 
     Attributes:
-        layer: at the end of a layer of a prefill, the mean of all layers.
-        end: after the last layer of a prompt, until what stays is in private pages.
-        fold: where entries leave, of all requests that fold together, or, if `one_by_one`, of one
-            layer of one request; None: nothing leaves.
+        layer: at the end of a layer of a prefill, mean over layers.
+        end: after the last layer, until the entries that stay are in private pages.
+        fold: at a fold, for all its requests or, if `one_by_one`, for one layer of one request;
+            None if nothing leaves.
+        one_by_one: whether requests and layers fold one after the other.
     """
 
     layer: Mean
@@ -218,11 +223,11 @@ class Launches:
 
 
 class Mean(NamedTuple):
-    """A mean of what is asked of a device.
+    """A mean of `Asked`.
 
     Attributes:
         device: operations that compute, launches and transfers.
-        host: the same and views: what costs the host time.
+        host: the same and views: everything that costs the host time.
     """
 
     device: float
@@ -230,7 +235,7 @@ class Mean(NamedTuple):
 
 
 def launches(bound: Bound) -> Launches:
-    """Counts for a bound policy.
+    """Counts what a bound policy asks of a device.
 
     Raises:
         PolicyError: no server carries the policy out.
@@ -241,7 +246,7 @@ def launches(bound: Bound) -> Launches:
 
 
 class _Counting:
-    """A policy on the longest prompt of its trial, and its third fold."""
+    """Counts in the longest prompt of a policy's trial, and in its last of `_FOLDS` folds."""
 
     def __init__(self, case: TrialCase) -> None:
         self.case, self.bound, self.watch = case, case.bound, Watch()
@@ -274,7 +279,7 @@ class _Counting:
         into.append(self.watch.observed.asked)
 
     def _prefill(self) -> tuple[PrefillRun, list[Asked]]:
-        """A finished prefill; what was asked at each layer, and after the last one."""
+        """A finished prefill; what was asked at each layer and, last, after all layers."""
         observed: list[Asked] = []
         shown = InPools(self._made(self.bound.shape.heads, self.case.tokens), *(
             self._made(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
@@ -290,15 +295,15 @@ class _Counting:
         return run, observed
 
     def _compaction(self, run: PrefillRun) -> tuple[Asked, list[Asked]]:
-        """Copying what stays to private pages (sglang_ext/forward/compress.py), at once or not.
+        """What copying to private pages asks: for all layers at once, and for each layer.
 
-        What layers stored in pairs ask for is not counted.
+        As sglang_ext/forward/compress.py copies; what `share` adds is not counted.
         """
         bound, shape = self.bound, self.bound.shape
         slots = bound.positions == "slots"
         if bound.folded.prefill.merge is None and not slots:
             return Asked(launches=1), []
-        # Of each layer gathered, turned and placed.
+        # The entries of each layer are gathered, rotated (slot positions) and placed.
         asked = [Asked(operations=1, launches=1 + slots)] * shape.layers
         if bound.folded.prefill.merge is not None:
             k, v = (self._made(shape.kv_heads, run.size) for _ in range(2))
@@ -308,9 +313,9 @@ class _Counting:
         return Asked(), asked
 
     def _fold(self, memory: Memory) -> Asked:
-        """The last of a few folds: each further one asks for as much.
+        """What the last of `_FOLDS` folds asks; every later one asks the same.
 
-        Lists that outgrow their pages are moved besides, which is not counted.
+        Moving lists that outgrow their pages is not counted.
         """
         bound, shape, prompt = self.bound, self.bound.shape, self.case.tokens
         pool = self._made(shape.kv_heads, 1).flatten(0, 2)
@@ -324,8 +329,8 @@ class _Counting:
             return Entries(pool, ids), Entries(pool, ids)
 
         def queries() -> torch.Tensor:
-            observed.append(Asked(operations=1))  # those of all steps are put together
-            if not memory.steps.advancing_asks:  # and had not been noted step by step
+            observed.append(Asked(operations=1))  # queries of all steps are joined
+            if not memory.steps.advancing_asks:  # states do not read them: they were not noted
                 observed.append(Asked(operations=1))
             return asked
 
@@ -344,8 +349,8 @@ class _Counting:
         return found
 
     def _written(self) -> Asked:
-        """Moving what stays within its pages: sglang_ext/forward/group_fold.py."""
-        # To the device goes which rows there are and how long; from it comes how many stay.
+        """What moving entries within their pages asks, as sglang_ext/forward/group_fold.py does."""
+        # To the device: the rows and their lengths; from it: how many entries stay.
         return Asked(launches=1 + (self.bound.positions == "slots"), transfers=2)
 
 

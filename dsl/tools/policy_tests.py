@@ -49,9 +49,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _trial(program: Program, cases: Sequence[PolicyTest]) -> PolicyError | None:
-    """What the trial says of a policy: with its defaults, or as the first test has it.
+    """The error of the trial of a policy; None if it passes, or cannot be bound for it.
 
-    A policy may be made for models that are unlike the usual one; its tests know which.
+    It is tried with its defaults on the usual model. A policy may be made for other models: if it
+    cannot be bound to the usual one, model and settings of the first possible test are used.
     """
     from kvpolicy.dsl.tools.trial import trial
 
@@ -73,7 +74,7 @@ def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
     """The test files that the arguments name, each with the file of its policy.
 
     Raises:
-        PolicyError: one names none.
+        PolicyError: an argument names no test file.
     """
     paths = [Path(file) for file in files] or list(shipped().values())
     for path in paths:
@@ -94,12 +95,12 @@ def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
 
 
 def _beside(test: Path) -> Path:
-    """The policy of a test file that is given alone."""
+    """The policy file beside a test file."""
     return test.with_name(f"{test.name.removesuffix(TEST_SUFFIX)}.yaml")
 
 
 def _tested(test: Path, policy: Path, name: str) -> Program:
-    """The policy of a test file that says that it tests the one of a name."""
+    """The policy of a test file; an error if the file names another, `name`, under `policy`."""
     if name != policy.stem:
         message = f"`policy` is `{name}`, but the file tests `{policy.stem}`"
         raise refused(str(test), "test", message)
@@ -107,7 +108,7 @@ def _tested(test: Path, policy: Path, name: str) -> Program:
 
 
 def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
-    """What differs from what a test expects; empty if nothing does."""
+    """How an execution differs from what a test expects, as sentences; empty if it does not."""
     try:
         bound = bind(
             program, case.shape, overrides(case.settings), fold_interval=case.fold_interval

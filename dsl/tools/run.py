@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def report(result: Result, scores: bool = False) -> dict[str, Any]:
-    """The result as JSON values; see docs/run.md."""
+    """The result as JSON values, with scores if asked for; see docs/run.md."""
     kept = [[np.flatnonzero(head).tolist() for head in layer] for layer in result.kept]
     budgets = result.budgets or [layer.sum(-1) for layer in result.kept]
     output: dict[str, Any] = {
@@ -78,7 +78,7 @@ def _layers(per_layer: list[Any]) -> list[Any]:
 
 
 def propagation(result: Result) -> dict[str, object]:
-    """Which tokens went deeper; null where none did."""
+    """Which tokens went deeper, as JSON values; None if no layer acted. See docs/run.md."""
     return {
         "selected_layer": result.selected_layer,
         "propagated": result.propagated,
@@ -87,7 +87,7 @@ def propagation(result: Result) -> dict[str, object]:
 
 
 def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None:
-    """Adds how far cached keys and values are from the recorded ones, per layer."""
+    """Adds the largest differences of cached keys and values from recorded ones, per layer."""
     keys, values = given.k, given.v
     if result.merged is not None:
         pairs = [
@@ -109,7 +109,13 @@ def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None
 def _differences(
     pairs: list[Any], kept: list[Any], keys: np.ndarray, values: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Per layer the largest differences, as JSON; `pairs` and `kept` are per layer and KV head."""
+    """The largest absolute differences per layer, as JSON.
+
+    Args:
+        pairs: per layer and KV head, cached keys and values [entries, D].
+        kept: per layer and KV head, their positions, or a mask of all positions.
+        keys, values: the recorded ones, [L, G, positions, D].
+    """
     result = []
     for layer, (heads, places) in enumerate(zip(pairs, kept, strict=True)):
         largest = {"key": 0.0, "value": 0.0}
@@ -122,7 +128,7 @@ def _differences(
 
 
 def _number(x: float | None) -> float | int | str | None:
-    """A number as JSON: absent ones are null, infinite ones text."""
+    """A number as JSON: null if absent (NaN), text if infinite."""
     if x is None or isinstance(x, int) or math.isfinite(x):
         return x
     return None if math.isnan(x) else ("inf" if x > 0 else "-inf")

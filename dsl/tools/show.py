@@ -1,4 +1,4 @@
-"""`kvpolicy show`: the generated kernels of a policy, as a server on a GPU compiles them."""
+"""`kvpolicy show`: a policy's values for a model, or the kernels that a server compiles for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def sources(bound: Bound) -> Iterator[str]:
-    """The generated files of a policy, those of a prefill first; a comment why there is none."""
+    """The texts of the generated files, the prefill's first; if none, a comment that says why."""
     found = [prefill_fusion(bound), *step_fusions(bound)]
     for each in found:
         for bundle in each.bundles:

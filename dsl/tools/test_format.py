@@ -12,9 +12,9 @@
 
 `q`, `k` and `v` are numbers written out, or made from a seed by `generated`; left out, they are 0.
 Numbers of fewer dimensions than [layers, heads, tokens, head size] are repeated along the first
-ones. `kept` has the positions that stay, for each layer a list with a text per KV head; one text
-stands for all. `budgets` are tested the same way if given. `refused` instead of `kept` is a part
-of the message with which the settings are refused.
+ones. `kept` has the positions that stay: a list of layers, each a list with a text per KV head; one
+text instead of a list stands for all. `budgets` has the same form. `refused` instead of `kept` is
+part of the message with which the settings are refused.
 
     steps: 3
     q_step: {seed: 5}
@@ -24,12 +24,12 @@ of the message with which the settings are refused.
     propagated: "0-3 9-11"
 
 `steps` decode steps follow; `q_step`, `k_step`, `v_step` are [steps, layers, heads, head size], a
-seed growing by 1 from step to step. `after` says what is cached after some of them (the tokens of
-the steps follow the prompt's): what `kept` would say, or a mapping with `kept`, `merged` and
-`thresholds`. `selected_layer` is a layer or `none`; `propagated` the positions that go deeper, for
-`propagate.every` by layer. `merged`, `thresholds` and, by name, what is `reported` are those of
-`kvpolicy run`, compared to 1e-5; one number stands for all layers. `fold_interval` and `inv_freq`
-are the options of the same names.
+seed growing by 1 from step to step. `after` says what is cached after some steps, whose tokens
+follow the prompt's: in the form of `kept`, or as a mapping with `kept`, `merged`, `thresholds` and
+`reported`. `selected_layer` is a layer or `none`; `propagated` the positions that go deeper, for
+`propagate.every` by layer. `merged`, `thresholds` and, by name, `reported` are values of the output
+of `kvpolicy run`, compared to 1e-5; one value stands for all layers. `fold_interval` is its option
+of that name, `inv_freq` the array of its input.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from kvpolicy.dsl.syntax.yaml_nodes import YamlNode
 
 MAX_VALUES = 1 << 22  # numbers in one tensor
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-# What a test may expect of the prefill, and of a decode step.
+# What a test may expect of a decode step, and of the prefill.
 _AFTER_KEYS = ("kept", "merged", "thresholds", "reported")
 _EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "after")
 _STEP_TENSORS = ("q_step", "k_step", "v_step")
@@ -83,17 +83,18 @@ class PolicyTest:
     """One test.
 
     Attributes:
-        line: where it stands in the file.
+        line: its line in the file, from 1.
         settings: `name=value` strings.
+        tokens: N tokens of the prompt.
         steps: T decode steps.
         tensors: `q`, `k`, `v`, `q_step`, `k_step`, `v_step`: numbers, a seed, or None for zeros.
-        inv_freq: numbers, or None.
-        fold_interval: at least 1.
-        expected: what is tested of the prefill, by key of `kvpolicy run`: `kept` [L][G] positions,
-            `budgets` [L][G], `merged` [L] of `key` and `value`, lists of numbers [L] and so on;
-            under `reported` by name.
-        after: the same, by decode step.
-        refused: part of the message expected, or None.
+        inv_freq: [D / 2] numbers, or None.
+        fold_interval: entries leave at every such step.
+        expected: expected values of the prefill, by key of the output of `kvpolicy run`: `kept`
+            [L][G] lists of positions, `budgets` [L][G], `thresholds` [L], `merged` [L] mappings
+            with `key` and `value`, and so on; `reported` is a mapping from name to values [L].
+        after: the same, by decode step from 1.
+        refused: expected part of the message, or None.
     """
 
     name: str
@@ -114,7 +115,7 @@ def read_cases(source: Source) -> tuple[str, list[PolicyTest]]:
     """The policy's name and the tests of a file.
 
     Raises:
-        PolicyError: with every defect.
+        PolicyError: with the first defect of each test, or those of the file's form.
     """
     return _Reader(source).file()
 
@@ -180,7 +181,7 @@ class _Reader:
     def given(
         self, keys: Mapping[str, YamlNode], name: str, read: Reads[_T], default: _D
     ) -> _T | _D:
-        """What stands under a key; the default where there is none."""
+        """The value under a key; the default if the key is missing."""
         return read(keys[name]) if name in keys else default
 
     def inv_freq(self, node: YamlNode) -> list[float]:
@@ -217,26 +218,26 @@ class _Reader:
         return found
 
     def propagated(self, node: YamlNode) -> object:
-        """Positions, or by layer for `propagate.every`; None for `none`."""
+        """Positions; for `propagate.every`, layer -> positions; None for `none`."""
         if isinstance(node, yaml_nodes.Mapping):
             return {self.whole(key): self.positions(value) for key, value in node.entries}
         return None if self.is_none(node) else self.positions(node)
 
     def layers(self, node: YamlNode, shape: ModelShape, read: Reads[_T]) -> list[_T]:
-        """A value per layer; one stands for all."""
+        """A value per layer; one that is no list stands for all."""
         if not isinstance(node, yaml_nodes.Sequence):
             return [read(node)] * shape.layers
         return self.listed(node, "layers", shape.layers, read)
 
     def listed(self, node: yaml_nodes.Sequence, what: str, count: int, read: Reads[_T]) -> list[_T]:
-        """A value for each of so many layers or KV heads."""
+        """The values of a list that must have `count` items, one per layer or KV head (`what`)."""
         if len(node.items) != count:
             message = f"{len(node.items)} {what} are listed, the model has {count}"
             raise self.defect(message, node)
         return [read(item) for item in node.items]
 
     def value(self, node: YamlNode) -> LayerValue:
-        """A number, `none`, or a list of them for each KV head or what else a value has."""
+        """A number, `none`, or a list of values, one level of lists for each axis."""
         if isinstance(node, yaml_nodes.Sequence):
             return [self.value(item) for item in node.items]
         return None if self.is_none(node) else self.number(node)

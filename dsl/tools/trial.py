@@ -1,8 +1,8 @@
 """The trial: a policy is carried out by both executions on tiny random tensors before it is served.
 
-What passes the checker should run. Should it not, because of a fault of an execution, the policy is
-refused before any request meets it. The torch program is driven as a server drives it: nothing is
-computed beside what stays, and decode steps between which nothing leaves are taken at once.
+What passes the checker should run. If it does not, because of a fault of an execution, the policy
+is refused before any request uses it. The torch program is driven as a server drives it: nothing is
+computed only to be reported, and decode steps between which nothing leaves are taken at once.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _HELP = (
 def trial(bound: Bound) -> None:
     """Carries out a policy on some prompts by the interpreter and by the torch program.
 
-    The prompts are of one token, of its window of observation and one more, and of a few windows,
-    some of them with many equal scores, each with decode steps until entries have left twice; once
-    several steps are taken at once. Tensors are float32 from a fixed seed, so that a policy is
-    accepted always or never. Models of any size are tried in well under a second, because of
-    what `trial_cases.cases` scales down.
+    Prompts have one token, two, an observation window, one token more, and a few windows; some have
+    many equal scores. All but that of two tokens have decode steps until entries have left twice;
+    the last one until they have left three times, with several steps taken at once. Tensors are
+    float32 from fixed seeds, so a policy is accepted always or never. `trial_cases.cases` scales
+    models down, so that any is tried in well under a second.
 
     Args:
-        bound: the policy with the model and the parameters with which it is to be served.
+        bound: the policy with the model and the parameters with which it will be served.
 
     Raises:
         PolicyError: the executions disagree, one raises an exception, or more is kept than is
-            reserved: one message that says which, where, and on which prompt.
+            reserved; the message says which, where, and on which prompt.
     """
     with torch.no_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,11 +57,12 @@ def trial(bound: Bound) -> None:
 
 
 class _Attempt:
-    """One prompt.
+    """The trial on one prompt.
 
     Args:
-        bound: the policy as it is served; `case` has it on a small model.
-        number: of the case, its seed.
+        bound: the policy as it will be served, for messages.
+        case: the prompt, and the policy bound to a small model.
+        number: number of the case, the seed of its tensors.
     """
 
     def __init__(self, bound: Bound, case: TrialCase, number: int) -> None:
@@ -76,7 +77,7 @@ class _Attempt:
         )
 
     def go(self) -> None:
-        """Both executions, and the comparison of what they did."""
+        """Runs both executions and compares their results."""
         case = self.case
         expected = self._result("the interpreter", interpret)
         actual = self._result("the torch program", partial(apply, report=False))
@@ -105,16 +106,16 @@ class _Attempt:
         return _carried_out(self.bound, who, self.prompt, make)
 
     def _cause(self, expected: Result, found: Difference) -> Difference:
-        """Of entries that differ after the prefill, the budget or score that differs, if one does.
+        """The difference in a budget or score behind one in entries after the prefill, if any.
 
-        These are reported only where they are asked for.
+        The torch program runs again for it, since its first result has no budgets and no scores.
         """
         if found.section != "keep" or found.step:
             return found
         return difference(expected, self._result("the torch program", apply)) or found
 
     def _deciding(self, found: Difference) -> Node | None:
-        """The value that decides what differs."""
+        """The value of the policy that decides what differs; None if it is not known."""
         bound = self.case.bound
         rules = (bound.folded.decode if found.step else None) or bound.folded.prefill
         if found.section == "propagate":
@@ -127,10 +128,10 @@ class _Attempt:
 
 
 def _carried_out(bound: Bound, who: str, prompt: str, make: Callable[[], T]) -> T:
-    """What `make` gives.
+    """The result of `make`.
 
     Raises:
-        PolicyError: it raises an exception; one that is a message already stays as it is.
+        PolicyError: `make` raises an exception; a `PolicyError` is passed on as it is.
     """
     try:
         return make()
@@ -151,12 +152,12 @@ Tensors = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _tensors(case: TrialCase, seed: int) -> tuple[Tensors, Tensors]:
-    """q, k, v of the prompt and of the decode steps, float32.
+    """q, k, v of the prompt [L, H|G, N, D] and of the decode steps [T, L, H|G, D], float32.
 
-    With ties there are few different tokens: where keys and values are the same, scores are. The
-    queries stay all different, for where nothing differs at all, rounding decides. Those of decode
-    steps are long and much alike: they look at the same few tokens, so that a few steps change
-    what sums over the whole prompt have put in order.
+    With ties, many tokens have the same key and value, and so the same scores. Queries all differ:
+    if nothing differed at all, rounding would decide. Queries of decode steps are long and similar:
+    they attend to the same few tokens, so that a few steps change the order that sums over the
+    whole prompt have given.
     """
     shape, rng = case.bound.shape, np.random.default_rng(seed)
     total = case.tokens + case.steps
@@ -180,7 +181,7 @@ def _tensors(case: TrialCase, seed: int) -> tuple[Tensors, Tensors]:
 
 
 def _node_of(error: Exception) -> Node | None:
-    """The innermost value of the policy that was being computed where an exception was raised."""
+    """The innermost value of the policy that was being computed when an exception was raised."""
     found = None
     for frame, _ in walk_tb(error.__traceback__):
         nodes = [frame.f_locals.get("node"), *frame.f_locals.values()]

@@ -1,7 +1,7 @@
-"""What a policy is tried on before it is served: prompts of a model so small that all are quick.
+"""The prompts on which a policy is tried before it is served, on a model small enough to be quick.
 
-A trial is of the policy's own meaning, so that what is scaled down is what costs time and decides
-nothing: see `cases`.
+A trial tests the meaning of a policy, so only what costs time and decides nothing is scaled down:
+see `cases`.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size.
 """
@@ -20,11 +20,11 @@ from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
 LAYERS, KV_HEADS, GROUP, SIZE = 6, 2, 2, 8
-# Lengths of which the first is taken at which the policy drops something, and the most queries of
-# a window that is not the whole prompt.
+# Lengths for the long prompt: the first at which the policy drops something. Windows are counted on
+# a prompt of `_FEW` tokens; one of all its queries is the whole prompt.
 _LENGTHS = (24, 40, 56, 80, 112, 160, 224, 320)
 _FEW = 64
-_STEPS = 32  # of which one must be a step at which entries leave
+_STEPS = 32  # decode steps among which are sought those at which entries leave
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class TrialCase:
 
     Attributes:
         bound: the policy, bound to a small model.
-        tokens: N.
-        steps: T decode steps.
-        ties: whether some tokens are the same, so that their scores are equal.
+        tokens: N tokens of the prompt.
+        steps: number of decode steps.
+        ties: whether some tokens have the same key and value, and so the same scores.
     """
 
     bound: Bound
@@ -45,16 +45,15 @@ class TrialCase:
 
 
 def cases(bound: Bound) -> Iterator[TrialCase]:
-    """The prompts by which a bound policy is tried.
+    """The prompts on which a bound policy is tried.
 
-    Scaled down for all of them: query heads (two for each KV head where the model has groups), KV
-    heads (two), the head size (8), and layers (6), with which parameters that count layers fall in
-    proportion. One prompt of two tokens is of the other parameters as they are in force. For the
-    rest, those that count tokens fall so that short prompts lose entries: up to 4 they stay, from
-    there on they grow by 1 for every doubling. Where the policy does not take such values
-    (`require`), they are divided by a number instead; where it takes none, they and the layers
-    stay. Numbers that the file writes out are not changed: a policy with `budget: 2048` drops
-    nothing in its trial.
+    The model is scaled down to at most 6 layers, 2 KV heads, 2 query heads per KV head and head
+    size 8; parameters that count layers fall in proportion. On the first prompt, of two tokens, all
+    other parameters are as in force. On the others, those that count tokens are smaller, so that
+    short prompts lose entries: up to 4 they stay, above they grow by 1 per doubling. If the policy
+    refuses such values (`require`), they are divided by 64, 16, 4 or 1 instead; if it refuses all
+    of these, the same is tried with all layers of the model; else it stays as it is bound. Numbers
+    written out in the file do not change: a policy with `budget: 2048` drops nothing in its trial.
     """
     whole = _rebound(bound, min(bound.shape.layers, LAYERS), lambda value: value)
     if whole is not None:
@@ -70,7 +69,7 @@ def cases(bound: Bound) -> Iterator[TrialCase]:
 
 
 def _small(bound: Bound) -> Bound:
-    """The policy on a model of few layers, with small numbers of tokens, if it takes them."""
+    """The policy on a model of few layers and with small numbers of tokens, if it accepts them."""
     few = min(bound.shape.layers, LAYERS)
     ways: list[Callable[[int], int]] = [_by_doublings]
     ways += [partial(_divided, by) for by in (64, 16, 4, 1)]
@@ -80,7 +79,7 @@ def _small(bound: Bound) -> Bound:
 
 
 def _by_doublings(value: int) -> int:
-    """1 to 4 as they are, then 1 more for every doubling: 8 is 5, 32 is 7, 2048 is 13."""
+    """1 to 4 unchanged, then 1 more per doubling: 8 becomes 5, 32 becomes 7, 2048 becomes 13."""
     return value if value <= 4 else value.bit_length() + 1
 
 
@@ -91,7 +90,7 @@ def _divided(by: int, value: int) -> int:
 def _rebound(
     bound: Bound, layers: int, tokens: Callable[[int], int], *, fold_interval: int = 1
 ) -> Bound | None:
-    """The policy with other numbers of layers and tokens; None if it does not take these."""
+    """The policy on a small model, `tokens` applied to its numbers of tokens; None if refused."""
     shape = ModelShape(
         layers,
         min(bound.shape.kv_heads, KV_HEADS) * min(bound.shape.group, GROUP),
@@ -107,7 +106,7 @@ def _rebound(
 
 
 def _values(bound: Bound, share: Fraction, tokens: Callable[[int], int]) -> Mapping[str, str]:
-    """Parameters as `bind` takes them: those that were set, and all that count tokens."""
+    """Values for `bind`: of the parameters that were set, and of all that count tokens."""
     usual = parameter_values(bound.program, bound.shape, {})
     given = {}
     for name, param in bound.program.params.items():
@@ -124,7 +123,7 @@ def _values(bound: Bound, share: Fraction, tokens: Callable[[int], int]) -> Mapp
 
 
 def _text(param: Param, value: Fraction | bool | float) -> str:
-    """A value as it is given on a command line, raised to what the parameter accepts."""
+    """A value as text, raised to the parameter's minimum and, if it must be odd, to an odd one."""
     if isinstance(value, bool):
         return str(value).lower()
     if param.minimum is not None:
@@ -135,17 +134,17 @@ def _text(param: Param, value: Fraction | bool | float) -> str:
 
 
 def _window(bound: Bound) -> int:
-    """Last queries that the policy looks at, or a few if it looks at all or at none."""
+    """Number of last queries that the policy reads; 5 if it reads all, one or none."""
     found = max(bound.queries(_FEW), bound.step_queries(_FEW))
     return found if 1 < found < _FEW else 5
 
 
 def _long(bound: Bound) -> int:
-    """A length of prompts at which the policy drops entries."""
+    """The first of `_LENGTHS` at which the policy drops entries; the second if at none."""
     entries = bound.shape.layers * bound.shape.kv_heads
     rules = [x for x in (bound.lowered.prefill, bound.lowered.decode) if x is not None]
     keeps = [x.keep for x in rules if x.keep is not None]
-    # What a step's number decides is bounded at no step.
+    # What reads `generated` has no bound for a prefill.
     keeps = [keep for keep in keeps if not _of_steps(keep)]
     for tokens in _LENGTHS:
         bounds = Bounds(bound, tokens)
@@ -159,14 +158,17 @@ def _of_steps(keep: Node) -> bool:
 
 
 def _least(bounds: Bounds, keep: Node) -> int:
-    """Entries that a selection holds at most, the smaller part of a choice that data make."""
+    """Largest size of a selection; of a choice, the smaller of its two branches."""
     if keep.op == "choose":
         return min(_least(bounds, branch) for branch in keep.args[::2])
     return bounds.size(keep).total
 
 
 def _steps(bound: Bound, tokens: int, folds: int = 2) -> int:
-    """Decode steps up to the one at which entries leave for the second time, or for another."""
+    """Decode steps until entries have left `folds` times, or as often as in `_STEPS` steps.
+
+    `folds` steps if none leave in these; 0 if the policy has no `decode`.
+    """
     if bound.folded.decode is None:
         return 0
     leaving = [step for step in range(1, _STEPS + 1) if bound.leaves_at(step, tokens)]

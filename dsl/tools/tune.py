@@ -1,8 +1,8 @@
-"""`kvpolicy tune`: chooses a parameter of a propagation with prompts of one's own.
+"""`kvpolicy tune`: chooses a parameter of `propagate` by its effect on prompts of the user.
 
-For every value each prompt is computed twice: in full, and with only those tokens going deeper that
-the policy chooses. The best value is the one with which the last token's final hidden state stays
-closest to the full one, the earliest of equals.
+Each prompt is computed in full and, for every value, with only the tokens that the policy lets go
+deeper. The best value is the one with which the last token's final hidden state is closest to the
+full one; of equally close ones, the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpolicy.dsl.tools.tune_prompts import read_prompts
 from kvpolicy.dsl.tools.tune_values import candidates
 from torch import Tensor
 
-# Values written below a plot.
+# Most values written below a plot.
 _LABELS = 20
 
 
@@ -38,7 +38,7 @@ class Candidate:
     """One value of the parameter, tried on every prompt.
 
     Attributes:
-        value: of the parameter.
+        value: the parameter's value.
         distance: mean squared difference to the full final hidden state, mean over prompts.
         relative: the same, as a share of the full state's mean square.
         computed: token rows computed, as a share of those of a full prefill.
@@ -94,10 +94,10 @@ def measure(
     """Every value on every prompt, with a progress bar.
 
     Args:
-        bounds: the policy with each value.
-        name: of the parameter.
+        bounds: the policy bound to each value.
+        name: the parameter.
         model: the checkpoint.
-        prompts: from `read_prompts`.
+        prompts: (place, prompt) pairs from `read_prompts`.
 
     Raises:
         PolicyError: a prompt that cannot be used.
@@ -117,12 +117,12 @@ def measure(
 def _one_prompt(
     programs: list[TorchProgram], model: LayeredModel, place: str, ids: list[int], bar: Any
 ) -> Tensor:
-    """distance, relative and computed of every candidate, [3, candidates]."""
+    """`distance`, `relative` and `computed` of every candidate, [3, candidates] float64."""
     total = len(ids)
     runs = [program.start(total) for program in programs]
     positions = torch.arange(total)
     hidden = model.embed(ids)
-    # Of each candidate that has fewer tokens: the final state, and the rows computed.
+    # Candidate that has lost tokens -> final state, and number of rows computed.
     fewer: dict[int, tuple[Tensor, int]] = {}
     for layer in range(model.layers):
         hidden = model.layer(layer, hidden, positions)
@@ -147,9 +147,9 @@ def _one_prompt(
 def _continued(
     model: LayeredModel, run: Run, layer: int, hidden: Tensor, deeper: Tensor
 ) -> tuple[Tensor, int]:
-    """The final hidden state [C] if only the tokens `deeper` [m] go past a layer, and the rows.
+    """The final hidden state [C] if only the tokens `deeper` [m] go past a layer.
 
-    A policy with `propagate.every` goes on choosing among them.
+    Also the number of rows computed from there on. `propagate.every` goes on choosing among them.
     """
     propagate = run.program.bound.folded.propagate
     again = propagate is not None and propagate.repeats
@@ -166,7 +166,7 @@ def _continued(
 
 
 def chosen(found: list[Candidate], limits: Limits) -> Candidate:
-    """The closest candidate that may be chosen, the earliest of equals.
+    """The closest candidate that may be chosen; of equally close ones, the first.
 
     Raises:
         PolicyError: none may be chosen.
@@ -195,7 +195,7 @@ def _print(
 
 
 def plot(found: list[Candidate], best: Candidate, limits: Limits, name: str, path: str) -> None:
-    """Writes distance and rows computed over the values as a PNG.
+    """Plots distance and rows computed over the values, as a PNG file.
 
     Raises:
         PolicyError: matplotlib is not installed, or the file cannot be written.

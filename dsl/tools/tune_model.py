@@ -1,4 +1,4 @@
-"""A checkpoint of transformers, one layer at a time: what `kvpolicy tune` measures with.
+"""A transformers checkpoint that `kvpolicy tune` runs one layer at a time.
 
 Dimensions: H query heads, G KV heads, N tokens of the prompt, n tokens at a layer, D head size, C
 hidden size.
@@ -24,8 +24,8 @@ class LayeredModel:
     """The body of a causal language model.
 
     Args:
-        folder: of a checkpoint in transformers' format.
-        device: where it runs, as torch names it; None: the GPU if there is one.
+        folder: a checkpoint in transformers' format.
+        device: torch's name of the device on which it runs; None for the GPU if there is one.
 
     Raises:
         PolicyError: transformers is not installed, or the checkpoint cannot be used.
@@ -52,24 +52,24 @@ class LayeredModel:
             self.body = body.to(self.device).eval()
         except PolicyError:
             raise
-        except Exception as error:  # of damaged weights, one of safetensors' own
+        except Exception as error:  # damaged weights raise one of safetensors
             message = f"the model cannot be loaded: {_reason(error)}"
             raise refused(self.folder, "file", message) from None
         self.layers = len(self.body.layers)
-        self._seen: tuple[Tensor, Tensor, Tensor]  # q, k and v, from the first layer on
+        self._seen: tuple[Tensor, Tensor, Tensor]  # q, k and v of the layer computed last
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a text, by the model's own tokenizer.
 
         Raises:
-            PolicyError: the folder has no tokenizer.
+            PolicyError: the tokenizer cannot be loaded.
         """
         transformers = _transformers()
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True
             )
-        except Exception as error:  # of a damaged file, any
+        except Exception as error:  # a damaged file may raise any
             message = f"the model's tokenizer cannot be loaded: {_reason(error)}"
             help = 'give token ids instead, `{"input_ids": [...]}`'
             raise refused(self.folder, "file", message, help) from None
@@ -106,14 +106,14 @@ class LayeredModel:
         return q[0].float(), k[0].float(), v[0].float()
 
     def final(self, hidden: Tensor) -> Tensor:
-        """The last token's hidden state [C] after the final norm, float64, of [1, n, C]."""
+        """The last token's hidden state [C] after the final norm, float64 on the CPU."""
         normed: Tensor = self.body.norm(hidden[:, -1:])
         return normed[0, 0].double().cpu()
 
     def _attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Causal attention among the tokens that are there; called by transformers."""
+        """Causal attention among the tokens at the layer; called by transformers."""
         window = options.get("sliding_window")
         if window is not None and q.shape[2] > window:
             message = f"a prompt of {q.shape[2]:,} tokens exceeds the model's sliding window"
@@ -133,7 +133,7 @@ def _reason(error: Exception) -> str:
 
 
 def _transformers() -> Any:
-    """The package, imported when it is needed and kept from reaching out for files."""
+    """The package transformers, imported when needed and kept from downloading files."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers

@@ -14,7 +14,7 @@ _FORMS = '`{"text": "..."}`, `{"input_ids": [1, 2, ...]}`, a string or a list of
 
 
 def read_prompts(files: Sequence[str | Path]) -> list[tuple[str, Prompt]]:
-    """Prompts with the place where each stands.
+    """(place, prompt) pairs; a place is `file` or `file:line`.
 
     A file `*.jsonl` has one prompt per line: an object with `text`, `prompt` or `input_ids`, a
     string, or a list of token ids. Any other file is one text.

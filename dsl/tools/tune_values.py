@@ -11,7 +11,7 @@ from kvpolicy.dsl.ir.ranges import range_problem, shown
 from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, did_you_mean, listed, refused
 
-# Whole values that are tried one by one, and steps into which other ranges are divided.
+# Most whole values that are tried by default, and steps into which other ranges are divided.
 _WHOLE, _STEPS = 64, 10
 
 
@@ -22,12 +22,12 @@ def candidates(
     settings: Mapping[str, str],
     given: Sequence[str] | None,
 ) -> list[Bound]:
-    """The policy with each value of a parameter that is tried.
+    """The policy bound to each value of a parameter that is tried.
 
     Args:
-        name: of the parameter.
+        name: the parameter.
         settings: values of other parameters.
-        given: values as text; None: all that the parameter's declaration allows.
+        given: values as text; None for all that the parameter's declaration allows.
 
     Raises:
         PolicyError: the parameter does not change what goes deeper, has no values to try, or a
@@ -42,7 +42,7 @@ def candidates(
         except PolicyError:
             if given:
                 raise
-            continue  # `require` leaves a part of the range
+            continue  # `require` refuses a part of the range
         if bound.restarts:
             message = "this policy begins the prefill again, so that its final states are others"
             raise refused(program.name, "arguments", message)
@@ -54,7 +54,7 @@ def candidates(
 
 
 def _check_parameter(program: Program, name: str) -> None:
-    """Whether a parameter has a part in what goes deeper."""
+    """Refuses a parameter that does not change which tokens go deeper."""
     choices = list(dict.fromkeys(_read(program, propagate_roots(program.propagate))))
     if name in choices:
         return
@@ -71,7 +71,7 @@ def _check_parameter(program: Program, name: str) -> None:
 
 
 def _read(program: Program, roots: Sequence[Node]) -> Iterator[str]:
-    """Parameters that values read, themselves or by the defaults of others."""
+    """Names of the parameters that nodes read, directly or through defaults."""
     for node in nodes_of(list(roots)):
         if node.op == "param":
             name = str(node.value)
@@ -80,7 +80,7 @@ def _read(program: Program, roots: Sequence[Node]) -> Iterator[str]:
 
 
 def _declared(program: Program, param: Param, shape: ModelShape) -> list[Fraction | bool]:
-    """Values from what is said of a parameter: its choices, or its range."""
+    """The values that a parameter's declaration allows: its choices, or its range."""
     if param.choices:
         return list(param.choices)
     if param.kind == "truth":
@@ -90,7 +90,7 @@ def _declared(program: Program, param: Param, shape: ModelShape) -> list[Fractio
         low = param.above
     if param.unit == "layers":
         low = Fraction(0) if low is None else low
-        last = Fraction(shape.layers - 2)  # what leaves after the last layer changes nothing
+        last = Fraction(shape.layers - 2)  # tokens that leave after the last layer change nothing
         high = last if high is None else min(high, last)
     whole = param.whole or param.odd or param.unit == "layers"
     many = whole and param.unit != "layers"

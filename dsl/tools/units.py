@@ -1,4 +1,4 @@
-"""Sizes and counts as people read them."""
+"""Sizes, counts, times and positions as text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def size_text(size: float) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
+    """A number of bytes, in the largest unit in which it is at least 1."""
     return _in_largest(size, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def flops_text(operations: float) -> str:
-    """Operations in the largest unit that leaves at least 1."""
+    """A number of operations, in the largest unit in which it is at least 1."""
     return _in_largest(operations, 1000, ("flop", "kflop", "Mflop", "Gflop", "Tflop"))
 
 
 def _in_largest(number: float, step: int, units: Sequence[str]) -> str:
-    """Of units, each so many of the one before, the largest that leaves at least 1."""
+    """A number in the largest unit in which it is at least 1; `step` units make the next one."""
     (unit, *larger), digits = units, 0
     for each in larger:
         if number >= step:
@@ -25,7 +25,7 @@ def _in_largest(number: float, step: int, units: Sequence[str]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in the largest unit that leaves at least 1."""
+    """A time given in seconds, in s, ms or us: the largest in which it is at least 1."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:,.2f} {unit}"
@@ -33,7 +33,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def positions_text(positions: Sequence[int]) -> str:
-    """Positions as test files write them: `0 3-5 11`."""
+    """Positions as test files write them, `0 3-5 11`; `nothing` if there are none."""
     words: list[str] = []
     for i, position in enumerate(positions):
         if i and position == positions[i - 1] + 1:
