@@ -1,4 +1,4 @@
-"""Types calls of the language's functions, by the rules that their rows name."""
+"""Types calls of the language's functions, each by the rule that its row names."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def reduction(site: Site) -> Node:
 
 
 def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of a reduction: order does not matter, so it is made canonical."""
+    """Axes of a reduction in canonical order, as their order does not matter."""
     return axes if "layer" in axes else in_order(axes)
 
 
@@ -289,7 +289,7 @@ def at(site: Site) -> Node:
 
 
 def across(site: Site) -> Node:
-    """`split` and `cluster`: one number per layer."""
+    """`split`, `cascade` and `cluster`, which take one number per layer."""
     function, nodes = site.function, site.nodes
     check_in_a_layer(site.typer, site.call)
     for name, node in nodes.items():

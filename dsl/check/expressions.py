@@ -67,14 +67,14 @@ class Typer:
     # Uses of parameters; a name inside a derived function is an argument, not a parameter.
 
     def suggest_unit(self, expr: Expr, unit: str) -> None:
-        """As of `Names`."""
+        """As `Names.suggest_unit`."""
         if not self.expansion:
             self.scope.suggest_unit(expr, unit)
 
     def suggest_range(
         self, expr: Expr, *, whole: bool = False, odd: bool = False, minimum: int | None = None
     ) -> None:
-        """As of `Names`."""
+        """As `Names.suggest_range`."""
         if not self.expansion:
             self.scope.suggest_range(expr, whole=whole, odd=odd, minimum=minimum)
 
@@ -184,7 +184,7 @@ class Typer:
         return self.builtin(builtin, expr)
 
     def builtin(self, builtin: Builtin, expr: Expr) -> Node:
-        """A name of the language, if it exists in this context."""
+        """The node of a name of the language; reports one that this context does not have."""
         context, where = self.context, builtin.where
         exists = {
             "always": True,
@@ -381,7 +381,7 @@ def _result_unit(rule: str | None, units: list[str | None]) -> str | None:
 def is_whole_map(node: Node, maps: set[Node]) -> bool:
     """Whether a node holds a value for every query and every token of the prompt.
 
-    `maps` are the nodes known to be attention of all queries; it grows with what is found.
+    `maps` has the nodes known to hold such values; those found are added.
     """
     axes = node.type.axes
     if "query" not in axes or not {"token", "dropped"} & set(axes):

@@ -53,7 +53,7 @@ def _branches(keep: Node) -> Iterator[Node]:
 
 
 def _sized(selection: Node) -> list[tuple[Node, Node]]:
-    """Terms that take a number of entries of each KV head, and that number."""
+    """Terms that take a number of entries per KV head, each with that number."""
     terms = selection.args if selection.op == "then" else (selection,)
     return [
         (term, term.args[1])

@@ -55,7 +55,7 @@ class Context:
     """Where an expression stands, which decides the names that it may use."""
 
     phase: str  # "static", "prefill" or "decode"
-    inside: str | None = None  # "merge", "decode.merge", "share" or "propagate"
+    inside: str | None = None  # "merge", "decode.merge", "share", "propagate", "default"
 
     @property
     def in_merge(self) -> bool:

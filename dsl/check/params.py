@@ -1,4 +1,4 @@
-"""Parameters: what the file says about them, what their uses add, and what values they take."""
+"""Parameters: what the file declares, what their uses add, which values they take; `data`."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def check_set(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[st
 
 
 def propagate(scope: Scope) -> Propagate | None:
-    """The section `propagate`."""
+    """The section `propagate`; None if it is missing or wrong."""
     block = scope.file.get("propagate")
     if not isinstance(block, Block):
         return None
@@ -323,7 +323,7 @@ def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
 
 
 def _may_share(scope: Scope) -> bool:
-    """Whether nothing else in the file moves or drops entries; otherwise reports."""
+    """Whether no other section moves or drops entries; reports one that does."""
     for key in ("keep", "propagate", "decode", "merge"):
         item = scope.file.items.get(key)
         if item is None or (key == "keep" and isinstance(item.value, Name)):
@@ -336,7 +336,7 @@ def _may_share(scope: Scope) -> bool:
 
 
 def share(scope: Scope) -> Share | None:
-    """The section `share`."""
+    """The section `share`; None if it is missing or wrong."""
     block = scope.file.get("share")
     if not isinstance(block, Block):
         return None
@@ -355,7 +355,7 @@ def share(scope: Scope) -> Share | None:
 
 
 def read(scope: Scope) -> Node | None:
-    """The section `read`."""
+    """The section `read`; None if it is missing or wrong."""
     item = scope.file.items.get("read")
     if item is None or not isinstance(item.value, Expr):
         return None
