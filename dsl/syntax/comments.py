@@ -20,7 +20,7 @@ class Comment:
 
 
 def find_comments(source: Source, root: YamlNode) -> list[Comment]:
-    """Every comment of the file: a `#` outside scalars, at a line's start or after a space."""
+    """Every comment: a `#` outside scalars, at a line start or after a space, comma or bracket."""
     covered = sorted(interval for scalar in _scalars(root) for interval in _text_of(scalar))
     comments, at, text = [], 0, source.text
     for start, end in [*covered, (len(text), len(text))]:

@@ -13,7 +13,7 @@ MAX_SHOWN = 72  # characters of an author's text that a sentence quotes
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One defect. `code` is one of the table in docs/language.md."""
+    """One defect or warning. `code` is one of the table in docs/language.md, or "test"."""
 
     code: str
     message: str

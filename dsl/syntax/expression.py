@@ -223,7 +223,7 @@ class _Builder(Transformer_NonRecursive):
         return self._nested(meta, operation)
 
     def _nested(self, meta: Meta, tree: Expr) -> Expr:
-        """The tree, if it is not too deep."""
+        """The tree; an error if it is too deep."""
         depth = 1 + max((self._depths.get(id(child), 1) for child in tree.children), default=0)
         if depth > MAX_DEPTH:
             message = f"the expression is nested more than {MAX_DEPTH} deep"

@@ -29,7 +29,7 @@ def parser() -> Lark:
 
 
 def build() -> Lark:
-    """The parser made from the grammar, which takes longer than to load it."""
+    """The parser made from the grammar, which takes longer than loading it."""
     text = GRAMMAR.read_text(encoding="utf-8")
     return Lark(text, parser="lalr", lexer="basic", propagate_positions=True)
 

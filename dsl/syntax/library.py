@@ -14,7 +14,7 @@ from kvpolicy.dsl.syntax.yaml_nodes import MAX_BYTES
 POLICIES = Path(__file__).resolve().parents[2] / "policies"
 TEST_SUFFIX = ".test.yaml"
 
-# Errors of a path at which there is nothing.
+# Errors for a path that does not exist.
 _NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 

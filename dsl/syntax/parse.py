@@ -26,7 +26,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
-    """The sections of a policy file; every defect of its form is reported."""
+    """The sections of a policy file; None if it is no mapping. Defects of its form are reported."""
     root = read_yaml(source, report)
     if root is None:
         return None
@@ -223,7 +223,7 @@ def _kind(node: YamlNode) -> str:
 
 
 def _shown(node: Scalar) -> str:
-    """The text for a message."""
+    """The text, shortened, for a message."""
     return f"`{on_one_line(node.text, MAX_SHOWN)}`" if node.text.strip() else "nothing"
 
 

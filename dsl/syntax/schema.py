@@ -47,7 +47,7 @@ def as_text(schema: dict[str, Any]) -> str:
 
 
 def document(title: str, keys: Sequence[K], value: ValueSchema) -> dict[str, Any]:
-    """The schema of files that are mappings of known keys; arguments as of `mapping`."""
+    """The schema of files that are mappings of known keys; see `mapping` for the arguments."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,

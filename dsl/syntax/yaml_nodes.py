@@ -1,7 +1,7 @@
 """A policy file, or another of this project, as YAML nodes that know their places.
 
 YAML is read by its events, not by a loader, so that scalars stay text until the language types
-them (`on`, `1e-3` and `12:30` mean what their key says) and everything such a file does not need is
+them (`on`, `1e-3` and `12:30` mean what their key says) and what such files do not need is
 refused: tags, anchors, aliases, merge keys, duplicate keys, folded scalars, several documents.
 """
 
