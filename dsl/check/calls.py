@@ -172,7 +172,7 @@ def reduction(site: Site) -> Node:
 
 
 def in_writing(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of a reduction in canonical order, as their order does not matter."""
+    """Axes of a reduction in canonical order, as order does not matter."""
     return axes if "layer" in axes else in_order(axes)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult
 from kvpolicy.dsl.tools.units import positions_text
 
-# Of vectors, which are stored in float32: values near a rounding boundary may round apart.
+# Tolerances of vectors, which are stored in float32 and may be rounded apart.
 _RELATIVE, _ABSOLUTE = 3e-7, 1e-7
 # (relative, absolute) tolerances: of numbers computed in float64, and of whole ones.
 _COMPUTED, _WHOLE = (1e-9, 1e-12), (0.0, 0.0)
@@ -25,8 +25,8 @@ class Difference:
     """Where two results differ.
 
     Attributes:
-        section: the section that decides it: `propagate`, `budget`, `score`, `keep` or `merge`; or
-            the name of a reported let.
+        section: section that decides it: `propagate`, `budget`, `score`, `keep` or `merge`; or the
+            name of a reported let.
         step: decode step, from 1; 0 for the prefill.
         text: what the first result has and what the second one has.
     """

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, more: Mapping[str, Command] | N
 
 
 def _prepare_streams() -> None:
-    """Lets both streams take any character; one that the shell closed (`>&-`) drops its output."""
+    """Lets both streams take any character; one closed by the shell (`>&-`) drops its output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
@@ -120,14 +120,13 @@ def _check_policy(file: str, shape: ModelShape | None) -> int:
 
 
 def _tried_shape(model: str | None) -> ModelShape:
-    """The model sizes for trials: those of a config, or the usual ones."""
     from kvpolicy.dsl.bind.model_config import USUAL, read_config
 
     return USUAL if model is None else read_config(model).shape
 
 
 def _tried(checked: Checked, shape: ModelShape) -> int:
-    """Runs the trial of a policy without defects, with its defaults; returns the exit code."""
+    """Runs the trial of a policy without defects, with its defaults."""
     from kvpolicy.dsl.bind.bind import bind
 
     try:
@@ -145,7 +144,7 @@ def _tried(checked: Checked, shape: ModelShape) -> int:
 
 
 def _check_tests(file: str) -> int:
-    """Checks a test file, which `policies/*.yaml` matches too; returns the exit code."""
+    """Checks a test file, which `kvpolicy check policies/*.yaml` names too."""
     from kvpolicy.dsl.syntax.library import read_source
     from kvpolicy.dsl.tools.test_format import read_cases
 

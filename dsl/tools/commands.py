@@ -40,8 +40,7 @@ def execute(
 ) -> Result:
     """Applies a policy with the named execution; see `interpret` for arguments and errors.
 
-    Raises:
-        PolicyError: also if torch is chosen and cannot be imported.
+    PolicyError also if torch is missing.
     """
     from kvpolicy.dsl.interpret.interpreter import interpret
 

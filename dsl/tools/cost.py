@@ -159,10 +159,7 @@ class _Nodes:
             yield from self._own(root, name, root)
 
     def _own(self, node: Node, name: str, root: Node) -> Iterator[Node]:
-        """Nodes below `node` that tensors decide and that have no owner yet, arguments first.
-
-        The owner of a node is the nearest named one at or above it, else the expression's root.
-        """
+        """Nodes that tensors decide, arguments first; the nearest name above a node owns it."""
         if node in self._owners:
             return
         if node.name is not None:
@@ -312,7 +309,7 @@ def memory_of_decode(bound: Bound, prompt: int, element: int) -> tuple[int, int]
 
 
 def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
-    """Operations per layer of a decode step, by when: at every step, and where entries leave."""
+    """Operations per layer of a decode step: at every step, and where entries leave."""
     shape = bound.shape
     entries = max(1, max_entries(bound, prompt) // (shape.layers * shape.kv_heads)) + 1
     sizes = Sizes(bound, prompt, 0, entries, entries - 1, _VALUE, step=True)

@@ -10,8 +10,7 @@ from kvpolicy.dsl.tools.cost import cost
 def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, option: str) -> None:
     """Refuses a policy that takes more than a share of a prefill's time; see `cost`.
 
-    The cost is that with an attention backend that returns no log-sum-exp: the server's backend is
-    not known yet and may change.
+    Attention is taken to return no log-sum-exp, as the server's backend is not known yet.
 
     Args:
         length: tokens of the longest prompt, at least 1.

@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 def difference(
     programs: list[Program], first: Bound, second: Bound, config: ModelConfig, length: int
 ) -> Iterator[str]:
-    """Lines on what changes from the first policy to the second; prompts have `length` tokens."""
+    """Lines on what changes from the first policy to the second."""
     names = [program.name for program in programs]
     yield f"{names[0]} -> {names[1]}, {config.name}, {length:,} tokens"
     yield from _section("Parameters", _parameters(first, second))
@@ -97,7 +97,7 @@ def _change(
 
 
 def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:
-    """How much both keep of random tensors; queries are doubled, so that scores differ clearly."""
+    """What both keep of random tensors; queries are doubled, so that scores differ clearly."""
     small = replace(shape, layers=min(shape.layers, _LAYERS), head_dim=min(shape.head_dim, _SIZE))
     tokens = min(length, _TOKENS)
     try:

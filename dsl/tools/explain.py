@@ -82,7 +82,7 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
 
 
 def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
-    """The nodes from which everything that decides is computed, each with a name."""
+    """The roots of everything that decides, each with a name."""
     for prefix, rules in (("", bound.folded.prefill), ("decode.", bound.folded.decode)):
         if rules is None:
             continue
@@ -105,8 +105,7 @@ def explanation(
     """The lines of the explanation.
 
     Args:
-        length: tokens of the prompt.
-        gpu: the one for which costs are given, as shares of a prefill's time.
+        gpu: where costs are given, as shares of a prefill's time.
     """
     shape = config.shape
     yield f"{bound.program.name}: {bound.program.about}"

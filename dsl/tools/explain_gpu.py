@@ -17,7 +17,7 @@ _WIDTH = 96
 
 
 def expected(found: Forecast, batch: int) -> Iterator[str]:
-    """Lines that compare the figures with full KV and with the policy, and state assumptions."""
+    """Lines that compare full KV with the policy, and what the figures rest on."""
     yield _row("", "full KV", "policy", "")
     for name, figure, text, more_is_better in (
         ("KV cache of a prompt", "prompt_bytes", size_text, False),
@@ -42,7 +42,6 @@ def _row(name: str, full: str, policy: str, ratio: str) -> str:
 
 
 def _work(found: Forecast, batch: int) -> Iterator[str]:
-    """Rows on the work of the policy itself."""
     share = f"per prompt, {found.share:.2%} of its prefill"
     yield _row("scoring and compaction", "", seconds_text(found.scoring), share)
     yield _row("arithmetic of scoring", "", flops_text(found.operations), "per prompt")

@@ -91,7 +91,7 @@ def reasons(found: Sequence[Fusion]) -> Iterator[str]:
 
 
 def _small(found: Fusion) -> set[tuple[str, bool]]:
-    """Operations outside the generated kernels, each with whether it has a hand-written kernel.
+    """Operations outside the generated kernels, and whether each has a hand-written one.
 
     Nodes that one kernel computes together are one operation.
     """
@@ -142,7 +142,6 @@ def _pass(bundle: Bundle, steps: bool) -> str:
 
 
 def _named(bundle: Bundle) -> list[Node]:
-    """The reductions and outputs of a bundle, once each."""
     nodes = [*(each.node for each in bundle.reductions), *bundle.outputs]
     return list(dict.fromkeys(nodes))
 

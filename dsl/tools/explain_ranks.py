@@ -49,12 +49,7 @@ def _share(own: int, model: int) -> str:
 
 
 def prefill_bytes(bound: Bound, length: int, element: int) -> int:
-    """Bytes exchanged in a prefill: arguments of operations across KV heads, and what hosts need.
-
-    Args:
-        length: tokens of the prompt.
-        element: bytes of one number of queries, keys and values.
-    """
+    """Bytes exchanged in a prefill; `element`: bytes of a number of queries, keys and values."""
     sections = heads_last(bound.lowered)
     rules = sections.prefill
     roots = [*rules_roots(rules), rules.budget, *propagate_roots(sections.propagate)]
@@ -78,7 +73,7 @@ def _known_to_hosts(bound: Bound, length: int, roots: list[Node | None]) -> int:
 
 
 def fold_bytes(bound: Bound, length: int, element: int) -> int:
-    """Bytes exchanged in a fold of one request, for all layers; arguments as of `prefill_bytes`."""
+    """Bytes exchanged in a fold of one request, for all layers."""
     rules = heads_last(bound.lowered).decode
     if rules is None:
         return 0
@@ -103,7 +98,7 @@ def _said(bound: Bound, nodes: list[Node]) -> int:
 
 
 def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
-    """Node id -> number of entries, for nodes across KV heads that read competing entries alone."""
+    """Node id -> number of entries, for nodes across KV heads that read few entries."""
     found: dict[int, int] = {}
     for node in nodes_of([keep]):
         stage = Stage.of(node)

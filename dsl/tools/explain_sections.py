@@ -46,7 +46,7 @@ def propagation(bound: Bound, propagate: Propagate, length: int, written: Writte
 
 
 def _acting(bound: Bound, length: int) -> str:
-    """A note on the layer after which tokens leave, or that data decide it."""
+    """The layer after which tokens leave, or that data decide it."""
     layer = bound.propagation_layer(length)
     if layer is None:
         return "  (the prompt's content decides)"
@@ -98,7 +98,7 @@ def decode(
 
 
 def reported(bound: Bound, written: Written) -> Iterator[str]:
-    """Which values are shown, and whether of the prefill, of decode steps or of both."""
+    """Which values are shown, and of which phases."""
     lets = {"prefill": bound.folded.prefill.lets}
     if bound.folded.decode is not None:
         lets["decode"] = bound.folded.decode.lets

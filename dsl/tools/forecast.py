@@ -26,10 +26,10 @@ from kvpolicy.dsl.tools.launches import Launches, launches
 FOLD_INTERVAL = 16  # the server's default
 MOST_AT_ONCE = 4096  # most requests that SGLang runs at once by default
 # SGLang: share of the GPU's memory for weights and pool; kernels per layer, which decode steps
-# replay as one graph; seconds of the host per decode step, during which the GPU computes.
+# replay as one graph; seconds of the host per decode step, beside the GPU's.
 MEMORY_SHARE, LAYER_KERNELS, STEP_HOST = 0.87, 10, 1.5e-3
-# Seconds of the host, fitted to benchmarks/host_model.py: per thing that a prefill and that a fold
-# asks of the device; at a fold also per request, per layer of it and per list of it.
+# Seconds of the host, fitted to benchmarks/host_model.py: per operation, view, launch and transfer
+# of a prefill, and of a fold; in a fold also per request, per layer and per list of one.
 PREFILL_ASK, FOLD_ASK = 8e-6, 20e-6
 FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 80e-6, 4e-6, 0.5e-6
 
@@ -42,7 +42,7 @@ class Serving:
         prompt_bytes: bytes of the KV cache of one request after its prefill.
         ttft: time from the start of the prefill to the first token, of one request alone.
         tpot: time of a decode step of B requests, in the middle of their answers.
-        at_once: number of requests that fit at once.
+        at_once: number of requests that fit.
         throughput: tokens generated per second, with as many requests as fit.
     """
 
@@ -55,12 +55,12 @@ class Serving:
 
 @dataclass(frozen=True)
 class Fold:
-    """The work at a step at which entries of B requests leave.
+    """The work of a fold of B requests.
 
     Attributes:
-        device: number of things that the GPU is asked for.
+        device: operations, launches and transfers.
         host: seconds of the host.
-        times: number of such steps in an answer.
+        times: number of folds in an answer.
     """
 
     device: float
@@ -76,8 +76,8 @@ class Forecast:
         scoring: seconds of the GPU for scoring, choosing and compaction of one prompt.
         share: `scoring` as a share of the prefill's time with full KV.
         operations: arithmetic operations of scoring and choosing for one prompt.
-        prefill_asks: number of things that a prefill asks of the device for the policy.
-        fold: the work at a fold of `Load.batch` requests; None if nothing leaves.
+        prefill_asks: operations, launches and transfers of a prefill for the policy.
+        fold: the work of a fold of `Load.batch` requests; None if nothing leaves.
         assumptions: what the figures rest on, as sentences.
     """
 
@@ -139,7 +139,6 @@ class _Way:
     """Serving with full KV.
 
     Attributes:
-        token: entries of one token, over all layers and KV heads.
         entries: entries of one request after its prefill, over all layers and KV heads.
     """
 
@@ -169,7 +168,7 @@ class _Way:
         return max(self._reach([self.prompt] * self.config.shape.layers), PREFILL_ASK * asks)
 
     def _reach(self, tokens: Sequence[int]) -> float:
-        """Seconds of the GPU for layers, given the number of tokens that reach each."""
+        """Seconds of the GPU for layers with these numbers of tokens."""
         return self.gpu.seconds(sum(map(self.config.layer_work, tokens), Work()))
 
     def held(self, generated: float) -> float:
@@ -183,7 +182,7 @@ class _Way:
 
     @property
     def at_once(self) -> int:
-        """Number of requests that fit, with room for the whole prompt of one in its prefill."""
+        """Number of requests that fit, one of them with its whole prompt during its prefill."""
         beside = self.config.kv_size(self.token * self.prompt) - self.request_bytes
         return min(MOST_AT_ONCE, max(0, int((self.pool - max(beside, 0)) / self.request_bytes)))
 
@@ -218,7 +217,7 @@ class _Policy(_Way):
 
     @property
     def prefill_asks(self) -> float:
-        """Number of things that a prefill asks of the device besides the model's."""
+        """Operations, launches and transfers of a prefill besides the model's."""
         return self.config.shape.layers * self.asked.layer.device + self.asked.end.device
 
     @property
@@ -240,7 +239,7 @@ class _Policy(_Way):
         )
 
     def fold(self, requests: int) -> Fold | None:
-        """The work at a step at which entries of `requests` requests leave; None if none do."""
+        """The work of a fold of `requests` requests; None if nothing leaves."""
         asked, shape = self.asked, self.config.shape
         if asked.fold is None:
             return None
@@ -256,17 +255,16 @@ class _Policy(_Way):
 
 
 def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
-    """Seconds of the host at a step at which entries of `requests` requests leave.
+    """Seconds of the host in a fold of `requests` requests.
 
     Args:
-        asked: number of things asked of the device for all requests, views included.
+        asked: operations, launches, transfers and views, for all requests.
     """
     layer = FOLD_LAYER + shape.kv_heads * FOLD_LIST
     return FOLD_ASK * asked + requests * (FOLD_REQUEST + shape.layers * layer)
 
 
 def _assumptions(full: _Way, own: _Policy) -> list[str]:
-    """What the figures rest on, as sentences."""
     gpu, bound = own.gpu, own.bound
     found = [
         f"{gpu.name}: {MATRIX_REACHED:.0%} of {gpu.matrix / 1e12:,.0f} TFLOP/s and "

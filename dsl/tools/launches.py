@@ -41,7 +41,7 @@ class Asked:
         operations: torch operations that compute.
         launches: launches of kernels.
         transfers: copies of small tensors between host and device.
-        views: torch operations that only make a view, which cost time on the host alone.
+        views: torch operations that only make a view; only the host spends time on them.
     """
 
     operations: int = 0
@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def device(self) -> int:
-        """Number of things that the GPU does, one after the other."""
+        """What the GPU does one after the other: operations, launches and transfers."""
         return self.operations + self.launches + self.transfers
 
 
@@ -62,9 +62,9 @@ class Observed(TorchDispatchMode):
     """Counts what a `with` block asks of a device, and times the stand-ins for kernels.
 
     Attributes:
-        operations: operations that torch dispatches outside stand-ins, views included.
+        operations: torch operations outside stand-ins, views included.
         views: operations that only make a view, for which a GPU does nothing.
-        launches: launches of kernels; counted outside a `with` block too.
+        launches: launches of kernels.
         transfers: copies to the device, and of a fold's numbers from it.
         kernels: seconds of processor time in stand-ins for kernels.
         counting: whether operations and transfers are counted.
@@ -98,7 +98,7 @@ class Observed(TorchDispatchMode):
 
     @property
     def device(self) -> int:
-        """Number of things that a GPU would have done so far."""
+        """`Asked.device` so far."""
         return self.asked.device
 
     def __torch_dispatch__(
@@ -211,9 +211,9 @@ class Launches:
     Attributes:
         layer: at the end of a layer of a prefill, mean over layers.
         end: after the last layer, until the entries that stay are in private pages.
-        fold: at a fold, for all its requests or, if `one_by_one`, for one layer of one request;
-            None if nothing leaves.
-        one_by_one: whether requests and layers fold one after the other.
+        fold: in a fold, of all its requests or, if `one_by_one`, of one layer of one request; None
+            if nothing leaves.
+        one_by_one: whether requests and layers fold one by one.
     """
 
     layer: Mean
@@ -227,7 +227,7 @@ class Mean(NamedTuple):
 
     Attributes:
         device: operations that compute, launches and transfers.
-        host: the same and views: everything that costs the host time.
+        host: the same and views, which all cost the host time.
     """
 
     device: float
@@ -246,7 +246,7 @@ def launches(bound: Bound) -> Launches:
 
 
 class _Counting:
-    """Counts in the longest prompt of a policy's trial, and in its last of `_FOLDS` folds."""
+    """Counts in the longest prompt of a policy's trial, and in the last of its folds."""
 
     def __init__(self, case: TrialCase) -> None:
         self.case, self.bound, self.watch = case, case.bound, Watch()
@@ -303,7 +303,7 @@ class _Counting:
         slots = bound.positions == "slots"
         if bound.folded.prefill.merge is None and not slots:
             return Asked(launches=1), []
-        # The entries of each layer are gathered, rotated (slot positions) and placed.
+        # Each layer is gathered, rotated (slot positions) and placed.
         asked = [Asked(operations=1, launches=1 + slots)] * shape.layers
         if bound.folded.prefill.merge is not None:
             k, v = (self._made(shape.kv_heads, run.size) for _ in range(2))
@@ -330,7 +330,7 @@ class _Counting:
 
         def queries() -> torch.Tensor:
             observed.append(Asked(operations=1))  # queries of all steps are joined
-            if not memory.steps.advancing_asks:  # states do not read them: they were not noted
+            if not memory.steps.advancing_asks:  # which were not noted step by step
                 observed.append(Asked(operations=1))
             return asked
 
@@ -349,7 +349,7 @@ class _Counting:
         return found
 
     def _written(self) -> Asked:
-        """What moving entries within their pages asks, as sglang_ext/forward/group_fold.py does."""
+        """What moving entries within pages asks (sglang_ext/forward/group_fold.py)."""
         # To the device: the rows and their lengths; from it: how many entries stay.
         return Asked(launches=1 + (self.bound.positions == "slots"), transfers=2)
 

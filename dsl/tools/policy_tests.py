@@ -49,10 +49,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _trial(program: Program, cases: Sequence[PolicyTest]) -> PolicyError | None:
-    """The error of the trial of a policy; None if it passes, or cannot be bound for it.
+    """The error of a policy's trial; None if there is none.
 
-    It is tried with its defaults on the usual model. A policy may be made for other models: if it
-    cannot be bound to the usual one, model and settings of the first possible test are used.
+    The policy is tried with its defaults on the usual model or, if it is made for other models,
+    with model and settings of the first test for which it can be bound.
     """
     from kvpolicy.dsl.tools.trial import trial
 
@@ -95,12 +95,11 @@ def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
 
 
 def _beside(test: Path) -> Path:
-    """The policy file beside a test file."""
     return test.with_name(f"{test.name.removesuffix(TEST_SUFFIX)}.yaml")
 
 
 def _tested(test: Path, policy: Path, name: str) -> Program:
-    """The policy of a test file; an error if the file names another, `name`, under `policy`."""
+    """The policy of a test file, which has to say that it tests this one."""
     if name != policy.stem:
         message = f"`policy` is `{name}`, but the file tests `{policy.stem}`"
         raise refused(str(test), "test", message)
@@ -108,7 +107,7 @@ def _tested(test: Path, policy: Path, name: str) -> Program:
 
 
 def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
-    """How an execution differs from what a test expects, as sentences; empty if it does not."""
+    """How an execution differs from what a test expects; empty if it does not."""
     try:
         bound = bind(
             program, case.shape, overrides(case.settings), fold_interval=case.fold_interval

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def report(result: Result, scores: bool = False) -> dict[str, Any]:
-    """The result as JSON values, with scores if asked for; see docs/run.md."""
+    """The result as JSON values; see docs/run.md."""
     kept = [[np.flatnonzero(head).tolist() for head in layer] for layer in result.kept]
     budgets = result.budgets or [layer.sum(-1) for layer in result.kept]
     output: dict[str, Any] = {
@@ -78,7 +78,7 @@ def _layers(per_layer: list[Any]) -> list[Any]:
 
 
 def propagation(result: Result) -> dict[str, object]:
-    """Which tokens went deeper, as JSON values; None if no layer acted. See docs/run.md."""
+    """Which tokens went deeper, as JSON values; None if no layer acted."""
     return {
         "selected_layer": result.selected_layer,
         "propagated": result.propagated,
@@ -109,13 +109,7 @@ def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None
 def _differences(
     pairs: list[Any], kept: list[Any], keys: np.ndarray, values: np.ndarray
 ) -> list[dict[str, Any]]:
-    """The largest absolute differences per layer, as JSON.
-
-    Args:
-        pairs: per layer and KV head, cached keys and values [entries, D].
-        kept: per layer and KV head, their positions, or a mask of all positions.
-        keys, values: the recorded ones, [L, G, positions, D].
-    """
+    """The largest differences per layer, as JSON; `pairs` and `kept` are per layer and KV head."""
     result = []
     for layer, (heads, places) in enumerate(zip(pairs, kept, strict=True)):
         largest = {"key": 0.0, "value": 0.0}

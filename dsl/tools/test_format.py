@@ -90,9 +90,9 @@ class PolicyTest:
         tensors: `q`, `k`, `v`, `q_step`, `k_step`, `v_step`: numbers, a seed, or None for zeros.
         inv_freq: [D / 2] numbers, or None.
         fold_interval: entries leave at every such step.
-        expected: expected values of the prefill, by key of the output of `kvpolicy run`: `kept`
-            [L][G] lists of positions, `budgets` [L][G], `thresholds` [L], `merged` [L] mappings
-            with `key` and `value`, and so on; `reported` is a mapping from name to values [L].
+        expected: values expected of the prefill, by key of the output of `kvpolicy run`: `kept`
+            [L][G] positions, `budgets` [L][G], `thresholds` [L], `merged` [L] with `key` and
+            `value`, and so on; under `reported` by name.
         after: the same, by decode step from 1.
         refused: expected part of the message, or None.
     """
@@ -230,7 +230,7 @@ class _Reader:
         return self.listed(node, "layers", shape.layers, read)
 
     def listed(self, node: yaml_nodes.Sequence, what: str, count: int, read: Reads[_T]) -> list[_T]:
-        """The values of a list that must have `count` items, one per layer or KV head (`what`)."""
+        """The values of a list that must have `count` items, layers or KV heads."""
         if len(node.items) != count:
             message = f"{len(node.items)} {what} are listed, the model has {count}"
             raise self.defect(message, node)

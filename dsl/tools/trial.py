@@ -62,7 +62,7 @@ class _Attempt:
     Args:
         bound: the policy as it will be served, for messages.
         case: the prompt, and the policy bound to a small model.
-        number: number of the case, the seed of its tensors.
+        number: the seed of its tensors.
     """
 
     def __init__(self, bound: Bound, case: TrialCase, number: int) -> None:
@@ -108,14 +108,14 @@ class _Attempt:
     def _cause(self, expected: Result, found: Difference) -> Difference:
         """The difference in a budget or score behind one in entries after the prefill, if any.
 
-        The torch program runs again for it, since its first result has no budgets and no scores.
+        The torch program runs again, as its first result has no budgets and no scores.
         """
         if found.section != "keep" or found.step:
             return found
         return difference(expected, self._result("the torch program", apply)) or found
 
     def _deciding(self, found: Difference) -> Node | None:
-        """The value of the policy that decides what differs; None if it is not known."""
+        """The value of the policy that decides what differs."""
         bound = self.case.bound
         rules = (bound.folded.decode if found.step else None) or bound.folded.prefill
         if found.section == "propagate":

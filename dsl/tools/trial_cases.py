@@ -24,7 +24,7 @@ LAYERS, KV_HEADS, GROUP, SIZE = 6, 2, 2, 8
 # a prompt of `_FEW` tokens; one of all its queries is the whole prompt.
 _LENGTHS = (24, 40, 56, 80, 112, 160, 224, 320)
 _FEW = 64
-_STEPS = 32  # decode steps among which are sought those at which entries leave
+_STEPS = 32  # decode steps searched for those at which entries leave
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def cases(bound: Bound) -> Iterator[TrialCase]:
 
 
 def _small(bound: Bound) -> Bound:
-    """The policy on a model of few layers and with small numbers of tokens, if it accepts them."""
+    """The policy with few layers and small numbers of tokens, if it accepts them."""
     few = min(bound.shape.layers, LAYERS)
     ways: list[Callable[[int], int]] = [_by_doublings]
     ways += [partial(_divided, by) for by in (64, 16, 4, 1)]
@@ -123,7 +123,7 @@ def _values(bound: Bound, share: Fraction, tokens: Callable[[int], int]) -> Mapp
 
 
 def _text(param: Param, value: Fraction | bool | float) -> str:
-    """A value as text, raised to the parameter's minimum and, if it must be odd, to an odd one."""
+    """A value as text, raised to the parameter's minimum and, if need be, to an odd number."""
     if isinstance(value, bool):
         return str(value).lower()
     if param.minimum is not None:
@@ -158,17 +158,14 @@ def _of_steps(keep: Node) -> bool:
 
 
 def _least(bounds: Bounds, keep: Node) -> int:
-    """Largest size of a selection; of a choice, the smaller of its two branches."""
+    """Bound on the size of a selection; of a choice, that of its smaller branch."""
     if keep.op == "choose":
         return min(_least(bounds, branch) for branch in keep.args[::2])
     return bounds.size(keep).total
 
 
 def _steps(bound: Bound, tokens: int, folds: int = 2) -> int:
-    """Decode steps until entries have left `folds` times, or as often as in `_STEPS` steps.
-
-    `folds` steps if none leave in these; 0 if the policy has no `decode`.
-    """
+    """Decode steps until entries have left `folds` times, or as often as within `_STEPS`."""
     if bound.folded.decode is None:
         return 0
     leaving = [step for step in range(1, _STEPS + 1) if bound.leaves_at(step, tokens)]

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def size_text(size: float) -> str:
-    """A number of bytes, in the largest unit in which it is at least 1."""
+    """Bytes in the largest unit in which they are at least 1."""
     return _in_largest(size, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def flops_text(operations: float) -> str:
-    """A number of operations, in the largest unit in which it is at least 1."""
+    """Operations in the largest unit in which they are at least 1."""
     return _in_largest(operations, 1000, ("flop", "kflop", "Mflop", "Gflop", "Tflop"))
 
 
 def _in_largest(number: float, step: int, units: Sequence[str]) -> str:
-    """A number in the largest unit in which it is at least 1; `step` units make the next one."""
+    """A number in the largest unit in which it is at least 1; `step` units make the next."""
     (unit, *larger), digits = units, 0
     for each in larger:
         if number >= step:
@@ -25,7 +25,7 @@ def _in_largest(number: float, step: int, units: Sequence[str]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time given in seconds, in s, ms or us: the largest in which it is at least 1."""
+    """Seconds in the largest unit in which they are at least 1."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:,.2f} {unit}"
