@@ -128,9 +128,9 @@ class Names(ABC):
         self.propagates = propagates
         self.diagnostics: list[Diagnostic] = []
         self.graph = Graph()
-        self.not_served: dict[str, None] = {}
-        self.whole_maps: set[Node] = set()
-        self.widths: list[tuple[Node, Span]] = []
+        self.not_served: dict[str, None] = {}  # used features that are not served
+        self.whole_maps: set[Node] = set()  # see `is_whole_map`
+        self.widths: list[tuple[Node, Span]] = []  # of pooling
         self.counts: list[Counted] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in SECTIONS}
         self.open: list[Key] = []  # lets and sections that are being typed, the innermost last

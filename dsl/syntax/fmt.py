@@ -32,7 +32,7 @@ def format_file(path: Path, write: bool = True) -> bool:
     """Formats a file in place; returns whether its text changes. Without `write` it is left alone.
 
     Raises:
-        PolicyError: the file cannot be read or written, or as of `format_policy`.
+        PolicyError: the file cannot be read or written, or `format_policy` refuses it.
     """
     path = find(path)
     source = read_source(path)

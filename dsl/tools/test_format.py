@@ -89,7 +89,7 @@ class PolicyTest:
         steps: T decode steps.
         tensors: `q`, `k`, `v`, `q_step`, `k_step`, `v_step`: numbers, a seed, or None for zeros.
         inv_freq: [D / 2] numbers, or None.
-        fold_interval: entries leave at every such step.
+        fold_interval: decode steps from fold to fold, at least 1.
         expected: values expected of the prefill, by key of the output of `kvpolicy run`: `kept`
             [L][G] positions, `budgets` [L][G], `thresholds` [L], `merged` [L] with `key` and
             `value`, and so on; under `reported` by name.
