@@ -194,41 +194,42 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kv-policy-max-one-piece-prefill",
         metavar="TOKENS",
-        help="Longest prompt that is prefilled in one piece where a policy finds the layer after "
-        "which tokens leave only from data; a longer one is served in full. Default: the chunk "
+        help="Longest prompt that is prefilled in one piece, for policies whose data decide the "
+        "layer after which tokens leave; longer prompts are served in full. Default: the chunk "
         "size (--chunked-prefill-size).",
     )
     group.add_argument(
         "--kv-policy-fold-interval",
         metavar="STEPS",
-        help="Entries leave at every so many decode steps, where a policy does not say "
-        f"`decode.when` itself. Default {DEFAULT_INTERVAL}.",
+        help="Decode steps between two folds, at which entries leave, for policies without "
+        f"`decode.when`. Default {DEFAULT_INTERVAL}.",
     )
     group.add_argument(
         "--kv-policy-kernels",
         metavar="{" + ",".join(KERNELS) + "}",
-        help="What scores, chooses and copies entries. Default auto: triton on a CUDA device, "
+        help="Kernels that score, choose and copy entries. Default auto: triton on a CUDA device, "
         "torch elsewhere.",
     )
     group.add_argument(
         "--kv-policy-attention",
         metavar="{" + ",".join(ATTENTION) + "}",
-        help="What reads compressed entries in decode steps on a GPU. Default auto: as measured "
-        "for the GPU, else triton. flashinfer needs --attention-backend flashinfer.",
+        help="Kernels that read compressed entries in decode steps on a GPU. Default auto: those "
+        "measured to be faster on the GPU, else triton. flashinfer needs --attention-backend "
+        "flashinfer.",
     )
     group.add_argument(
         "--kv-policy-max-cost",
         metavar="PERCENT",
-        help="Most that scoring and choosing may take, in percent of the time of a prefill of the "
-        "model's context length, if attention hands over no log-sum-exp (`kvpolicy explain` says "
-        "it for one that does); a policy that takes more is refused. 0 for any. "
+        help="Highest estimated cost of scoring and choosing, in percent of the time of a prefill "
+        "at the model's context length; a policy above it is refused. The estimate is for "
+        "attention without log-sum-exp (`kvpolicy explain` shows the one with it). 0: no limit. "
         f"Default {DEFAULT_COST}.",
     )
     group.add_argument(
         "--kv-policy-max-failures",
         metavar="REQUESTS",
-        help="A policy that has failed for so many requests is disabled: its requests are served "
-        f"in full. 0 for never. Default {DEFAULT_FAILURES}.",
+        help="Failed requests after which a policy is disabled and its requests are served in "
+        f"full. 0: never. Default {DEFAULT_FAILURES}.",
     )
     group.add_argument(
         "--kv-policy-allow-inspection",
@@ -239,8 +240,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kv-policy-override",
         metavar="{" + ",".join(OVERRIDES) + "}",
-        help="Which policy a request may name. any: one that is served, or `none` (full KV); "
-        "listed: one that is served; none: it may name nothing. Others are refused. Default any.",
+        help="Policies that a request may name. any: every served policy, or `none` (full KV); "
+        "listed: every served policy; none: no policy. Other names are refused. Default any.",
     )
     group.add_argument(
         "--kv-experiment",
@@ -251,15 +252,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kv-experiment-state",
         metavar="FILE",
-        help="Where it is kept how far the experiment has come, and whether it has ended, so that "
-        "a restart goes on with it; what was seen of it lies beside it, in FILE.evidence.",
+        help="File for the experiment's state, so that a restart goes on with it; its evidence "
+        "is kept beside it, in FILE.evidence.",
     )
     group.add_argument(
         "--kv-experiment-slots",
         metavar="SLOTS",
-        help="Slots of the KV pool that are set aside for scoring requests again with full KV; "
-        "no other request loses cached tokens for it. Default: 2 %% of the pool, no more than the "
-        "model's context, and 0 where the experiment has no `shadow`.",
+        help="Slots of the KV pool set aside for scoring requests again with full KV, so that no "
+        "other request loses cached tokens for it. Default: 2 %% of the pool, at most the model's "
+        "context; 0 if the experiment has no `shadow`.",
     )
 
 
