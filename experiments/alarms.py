@@ -1,4 +1,4 @@
-"""What makes a comparison untrue, as sentences: what is seen, why it may be, what to do."""
+"""Warnings about what makes a comparison of arms untrue, each with a likely cause and a remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvpolicy.experiments.majority_key import ENOUGH, MajorityKey
 from kvpolicy.experiments.sample_ratio import ALARM, SampleRatio
 from kvpolicy.experiments.windows import Windows
 
-NOISE = 1 / 4  # share of the margin that control's own drift may take
-LATE = 1 / 100  # share of the values that may come when their window is closed
+NOISE = 1 / 4  # largest share of the margin that control's drift may reach without a warning
+LATE = 1 / 100  # largest share of values that may come after their window has closed
 
 _WHY = {
     "assigned": "keys do not reach the arms as the weights say: look for a gateway that rewrites "
@@ -32,7 +32,14 @@ def alarms(
     sources: Sequence[int],
     windows: Windows,
 ) -> list[str]:
-    """The sentences that hold now, the gravest first; what stands before the colon never varies."""
+    """The warnings that hold now, the gravest first.
+
+    The text before the first colon holds no figures, so it identifies a warning.
+
+    Args:
+        records: what was seen of each arm, by its name.
+        sources: requests by the place where their key was found, in the order of `targeting_key`.
+    """
     return [
         *_one_key(majority),
         *_no_key(experiment, sources),
@@ -72,7 +79,7 @@ def _sample_ratio(experiment: Experiment, keys: DistinctKeys) -> Iterator[str]:
                 f"sample ratio mismatch at the stage `{stage}`: {_counts(experiment, ratio)}; "
                 + (f"{_WHY[stage]}; until then compare nothing")
             )
-            return  # later stages inherit it
+            return  # a mismatch passes on to the later stages
 
 
 def _counts(experiment: Experiment, ratio: SampleRatio) -> str:
@@ -87,7 +94,7 @@ def _counts(experiment: Experiment, ratio: SampleRatio) -> str:
 
 def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator[str]:
     control = experiment.control
-    if control.policy != NO_POLICY:  # then its drift is what its policy loses
+    if control.policy != NO_POLICY:  # then control's drift is what its policy loses
         return
     for metric in experiment.metrics:
         if metric.kind.compared != "margin" or metric.margin is None:

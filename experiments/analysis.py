@@ -1,7 +1,7 @@
-"""What one replica has seen of one revision of an experiment, and what follows from it.
+"""What one replica has seen of one revision of an experiment, and the verdicts from it.
 
-An `Analysis` takes numbers only: no text, no tokens, no keys. It may be looked at after every
-request; replicas pool by adding their documents. Not safe for threads.
+An `Analysis` takes numbers only: no text, no tokens, and hashes instead of keys. Its verdicts are
+valid after every request; `pooled` adds the documents of several replicas. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvpolicy.experiments.metrics import METRICS
 from kvpolicy.experiments.verdict import Verdict
 from kvpolicy.experiments.windows import Windows
 
-WORST = 20  # shadowed requests that are kept, those with the largest drift
+WORST = 20  # number of shadowed requests with the largest drift that are kept
 
 
 class Analysis:
@@ -33,8 +33,8 @@ class Analysis:
         records: what was seen of each arm, by name.
         distinct: distinct keys by stage, with the test of the sample ratio.
         majority: the key that may carry most requests.
-        sources: requests by the place where their key was found, in the order of targeting_key.
-        windows: what is compared by window, with `design: switchback`.
+        sources: requests by the place where their key was found, in the order of `targeting_key`.
+        windows: means of windows of time; empty unless `design: switchback`.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -48,22 +48,23 @@ class Analysis:
         self._clips = {metric.metric: metric.upper for metric in experiment.metrics}
 
     def key_source(self, index: int | None) -> None:
-        """The key of a request was found at this place of the targeting key, counted from 0.
+        """Counts the place at which a request's key was found.
 
-        None: it was found nowhere.
+        Args:
+            index: position in `targeting_key`, counted from 0; None if no key was found.
         """
         if index is not None:
             self.sources[index] += 1
 
     def assigned(self, arm: str, key_hash: int, *, seconds: float | None = None) -> None:
-        """A request got an arm by its key.
+        """Counts a request that got an arm by its key.
 
         Args:
-            key_hash: 64 bits of a hash of the key, the same in every replica.
-            seconds: wall clock, with `design: switchback`.
+            key_hash: 64-bit hash of the key, the same in every replica.
+            seconds: wall clock in seconds since 1970; used with `design: switchback` only.
 
         Raises:
-            KeyError: there is no such arm.
+            KeyError: the experiment has no such arm.
         """
         self.records[arm].requests += 1
         self.majority.add(key_hash)
@@ -82,15 +83,19 @@ class Analysis:
         key_hash: int,
         seconds: float | None = None,
     ) -> None:
-        """A request has ended; requests that clients abort are the caller's to leave out.
+        """Takes the figures of a request that has ended.
+
+        The caller leaves out requests that clients have aborted.
 
         Args:
             failed: whether it ended in an error of the server.
-            kv_bytes_per_prompt_token: held after the prefill; None if it is not known.
+            kv_bytes_per_prompt_token: KV bytes held after the prefill, divided by the prompt's
+                tokens; None if not known.
             ttft: seconds to the first token; None if there was none.
             e2e: seconds to the last token; None if it failed.
-            seconds: wall clock when the request was assigned, with `design: switchback`; without
-                it the request is not compared there.
+            key_hash: as in `assigned`.
+            seconds: wall clock at which the request was assigned; with `design: switchback` a
+                request without it is not compared.
         """
         record = self.records[arm]
         record.finished += 1
@@ -109,16 +114,17 @@ class Analysis:
     def shadowed(
         self, arm: str, drift: float, top1: float, tokens: int, number: int, key_hash: int
     ) -> None:
-        """A request was scored again with full KV.
+        """Takes the figures of a request that was scored again with full KV.
+
+        A `drift` or `top1` that is not finite counts as the largest value: a policy that breaks
+        the model must not vanish from its own statistics.
 
         Args:
-            drift: mean over its tokens of the KL divergence, each clipped, in nats.
-            top1: share of its tokens whose likeliest candidate differs, 0 to 1.
-            tokens: scored ones.
-            number: of the request in the server's log, to find it again.
-
-        What is no number counts as the largest value: a policy that breaks the model must not
-        vanish from its own statistics.
+            drift: mean over the scored tokens of the clipped KL divergence, in nats.
+            top1: share of the scored tokens whose likeliest candidate differs, 0 to 1.
+            tokens: number of scored tokens.
+            number: number of the request in the server's log, by which it is found again.
+            key_hash: as in `assigned`.
         """
         record = self.records[arm]
         record.shadowed += 1
@@ -134,29 +140,32 @@ class Analysis:
 
     @property
     def worst(self) -> list[dict[str, Any]]:
-        """The shadowed requests with the largest drift, that first: arm, number, drift, tokens."""
+        """The shadowed requests with the largest drift, in falling order, at most `WORST`.
+
+        Each has `arm`, `number`, `drift` and `tokens`.
+        """
         return [
             {"arm": arm, "number": number, "drift": drift, "tokens": tokens}
             for drift, number, arm, tokens in sorted(self._worst, reverse=True)
         ]
 
     def verdicts(self) -> list[Verdict]:
-        """What is known of every metric in every arm of a weight above 0, in the file's order."""
+        """The verdicts on the metrics in the arms of a weight above 0, as `judge.judge` says."""
         return judge(self.experiment, self.records, self.windows)
 
     def breach(self) -> Verdict | None:
-        """The guardrail that is breached; of several the one with the most evidence."""
+        """The breached guardrail with the most evidence; None if none is breached."""
         breached = [verdict for verdict in self.verdicts() if verdict.outcome == "breached"]
         return max(breached, key=lambda verdict: verdict.log_e_breach or 0.0, default=None)
 
     def warnings(self) -> list[str]:
-        """Sentences on what makes the comparison untrue, each with its cause and what to do."""
+        """Sentences on what makes the comparison untrue, each with a cause and a remedy."""
         return alarms(
             self.experiment, self.records, self.distinct, self.majority, self.sources, self.windows
         )
 
     def p_values(self) -> dict[str, float]:
-        """Of the test of the sample ratio at each stage; below `sample_ratio.ALARM` it warns."""
+        """p-value of the sample-ratio test at each stage; below `sample_ratio.ALARM` it alarms."""
         return {stage: ratio.p_value for stage, ratio in self.distinct.ratios.items()}
 
     def keys(self) -> dict[str, int]:
@@ -164,15 +173,15 @@ class Analysis:
         return self.distinct.counts("assigned")
 
     def retire(self, arm: str) -> None:
-        """An arm is rolled back: it gets no further requests, and its keys are compared no more."""
+        """Takes the keys of an arm that is rolled back out of the test of the sample ratio."""
         self.distinct.retire(arm)
 
     def as_document(self, *, with_keys: bool = True) -> dict[str, Any]:
         """Everything as a JSON value.
 
         Args:
-            with_keys: also 32 bits of a hash of each key, five bytes a key: needed to go on after
-                a restart, and to pool replicas that share keys.
+            with_keys: include 32 bits of a hash of each key, about five bytes a key: needed to go
+                on after a restart, and to pool replicas that share keys.
         """
         document: dict[str, Any] = {
             "experiment": self.experiment.name,
@@ -189,7 +198,7 @@ class Analysis:
 
     @classmethod
     def from_document(cls, experiment: Experiment, document: dict[str, Any]) -> Analysis:
-        """An analysis that goes on where another one stopped.
+        """The analysis of a document, which goes on from there.
 
         Raises:
             ValueError: the document is of another revision, or is damaged.
@@ -197,7 +206,7 @@ class Analysis:
         return pooled(experiment, [document])
 
     def _reached(self, stage: str, arm: str, key_hash: int) -> None:
-        # With a switchback the arm is the window's: keys have none.
+        # With a switchback the arm belongs to the window: keys have none.
         if self.experiment.design is None:
             self.distinct.reached(stage, arm, key_hash)
 
@@ -212,7 +221,7 @@ class Analysis:
         self._compared(arm, metric, value)
 
     def _compared(self, arm: str, metric: str, value: float) -> None:
-        """Takes a value for the difference to control; one of control counts for every arm."""
+        """Adds a value to the difference to control; a value of control counts for every arm."""
         is_control = arm == self.experiment.control.name
         for record in self.records.values() if is_control else [self.records[arm]]:
             difference = record.differences.get(metric)

@@ -13,7 +13,7 @@ from kvpolicy.experiments.experiment import Experiment, Metric
 
 @dataclass
 class Tally:
-    """Number and sum of values that nothing bounds."""
+    """Number and sum of values without a bound."""
 
     n: int = 0
     total: float = 0.0
@@ -34,12 +34,17 @@ TALLIES = ("kv_bytes_per_prompt_token", "ttft_seconds", "e2e_seconds", "drift", 
 
 @dataclass
 class ArmRecord:
-    """Counts of requests and tokens, tallies of `TALLIES`, and statistics by metric.
+    """Counts of requests and tokens, and the statistics of each metric.
 
-    A metric has a bounded mean, a difference to control, or neither, as nothing bounds its values.
+    Attributes:
+        requests: assigned ones.
+        tallies: number and sum of the values of each metric of `TALLIES`.
+        means: bounded means, by metric. A metric has one of these, a difference to control, or
+            neither: where its values have no bound, or where windows are compared.
+        differences: arm minus control, by metric.
     """
 
-    requests: int = 0  # assigned
+    requests: int = 0
     finished: int = 0
     failed: int = 0
     shadowed: int = 0
@@ -58,10 +63,10 @@ class ArmRecord:
         }
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Adds records of other replicas to an empty one.
+        """Adds the records of replicas to this empty one.
 
         Raises:
-            ValueError, KeyError, TypeError: a document is none of `as_document`.
+            ValueError, KeyError, TypeError: a document is not one of `as_document`.
         """
         for document in documents:
             for name in _COUNTS:
@@ -81,7 +86,7 @@ _COUNTS = ("requests", "finished", "failed", "shadowed", "shadowed_tokens")
 
 
 def empty_record(experiment: Experiment, arm: str) -> ArmRecord:
-    """A record with the statistics of each metric whose unit is the request."""
+    """A record without values, with the statistics of each metric whose unit is the request."""
     record = ArmRecord()
     is_control = arm == experiment.control.name
     for metric in experiment.metrics:
@@ -101,5 +106,5 @@ def empty_record(experiment: Experiment, arm: str) -> ArmRecord:
 
 
 def judged_margin(metric: Metric) -> float | None:
-    """The difference to control that bets are made against: of a success, any."""
+    """The difference to control that bets are made against: 0 for a success metric."""
     return 0.0 if metric.role == "success" else metric.margin

@@ -1,7 +1,7 @@
-"""Which arm a request gets: decided by a hash of its key, so it is the same everywhere and always.
+"""Which arm a request gets: a hash of its key decides, so it is the same everywhere and always.
 
-Whether a key takes part and which arm it gets are drawn for different purposes, so that raising the
-coverage adds keys and moves nobody between arms.
+Whether a key takes part and which arm it gets are two independent draws, so that raising the
+coverage adds keys and moves none between arms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Reason(StrEnum):
     SPLIT = "SPLIT"  # drawn by its key
     TARGETING_MATCH = "TARGETING_MATCH"  # the request named its policy: not part of the analysis
     DEFAULT = "DEFAULT"  # outside the coverage, or without a key
-    DISABLED = "DISABLED"  # the experiment is switched off
+    DISABLED = "DISABLED"  # the experiment is disabled or has ended, or the arm is rolled back
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ DEFAULT = Assignment(None, Reason.DEFAULT)
 def fraction(experiment: str, purpose: str, key: str) -> float:
     """A number in [0, 1), uniform over keys and independent between experiments and purposes.
 
-    The names of experiments hold no `/`, so no two triples give one text.
+    The names of experiments and purposes hold no `/`, so no two triples give the same text.
     """
     text = f"{experiment}/{purpose}/{key}".encode("utf-8", "surrogatepass")
     digest = blake2b(text, digest_size=8).digest()
@@ -51,13 +51,13 @@ def assign(
     """The arm of a request.
 
     Args:
-        key: what the targeting key found; None takes no part.
-        coverage: share of the keys that take part now; steps change it.
-        seconds: wall clock in seconds since 1970; it counts with `design: switchback` only.
+        key: what the targeting key found; a request with None takes no part.
+        coverage: share of the keys that take part now, 0 to 1; steps change it.
+        seconds: wall clock in seconds since 1970; used with `design: switchback` only.
 
     Returns:
-        reason SPLIT with an arm, DEFAULT or DISABLED without. TARGETING_MATCH is the caller's, for
-        requests that name a policy themselves.
+        An arm with the reason SPLIT, or no arm with DEFAULT or DISABLED. The caller gives
+        TARGETING_MATCH to requests that name a policy themselves.
     """
     if not experiment.enabled:
         return DISABLED
@@ -73,7 +73,7 @@ def assign(
 
 
 def window_of(design: Switchback, seconds: float) -> int:
-    """Number of the window of a moment, counted from 1970; the same in every replica."""
+    """Number of the window that a moment is in, counted from 1970; the same in every replica."""
     return int(seconds // design.window)
 
 

@@ -1,4 +1,4 @@
-"""What can be said of a mean at any moment, however often one looks, if values have a bound.
+"""Statistics of the mean of bounded values that are valid at any moment, however often one looks.
 
 Two statistics of one stream of values in [0, upper]:
 
@@ -8,10 +8,10 @@ Two statistics of one stream of values in [0, upper]:
   paper, section 4): a mixture over a fixed grid of bets, so that rare large values, which ruin a
   bet made for the usual ones, leave the smaller bets of the grid standing.
 
-Everything is a sum over values, so several replicas pool by adding. If the mean moves, both speak
-of the mean that each value had when it came: the interval of their weighted average.
+Everything is a sum over values, so the sums of several replicas add. If the mean moves, both refer
+to the mean that each value had when it came: the interval to the weighted average of these means.
 
-The running intersection of intervals would be narrower but is no sum: it is left out.
+The running intersection of intervals would be narrower but is no sum, so it is not computed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 # The paper recommends 1/2 or 3/4 as the largest bet of an interval. The larger one is better where
 # nearly all values are alike; where the spread is large bets are smaller anyway.
 LARGEST_BET = 0.75
-TUNED_AT = 0.05  # the alpha for which the bets of an interval are made; they are valid for any
+TUNED_AT = 0.05  # alpha for which the bets of an interval are tuned; they are valid for any alpha
 
-# Bets as shares of the largest one that cannot lose everything. Above the margin what is won grows
-# with the bet until a rare small value; the best bet may be anywhere. Below it one value at the
-# upper end loses nearly all, so the best bet is large (no outliers) or a middling one.
+# Bets as shares of the largest bet that cannot lose everything. Where the mean is above the margin
+# a bet gains with its size until a rare small value comes: the best bet may be anywhere. Where it
+# is below, one value at `upper` loses nearly all: the best bet is large (no outliers) or middling.
 ABOVE = tuple(0.002 * (0.98 / 0.002) ** (i / 15) for i in range(16))
 BELOW = tuple(0.03 * (0.99 / 0.03) ** (i / 9) for i in range(10))
 
@@ -37,9 +37,9 @@ class BoundedMean:
 
     Attributes:
         upper: largest value, above 0.
-        margin: the mean against which bets are made, inside (0, upper); None bets nothing.
+        margin: the mean against which bets are made, inside (0, upper); None for no bets.
         n: number of values.
-        total: their sum.
+        total: sum of the values.
     """
 
     def __init__(self, upper: float, margin: float | None = None) -> None:
@@ -51,8 +51,8 @@ class BoundedMean:
         self.margin = margin
         self.n = 0
         self.total = 0.0
-        # Of y = x / upper: sums of bet * y, of bets, and of what the spread costs; and the squares
-        # from which the next bet is made. A pooled sum has no next bet of its own.
+        # With y = x / upper: sums of bet * y, of bets, and of the cost of the spread; `squares`
+        # sums the squared deviations that size the next bet.
         self.bet_values = 0.0
         self.bets = 0.0
         self.spread = 0.0
@@ -61,10 +61,10 @@ class BoundedMean:
         self.below = [0.0] * len(BELOW) if margin is not None else []
 
     def add(self, x: float) -> None:
-        """Takes one value.
+        """Adds one value.
 
         Raises:
-            ValueError: it is outside [0, upper], or no number.
+            ValueError: `x` is NaN or outside [0, upper].
         """
         if not 0 <= x <= self.upper:
             raise ValueError(f"{x} is not between 0 and {self.upper}")
@@ -87,13 +87,13 @@ class BoundedMean:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the values, None before the first."""
+        """Mean of the values; None before the first."""
         return self.total / self.n if self.n else None
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Bounds that hold the mean, at all moments together, but for a chance of alpha.
+        """Bounds that hold the mean at all moments together, with a chance of at least 1 - alpha.
 
-        Each side alone fails with a chance of alpha / 2 at most.
+        The chance that one side fails is at most alpha / 2.
         """
         if not self.bets:
             return 0.0, self.upper
@@ -105,14 +105,14 @@ class BoundedMean:
     def log_e_above(self) -> float:
         """Log of the evidence that the mean is above the margin.
 
-        While the mean is at most the margin it ever reaches log(1 / a) with a chance of a at most
-        (Ville's inequality). 0 without values or margin.
+        While the mean is at most the margin, the chance that it ever reaches log(1 / a) is at most
+        a (Ville's inequality). 0 without values or without a margin.
         """
         return log_mean_exp(self.above)
 
     @property
     def log_e_below(self) -> float:
-        """Log of the evidence that the mean is below the margin."""
+        """Log of the evidence that the mean is below the margin, likewise."""
         return log_mean_exp(self.below)
 
     def as_document(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class BoundedMean:
         """The sums of a JSON value.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none of `as_document`.
+            ValueError, KeyError, TypeError: `document` is not one of `as_document`.
         """
         mean = cls(document["upper"], document["margin"])
         mean.n = int(document["n"])
@@ -150,15 +150,15 @@ class BoundedMean:
 
     @classmethod
     def pooled(cls, means: Sequence[BoundedMean]) -> BoundedMean:
-        """Sums of several replicas, as if one had seen all values.
+        """The sums of several replicas.
 
-        The product of the replicas' supermartingales is one again; as the bets on the margin are
-        the same in all of them, adding their logs grid point by grid point gives the very mixture
-        that one stream would have given. (To add `log_e_above` of replicas is valid too, and
-        weaker.)
+        The product of the replicas' supermartingales is a supermartingale too. The bets on the
+        margin are the same in all replicas, so adding their logs, one point of the grid at a time,
+        gives the mixture that a single stream would have given. (Adding the replicas'
+        `log_e_above` would be valid too, and weaker.)
 
         Raises:
-            ValueError: there is none, or bound or margin differ.
+            ValueError: `means` is empty, or their `upper` or `margin` differ.
         """
         if len({(mean.upper, mean.margin) for mean in means}) != 1:
             raise ValueError("only means with one bound and one margin can be pooled")
@@ -172,10 +172,10 @@ class BoundedMean:
 
 
 def next_bet(n: int, squares: float) -> float:
-    """The bet of an interval on the value after n values (below Theorem 2 of the paper).
+    """The bet of an interval on the value that follows n values (below Theorem 2 of the paper).
 
     Args:
-        squares: sum over the values of (y - mean so far)^2.
+        squares: sum over the n values of (y - mean so far)^2.
     """
     variance = (0.25 + squares) / (n + 1)
     raw = math.sqrt(2 * math.log(2 / TUNED_AT) / (variance * (n + 1) * math.log(n + 2)))
@@ -183,7 +183,7 @@ def next_bet(n: int, squares: float) -> float:
 
 
 def bet_cost(bet: float) -> float:
-    """What one unit of squared distance costs a bet: psi_E of the paper."""
+    """Cost of a bet per unit of 4 (y - mean so far)^2: psi_E of the paper."""
     return (-math.log1p(-bet) - bet) / 4
 
 
@@ -201,7 +201,7 @@ def finite(value: object) -> float:
     """A JSON number as a float.
 
     Raises:
-        ValueError: it is no number, or not finite.
+        ValueError: `value` is not a finite number.
     """
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is no number")

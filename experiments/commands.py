@@ -1,8 +1,8 @@
 """`kvpolicy experiment`: files of experiments, and servers that run one.
 
-Exit codes: 0 well, 1 something is wrong with a file, an experiment has ended badly or cannot be
-compared, or a server declines, 2 input or a server that cannot be used. What computes is imported
-by the actions that do, so that `check` needs no numpy.
+Exit codes: 0 success; 1 a file has errors, an experiment has ended badly or cannot be compared, or
+a server declines; 2 a file or a server cannot be used. Each action imports the modules that it
+needs, so that `check` needs no numpy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "SGLANG_ADMIN_KEY"  # environment variable
 _FILE = "path of an experiment"
-_OPTIONAL = ("numpy", "tqdm")  # packages that actions on files do without
+_OPTIONAL = ("numpy", "tqdm")  # packages that `check`, `fmt` and `schema` do without
 
 
 class Action(NamedTuple):
-    """What `kvpolicy experiment` can do: its help, what runs it, and what adds its arguments."""
+    """An action of `kvpolicy experiment`.
+
+    Attributes:
+        help: its help text.
+        run: runs it and returns the exit code.
+        arguments: adds its arguments to a parser.
+    """
 
     help: str
     run: Callable[[argparse.Namespace], int]
@@ -87,7 +93,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def summary(experiment: Experiment) -> str:
-    """What an experiment is, in a line."""
+    """One line about an experiment: name, arms, coverage, steps, design and revision."""
     from kvpolicy.experiments.quantities import percent_text
 
     total = sum(arm.weight for arm in experiment.arms)
@@ -149,7 +155,7 @@ def _status(args: argparse.Namespace) -> int:
         time.sleep(args.watch)
         try:
             text = _shown(args, Overview(_answers(args, replicas)))
-        except PolicyError as error:  # servers start again; the next look may find them
+        except PolicyError as error:  # a server may be restarting: ask again next time
             text = f"{error}\n"
         clear = "\033[2J\033[H" if sys.stdout.isatty() else "\n"
         print(f"{clear}{text}", end="", flush=True)
@@ -157,7 +163,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def wrong(overview: Overview) -> bool:
-    """Whether an experiment or an arm was given up, breaches a guardrail, or cannot be trusted."""
+    """Whether the experiment is aborted, an arm rolled back or breached, or there is a warning."""
     from kvpolicy.experiments.lifecycle import State
 
     breached = any(verdict.outcome == "breached" for verdict in overview.guardrails)

@@ -1,10 +1,10 @@
-"""Mean of an arm minus mean of control, at any moment.
+"""Mean of an arm minus mean of control, valid at any moment.
 
 Values of both are paired as they come: the mean of the arm's values and the mean of control's since
-the last pair make one difference in [-upper, upper], and a stream of bounded differences is what
-`bounded_mean.py` is for. A pair is closed as soon as both have a value, which depends on when
-values come and not on what they are. Its two sides are of the same minutes, so what moves both arms
-(an overload, a bad hour) cancels.
+the last pair make one difference in [-upper, upper]; `bounded_mean.py` takes these differences. A
+pair is closed as soon as both sides have a value, which depends on when values come and not on how
+large they are. Both sides come from the same minutes, so what moves both arms (an overload, a bad
+hour) cancels.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ class PairedDifference:
 
     Attributes:
         upper: largest value.
-        margin: the difference against which bets are made, in [0, upper); None bets nothing.
-        shifted: the statistics of difference + upper, which lies in [0, 2 * upper].
+        margin: the difference against which bets are made, in [0, upper); None for no bets.
+        shifted: statistics of difference + upper, which is in [0, 2 * upper].
+        waiting: by side, number and sum of the values since the last pair.
     """
 
     def __init__(self, upper: float, margin: float | None = None) -> None:
         self.upper = upper
         self.margin = margin
         self.shifted = BoundedMean(2 * upper, None if margin is None else margin + upper)
-        self.waiting = {"arm": [0.0, 0.0], "control": [0.0, 0.0]}  # number and sum since the pair
+        self.waiting = {"arm": [0.0, 0.0], "control": [0.0, 0.0]}
 
     def add(self, side: str, x: float) -> None:
-        """Takes one value of a side, "arm" or "control".
+        """Adds one value of a side, "arm" or "control".
 
         Raises:
-            ValueError: it is outside [0, upper], or no number.
+            ValueError: `x` is NaN or outside [0, upper].
         """
         if not 0 <= x <= self.upper:
             raise ValueError(f"{x} is not between 0 and {self.upper}")
@@ -46,7 +47,7 @@ class PairedDifference:
         (n, total), (control_n, control_total) = self.waiting["arm"], self.waiting["control"]
         if n and control_n:
             shifted = total / n - control_total / control_n + self.upper
-            self.shifted.add(min(max(shifted, 0.0), 2 * self.upper))  # against rounding
+            self.shifted.add(min(max(shifted, 0.0), 2 * self.upper))  # rounding may exceed bounds
             self.waiting = {"arm": [0.0, 0.0], "control": [0.0, 0.0]}
 
     @property
@@ -56,17 +57,17 @@ class PairedDifference:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the differences, None before the first pair."""
+        """Mean of the differences; None before the first pair."""
         return None if self.shifted.mean is None else self.shifted.mean - self.upper
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Bounds that hold the difference, at all moments together, but for a chance of alpha."""
+        """Bounds that hold the mean difference, as those of `BoundedMean.interval`."""
         low, high = self.shifted.interval(alpha)
         return low - self.upper, high - self.upper
 
     @property
     def log_e_above(self) -> float:
-        """Log of the evidence that the difference is above the margin, as of `BoundedMean`."""
+        """Log of the evidence that the difference is above the margin, as in `BoundedMean`."""
         return self.shifted.log_e_above
 
     @property
@@ -79,10 +80,10 @@ class PairedDifference:
         return {"waiting": self.waiting, "shifted": self.shifted.as_document()}
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Adds what replicas have seen; what waits for a partner may find one in another replica.
+        """Adds the sums of replicas; values that wait in one replica may be paired with another's.
 
         Raises:
-            ValueError, KeyError, TypeError: a document is none of `as_document`.
+            ValueError, KeyError, TypeError: a document is not one of `as_document`.
         """
         means = [BoundedMean.from_document(document["shifted"]) for document in documents]
         self.shifted = BoundedMean.pooled([self.shifted, *means])

@@ -1,7 +1,7 @@
 """Distinct keys by arm and stage, each counted once, for the test of the sample ratio.
 
-Requests of one key come in bursts and share their arm, so requests are no independent draws; keys
-are. What is kept of a key is 32 bits of a hash of it.
+Requests of one key come in bursts and share their arm, so requests are not independent draws; keys
+are. Of each key, 32 bits of a hash are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from kvpolicy.experiments.sample_ratio import SampleRatio
 
-MAX_KEYS = 200_000  # the first ones; which these are has nothing to do with their arms
+MAX_KEYS = 200_000  # only the first ones are kept; the order does not depend on their arms
 STAGES = ("assigned", "finished", "shadowed")
 
 _LOW = (1 << 32) - 1
@@ -26,7 +26,7 @@ class DistinctKeys:
     Attributes:
         arms: names in the order of the experiment.
         ratios: the test of each stage, over the arms that are not retired.
-        retired: of each arm that takes no further keys, those that it had by stage.
+        retired: arm that takes no further keys -> stage -> number of keys that it had.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -34,16 +34,16 @@ class DistinctKeys:
         self._weights = list(weights.values())
         self.ratios = {stage: SampleRatio(self._weights) for stage in STAGES}
         self.retired: dict[str, dict[str, int]] = {}
-        # Of each key: the index of its arm above the bits of the stages that it has reached.
+        # Hash of a key -> the index of its arm, above one bit for each stage that it has reached.
         self._seen: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def reached(self, stage: str, arm: str, key_hash: int) -> None:
-        """A request of a key has come to a stage; only the first one of a key counts there.
+        """Counts a key at a stage, the first time that one of its requests gets there.
 
-        Keys are taken up when they are assigned, until there are `MAX_KEYS`.
+        A key is taken up at the stage "assigned" only, until there are `MAX_KEYS`.
         """
         if arm in self.retired:
             return
@@ -58,9 +58,10 @@ class DistinctKeys:
             self.ratios[stage].add(index)
 
     def retire(self, arm: str) -> None:
-        """An arm gets no further keys: the others are compared among themselves from now on.
+        """Takes an arm out of the tests: it gets no further keys.
 
-        What they have so far is as their weights say among themselves, too.
+        The other arms are compared among themselves from now on, with the keys that they have:
+        among themselves these too should be as the weights say.
         """
         if arm in self.retired:
             return
@@ -70,7 +71,7 @@ class DistinctKeys:
         self._set_counts(counts)
 
     def _set_counts(self, counts: Mapping[str, Sequence[int]]) -> None:
-        """Begin the tests again with counts, without those of retired arms."""
+        """Begins the tests again with these counts, by stage and arm, without retired arms."""
         gone = {self.arms.index(arm) for arm in self.retired}
         weights = [0.0 if i in gone else weight for i, weight in enumerate(self._weights)]
         if not any(weights):
@@ -88,10 +89,12 @@ class DistinctKeys:
         return seen | {arm: counts[stage] for arm, counts in self.retired.items()}
 
     def as_document(self, with_keys: bool) -> dict[str, Any]:
-        """Counts and p-values by stage; with the hashes of the keys, by arm and stages, in base64.
+        """Counts and p-values by stage, as a JSON value.
 
-        Without the hashes a restart counts keys again that it has counted before, and replicas that
-        share keys count them twice.
+        Args:
+            with_keys: include the hashes of the keys in base64, grouped by arm and stages reached.
+                Without them keys are counted again after a restart, and keys that several replicas
+                have seen count several times.
         """
         document: dict[str, Any] = {
             "counts": {stage: ratio.counts[:] for stage, ratio in self.ratios.items()},
@@ -115,13 +118,13 @@ class DistinctKeys:
     def pooled(
         cls, weights: Mapping[str, float], documents: Sequence[dict[str, Any]]
     ) -> DistinctKeys:
-        """The keys of several documents: each once if all documents have keys, else added up.
+        """The keys of several documents: each once if all documents have hashes, else counts added.
 
-        p-values are those of the pooled counts: the smallest of several would be too small too
-        often. That of a single document goes on from its smallest.
+        p-values are those of the pooled counts, since the smallest of several would be too small
+        too often. With a single document its smallest p-value so far is kept.
 
         Raises:
-            ValueError, KeyError, TypeError: a document is none of `as_document`.
+            ValueError, KeyError, TypeError: a document is not one of `as_document`.
         """
         pooled = cls(weights)
         if documents and all("keys" in document for document in documents):
@@ -144,7 +147,7 @@ class DistinctKeys:
         return pooled
 
     def _union(self, packed: Sequence[dict[str, str]]) -> dict[str, list[int]]:
-        """Takes over the keys of documents; how many reached each stage in each arm."""
+        """Takes over the keys of documents; returns the number of keys by stage and arm."""
         for keys in packed:
             for written, text in keys.items():
                 state = int(written)

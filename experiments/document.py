@@ -20,16 +20,16 @@ def document(
     analysed_seconds: float | None = None,
     with_keys: bool = True,
 ) -> dict[str, Any]:
-    """What `GET /kv_policy/experiment` answers, and `kvpolicy experiment` reads.
+    """What `GET /kv_policy/experiment` answers and `kvpolicy experiment` reads.
 
     Args:
-        reload: `success`, whether the file as it was last seen is in use, and `problem`, what is
-            wrong with it or None.
-        state_saved: whether the state file holds what is true now.
-        shadow: by arm, how many sampled requests came to which outcome.
-        analysed_seconds: since the analysis began; from it a rate of samples is made. None where
-            it is not known.
-        with_keys: also hashes of the keys, by which replicas that share keys are pooled.
+        reload: `success`: whether the file as last read is in use; `problem`: what is wrong with
+            it, or None.
+        state_saved: whether the state file is up to date.
+        shadow: arm -> outcome -> number of sampled requests.
+        analysed_seconds: seconds since the analysis began, for the rate of samples; None where it
+            is not known.
+        with_keys: include hashes of the keys, by which replicas that share keys are pooled.
     """
     experiment = lifecycle.experiment
     return {

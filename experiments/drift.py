@@ -1,11 +1,11 @@
 """How far one model's next-token distributions are from another's, from the top K of each.
 
-Both are brought to the same coarser events: each candidate that both list, those that only the
-first lists, and everything else. The divergence of coarser events is at most that of the whole
-distributions. What the second gives to candidates that it does not list is not known, only that
-each has at most the probability of its last listed one; of all values that it may have, the one
-with the least divergence is taken. So what is measured is a bound from below, and distributions
-that are equal measure zero. Distributions that are no numbers measure NaN, never zero.
+Both distributions are reduced to the same coarser events: each candidate that both list, the
+candidates that only the first lists, and everything else. The divergence of coarser events is at
+most that of the whole distributions. The probability that the second gives to candidates that it
+does not list is unknown; each has at most the probability of its last listed one. Of the possible
+values, the one with the least divergence is taken. So the result is a lower bound, and it is zero
+for equal distributions. It is NaN, never zero, where a log-probability is NaN.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-RESOLUTION = 1e-6  # nats; logits of two kernels that round differently give less
-_NOTHING = 1e-6  # probability that float32 leaves of a sum that is 1
-_LEAST = 1e-12  # probability that is told from none
-_ROWS = 256  # that are compared at once: [rows, K, K] flags are held
+RESOLUTION = 1e-6  # nats; a smaller divergence may come from kernels that round differently
+_NOTHING = 1e-6  # largest probability that rounding in float32 may leave of a sum that is 1
+_LEAST = 1e-12  # smallest probability in a logarithm
+_ROWS = 256  # distributions compared at once, which takes [_ROWS, K, K] flags
 
 
 class Candidates(NamedTuple):
@@ -33,9 +33,9 @@ class Candidates(NamedTuple):
 
 
 def divergence(policy: Candidates, full: Candidates) -> np.ndarray:
-    """KL(policy || full) of each distribution in nats, float64 [n]; a bound from below.
+    """KL(policy || full) of each distribution, a lower bound in nats: float64 [n].
 
-    NaN where a listed log-probability of either is NaN.
+    0 up to `RESOLUTION`; NaN where a listed log-probability of either is NaN.
     """
     found = [
         _divergence(
@@ -69,21 +69,21 @@ def _divergence(policy: Candidates, full: Candidates) -> np.ndarray:
 
 
 def _unknown(candidates: Candidates) -> np.ndarray:
-    """bool [n]: distributions that are no numbers."""
+    """Whether a distribution has a log-probability that is NaN: bool [n]."""
     return np.isnan(candidates.logprobs).any(axis=1)
 
 
 def _left(taken: np.ndarray) -> np.ndarray:
-    """What is left of 1; rounding leaves a little where there is nothing else."""
+    """1 - taken, at least 0, and 0 where only rounding is left: float64 [n]."""
     left = np.clip(1 - taken, 0.0, 1.0)
     return np.where(left > _NOTHING, left, 0.0)
 
 
 def _term(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """p log(p / q), 0 where p is."""
+    """p log(p / q); 0 where p is 0."""
     return p * np.log(np.maximum(p, _LEAST) / np.maximum(q, _LEAST))
 
 
 def disagreements(policy: Candidates, full: Candidates) -> np.ndarray:
-    """bool [n]: whether the most probable token is another, or nothing is known of either's."""
+    """Whether the most probable tokens differ, or a log-probability is NaN: bool [n]."""
     return (policy.ids[:, 0] != full.ids[:, 0]) | _unknown(policy) | _unknown(full)

@@ -1,4 +1,4 @@
-"""What was seen of an experiment, as it is kept over a restart."""
+"""What one replica has seen of an experiment, to be kept over a restart."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Evidence:
     """What was seen of one revision by one replica.
 
     Attributes:
-        analysis: of its requests.
-        seconds: for which it has been seen.
-        shadowed: requests that were scored again; the next one gets the number after it.
+        analysis: the analysis of its requests.
+        seconds: time since the analysis began.
+        shadowed: number of requests scored again so far; it numbers these requests from 1.
     """
 
     analysis: Analysis
@@ -28,7 +28,7 @@ class Evidence:
     shadowed: int
 
     def saved(self) -> dict[str, Any]:
-        """What is to be kept over a restart."""
+        """The evidence as a JSON value."""
         experiment = self.analysis.experiment
         return {
             "format": FORMAT,
@@ -41,10 +41,10 @@ class Evidence:
 
     @classmethod
     def restored(cls, experiment: Experiment, saved: Mapping[str, Any]) -> Evidence | None:
-        """What `saved` returned before a restart; None if it is of another revision.
+        """The evidence that the method `saved` gave as `saved`; None if it is of another revision.
 
         Raises:
-            ValueError: it is not what `saved` returns.
+            ValueError: `saved` is of another format or damaged.
         """
         if saved.get("format") != FORMAT:
             raise ValueError(f"its format is {saved.get('format')!r}, not {FORMAT}")

@@ -18,17 +18,18 @@ from kvpolicy.experiments.quantities import duration_text, percent_text
 
 NO_POLICY = "none"  # serves a request with full KV
 
-# May change while an experiment runs: nobody moves between arms, and what was seen stays true.
+# Keys that may change while an experiment runs: no request's key moves to another arm, and what
+# was seen stays valid.
 CHANGEABLE = ("enabled", "coverage", "steps")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the things compared.
+    """One of the policies that share the traffic.
 
     Attributes:
         name: as messages and labels show it.
-        policy: name of a policy that the server has; `none` is full KV.
+        policy: name of a policy that the server has; `none` for full KV.
         weight: share of the covered keys, relative to the other arms' weights; at least 0.
         settings: values of the policy's parameters for this arm, `set` in the file.
     """
@@ -40,7 +41,7 @@ class Arm:
 
     @property
     def served_as(self) -> str:
-        """Name of the policy that a server has for the arm: with settings, one of its own."""
+        """Name under which a server has the arm's policy: `POLICY@ARM` if the arm has settings."""
         return f"{self.policy}@{self.name}" if self.settings else self.policy
 
 
@@ -51,7 +52,7 @@ class Key:
     Attributes:
         kind: "header", "body" (a field of the JSON body, `a.b` inside an object), "session_id", or
             "rid" (the request's own id, which is always there).
-        name: of the header in lower case, or of the field; empty for the others.
+        name: name of the header in lower case, or of the field; empty for the other kinds.
     """
 
     kind: str
@@ -75,10 +76,10 @@ class Metric:
 
     Attributes:
         metric: a name in `metrics.METRICS`.
-        role: "guardrail" (ends the experiment beyond its margin), "success" (what is hoped for) or
-            "info" (shown).
-        margin: of a guardrail, in the metric's unit: how much is too much.
-        clip: in the metric's unit: larger values count as this one.
+        role: "guardrail" (rolls an arm back beyond its margin), "success" (the hoped-for gain) or
+            "info" (shown only).
+        margin: largest acceptable loss of a guardrail, in the metric's unit; None for other roles.
+        clip: in the metric's unit; larger values count as this one. None for no clip.
     """
 
     metric: str
@@ -88,12 +89,12 @@ class Metric:
 
     @property
     def kind(self) -> MetricKind:
-        """What is known of the metric."""
+        """The metric's row in `metrics.METRICS`."""
         return METRICS[self.metric]
 
     @property
     def upper(self) -> float | None:
-        """Largest value that one unit can have; None where nothing bounds it."""
+        """Largest value that a request can have, in the metric's unit; None without a bound."""
         return 1.0 if self.kind.is_share else self.clip
 
 
@@ -103,8 +104,8 @@ class Shadow:
 
     Attributes:
         sample: share of the requests, above 0 and at most 1.
-        top: candidates per token whose probabilities are compared.
-        tokens_per_second: most that shadow requests may compute.
+        top: number of candidates per token whose probabilities are compared.
+        tokens_per_second: largest number of tokens that shadow requests may compute per second.
     """
 
     sample: float
@@ -114,11 +115,11 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Switchback:
-    """All covered requests of a window of time get the arm of the window.
+    """A design in which all covered requests of a window of time get the arm of the window.
 
     Attributes:
-        window: seconds.
-        burn_in: seconds at the beginning of a window that are not compared.
+        window: length of a window in seconds.
+        burn_in: seconds at the beginning of a window whose requests are not compared.
     """
 
     window: float
@@ -127,12 +128,13 @@ class Switchback:
 
 @dataclass(frozen=True)
 class Analysis:
-    """When something is decided.
+    """When the experiment decides.
 
     Attributes:
-        alpha: most that the chance of a false alarm may be, over the whole experiment.
-        min_samples: values in an arm before anything is decided about it.
-        on_fail: what a breached guardrail does.
+        alpha: largest chance of a false alarm, over the whole experiment.
+        min_samples: values in an arm before anything is decided about it; requests where windows
+            are compared.
+        on_fail: what a breached guardrail does: "abort" rolls its arm back, "alert" is logged.
     """
 
     alpha: float = 0.05
@@ -158,16 +160,16 @@ class Experiment:
     """Everything that an experiment file says.
 
     Attributes:
-        name: also the salt of every draw.
-        targeting_key: places of a request's key; the first that is there counts.
-        enabled: False serves everything by `default`.
-        coverage: share of the keys that take part, 0 to 1.
+        name: its name, also the salt of every draw.
+        targeting_key: places to look for a request's key; the first place that has one counts.
+        enabled: False serves all requests by `default`.
+        coverage: share of the keys that take part, 0 to 1, before the first step.
         default: policy of requests that do not take part.
         arms: at least two; the first is control.
-        design: None draws an arm for each key.
-        shadow: None if nothing is scored again.
+        design: None for `design: request`, which draws an arm for each key.
+        shadow: which requests are scored again; None for none.
         metrics: what is measured.
-        analysis: when something is decided.
+        analysis: when the experiment decides.
         steps: how coverage grows.
     """
 
@@ -185,29 +187,29 @@ class Experiment:
 
     @cached_property
     def revision(self) -> str:
-        """12 hex digits over everything but `CHANGEABLE`.
+        """Digest of everything but `CHANGEABLE`, 12 hex digits.
 
-        The analysis and a rollback belong to a revision: new weights, policies or margins begin
-        anew, a ramp goes on.
+        The analysis and rollbacks belong to a revision: with new weights, policies or margins they
+        begin anew, with other steps of coverage they go on.
         """
         document = as_document(self)
         return _digest({key: document[key] for key in document if key not in CHANGEABLE})
 
     @cached_property
     def digest(self) -> str:
-        """12 hex digits over everything; comments and layout do not count."""
+        """Digest of everything but comments and layout, 12 hex digits."""
         return _digest(as_document(self))
 
     @property
     def control(self) -> Arm:
-        """What the other arms are compared with."""
+        """The arm that the other arms are compared with."""
         return self.arms[0]
 
     def arm(self, name: str) -> Arm:
-        """The arm of a name.
+        """The arm with a name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: the experiment has no such arm.
         """
         for arm in self.arms:
             if arm.name == name:
@@ -216,13 +218,13 @@ class Experiment:
 
     @cached_property
     def thresholds(self) -> tuple[float, ...]:
-        """Where each arm's part of [0, 1) ends, in the order of the arms."""
+        """End of each arm's part of [0, 1), in the order of the arms."""
         ends = list(accumulate(arm.weight for arm in self.arms))
         return tuple(end / ends[-1] for end in ends)
 
 
 def as_document(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as a JSON value, in the words of the file; `reading.read` reads its text."""
+    """The experiment as a JSON value with the keys of the file; `reading.read` reads its text."""
     document: dict[str, Any] = {
         "experiment": experiment.name,
         "enabled": experiment.enabled,
@@ -280,7 +282,7 @@ def _step(step: Step) -> dict[str, str]:
 
 
 def _number(value: float | bool) -> float | bool:
-    """One way to write a number: 1 for 1.0, so that equal experiments have equal digests."""
+    """A whole float as an int, so that 1 and 1.0 give equal digests."""
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return int(value) if whole else value
 

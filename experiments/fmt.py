@@ -38,10 +38,14 @@ _ROOT = Field("", "keys", "", fields=FILE)
 
 
 def format_file(path: Path, write: bool = True) -> bool:
-    """Formats a file in place; whether it changes.
+    """Formats a file in place; returns whether its text changes.
+
+    Args:
+        write: False only tells whether it would change.
 
     Raises:
-        PolicyError: the file is no experiment, or cannot be read, kept as it means, or written.
+        PolicyError: the file has errors, cannot be read or written, or cannot be formatted without
+            changing its meaning or its comments.
     """
     found = load(path)
     text = _formatted(found)
@@ -57,10 +61,11 @@ def format_text(text: str, name: str = "experiment.yaml") -> str:
 
     Args:
         text: YAML, or JSON, which becomes YAML.
-        name: how messages call it.
+        name: name of the text in messages.
 
     Raises:
-        PolicyError: with the defects of the text, or because it cannot be kept as it means.
+        PolicyError: the text has errors, or cannot be formatted without changing its meaning or
+            its comments.
     """
     return _formatted(read(text, name))
 
@@ -91,8 +96,8 @@ def _root(source: Source) -> Mapping:
 class _Entry:
     """The lines of a key or of an item of a list, with the comments above them."""
 
-    name: str  # empty of an item
-    blank: bool  # an empty line before it
+    name: str  # of the key; empty for an item
+    blank: bool  # whether an empty line comes before it
     lines: list[str]
 
 
@@ -100,10 +105,10 @@ class _Writer:
     def __init__(self, source: Source, comments: Sequence[Comment]) -> None:
         self.source = source
         self.comments = comments
-        self.taken = 0  # comments that are written already
+        self.taken = 0  # number of comments written so far
 
     def file(self, root: Mapping) -> str:
-        """The whole text; what stands above the first key stays on top."""
+        """The whole text; comments above the first key stay on top."""
         end = len(self.source.text)
         lines = self.above(root.entries[0][0].span.start, "")
         lines += self.block(root, _ROOT, 0, end)
@@ -111,7 +116,11 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def block(self, node: Mapping | NodeList, each: Field, indent: int, stop: int) -> list[str]:
-        """Keys or items one per line, keys in the order of the table; `stop` is what follows."""
+        """Keys or items one per line, keys in the order of the table.
+
+        Args:
+            stop: offset in the source at which the text after `node` begins.
+        """
         if isinstance(node, NodeList):
             parts = [("", value.span.start, value) for value in node.items]
         else:
@@ -129,7 +138,7 @@ class _Writer:
     def entry(
         self, name: str, start: int, value: YamlNode, each: Field, indent: int, stop: int
     ) -> _Entry:
-        """A key, or an item without one, with its value and its comments."""
+        """A key, or an item of a list, with its value and its comments."""
         pad = " " * indent
         head = f"{pad}{_word(name)}:" if name else f"{pad}-"
         entry = _Entry(name, self.blank_before(start), self.above(start, pad))
@@ -146,14 +155,14 @@ class _Writer:
         return entry
 
     def fits(self, value: Mapping | NodeList, each: Field, width: int) -> bool:
-        """Whether a value stands on the line of its key, and not below it thing by thing."""
+        """Whether a value is written on the line of its key, and not on lines below it."""
         if not (value.items if isinstance(value, NodeList) else value.entries):
             return True
         inside = any(value.span.start <= c.start < value.span.end for c in self.comments)
         return not inside and width <= WIDTH and each.form != "arms" and each.name != "metrics"
 
     def above(self, offset: int, pad: str) -> list[str]:
-        """Comments before a place that are not written yet."""
+        """The comments before an offset that are not written yet, indented by `pad`."""
         lines = []
         while self.taken < len(self.comments) and self.comments[self.taken].start < offset:
             lines.append(pad + self.comments[self.taken].text)
@@ -161,7 +170,7 @@ class _Writer:
         return lines
 
     def beside(self, offset: int, stop: int) -> str:
-        """The next comment, if it stands on the line of a place and before what follows."""
+        """The next comment, if it is on the line of `offset` and before `stop`; else empty."""
         newline = self.source.text.find("\n", offset)
         end = min(stop, newline if newline >= 0 else stop)
         if self.taken < len(self.comments) and self.comments[self.taken].start < end:
@@ -170,7 +179,7 @@ class _Writer:
         return ""
 
     def blank_before(self, start: int) -> bool:
-        """Whether the author left an empty line above a place and the comments on top of it."""
+        """Whether the source has an empty line above an offset and the comments on top of it."""
         *before, line = self.source.text[:start].split("\n")
         if line.strip() not in ("", "-"):
             return False
@@ -194,7 +203,7 @@ class _Writer:
 
 
 def _child(each: Field, name: str) -> Field:
-    """What stands under a name in a mapping, or in a list."""
+    """The field of the value under a name in a mapping, or of an item in a list."""
     if each.form in ("arms", "items"):
         return Field("", "keys", "", fields=each.fields)
     if each.form in ("set", "places"):
@@ -203,7 +212,7 @@ def _child(each: Field, name: str) -> Field:
 
 
 def _ordered(entries: list[_T], each: Field, name: Callable[[_T], str]) -> list[_T]:
-    """Keys of ours in the order of the table; names of the author's, and items, as they are."""
+    """Keys of the table in its order; names that the author chose, and items, in theirs."""
     if each.form not in ("keys", "design"):
         return entries
     order = [inner.name for inner in each.fields]
@@ -232,5 +241,5 @@ def _scalar(value: Scalar, each: Field) -> str:
 
 
 def _word(text: str) -> str:
-    """A name, in quotes where other readers of YAML would take it for something else."""
+    """A name, in quotes where YAML would read it as something else than this text."""
     return text if yaml.safe_load(text) == text else f'"{text}"'

@@ -10,25 +10,26 @@ from kvpolicy.experiments.metrics import METRICS
 
 EXPERIMENT = FileKind("an experiment file", "experiments", "experiment: my-name")
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9@._-]*"  # as the server takes names of policies
+NAME = r"[A-Za-z0-9][A-Za-z0-9@._-]*"  # the server's rule for names of policies
 PARAMETER = r"[a-z][a-z0-9_]*"
 PLACE = r"session_id|rid|header:[A-Za-z0-9_-]+|body:[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*"
 MAX_NAME = 64
 MAX_ARMS = 16
-MAX_ITEMS = 64  # of other lists and mappings
+MAX_ITEMS = 64  # of lists and mappings other than `arms`
 
 
 @dataclass(frozen=True)
 class Field(Known):
     """A key of a mapping.
 
-    `form` says what may stand under it: "name", "policy", "truth", "number", "whole", "share"
+    `form` says which values it takes: "name", "policy", "truth", "number", "whole", "share"
     (`10 %` or 0.1), "amount" (a number or `2 %`), "duration" (`30m`), "choice" (one of `choices`),
     "places" (a list of targeting keys), "keys" (a mapping with `fields`), "items" (a list of
-    mappings with `fields`), "arms" (names of the author's, each a mapping with `fields`), "set"
-    (names of parameters with values), or "design" (`request`, or a mapping with `fields`).
+    mappings with `fields`), "arms" (names that the author chooses, each a mapping with `fields`),
+    "set" (names of parameters with values), or "design" (`request`, or a mapping with `fields`).
 
-    Numbers, shares, amounts and durations (in seconds) have bounds.
+    Numbers, shares, amounts and durations (in seconds) have bounds: `least` and `most` are
+    allowed values, `above` and `below` are not.
     """
 
     fields: tuple[Field, ...] = ()

@@ -17,12 +17,12 @@ Tone = Literal["good", "bad", "open"]
 
 
 class Headline(NamedTuple):
-    """What there is to say first.
+    """The verdict on an experiment.
 
     Attributes:
-        tone: "bad" for what was given up, breached or cannot be compared, "good" for what is
-            cleared or promoted, else "open".
-        sentence: with a full stop.
+        tone: "bad" where something is aborted, rolled back, breached or not comparable; "good"
+            where an arm is cleared or promoted; else "open".
+        sentence: one sentence with a full stop.
     """
 
     tone: Tone
@@ -30,7 +30,7 @@ class Headline(NamedTuple):
 
 
 def headline(overview: Overview) -> Headline:
-    """What has ended, what is cleared, or how many samples are missing."""
+    """How the experiment ended, which arms are breached or cleared, or what the others lack."""
     if State.ABORTED in overview.states:
         return Headline("bad", _aborted(overview))
     if State.PROMOTED in overview.states:
@@ -53,7 +53,7 @@ def headline(overview: Overview) -> Headline:
 
 
 def decided(overview: Overview, arm: str) -> bool:
-    """Whether an arm is cleared: all of its guardrails are, and no replica has rolled it back."""
+    """Whether an arm is cleared of all its guardrails and no replica has rolled it back."""
     if arm in overview.rolled_back:
         return False
     own = [verdict for verdict in overview.guardrails if verdict.arm == arm]
@@ -61,7 +61,7 @@ def decided(overview: Overview, arm: str) -> bool:
 
 
 def lacks(overview: Overview, verdict: Verdict) -> str:
-    """What an undecided guardrail lacks, to stand after that word."""
+    """What an undecided guardrail lacks, as the words that follow "lacks"."""
     if not verdict.samples:
         return "its first sample"
     found, seconds = overview.outlook(verdict)
@@ -86,7 +86,7 @@ def _aborted(overview: Overview) -> str:
 
 
 def _where(overview: Overview, state: State) -> str:
-    """Which replicas are in a state, unless all of them are."""
+    """` at REPLICAS only` for the replicas in a state; empty if all replicas are in one state."""
     return "" if overview.state is not None else f" at {', '.join(overview.states[state])} only"
 
 
@@ -125,7 +125,7 @@ def _breached(overview: Overview, breached: list[Verdict]) -> str:
 
 
 def _cleared(overview: Overview) -> str | None:
-    """Which arms are cleared of every guardrail, as part of a sentence; None if none is."""
+    """Clause that names the arms that are cleared of every guardrail; None if there are none."""
     arms = [row.arm for row in overview.rows if decided(overview, row.arm)]
     if not arms:
         return None
@@ -161,7 +161,10 @@ def _rolled_back(overview: Overview, arm: str) -> str:
 
 
 def _length(overview: Overview, verdict: Verdict) -> float:
-    """How far a guardrail is from its decision, to tell which is the last one."""
+    """Seconds until a guardrail is decided, or missing samples where the rate is not known.
+
+    Infinite where neither is known; the largest value tells which guardrail is decided last.
+    """
     found, seconds = overview.outlook(verdict)
     if found is None:
         return float("inf")

@@ -1,4 +1,4 @@
-"""Tables of a page that screen readers can read: a caption, and heads of columns and rows."""
+"""HTML tables that screen readers can read: with a caption, and heads of columns and rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
     """A table whose first column is the head of each row; cells are plain text.
 
     Args:
-        caption: what it shows; also the name of the region that scrolls where it is too wide.
-        head: a title for each column; one that ends with a space stands over text.
+        caption: what it shows; also the name of the region that scrolls if the table is too wide.
+        head: a title for each column; a title that ends with a space marks a column of text.
         rows: cells in the order of the columns.
     """
     left = [' class="text"' if title.endswith(" ") else "" for title in head]

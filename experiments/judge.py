@@ -1,8 +1,9 @@
-"""From sums to verdicts: which guardrail is breached, which one is cleared.
+"""Verdicts from sums: which guardrails are breached, and which are cleared.
 
-Breaches share alpha: with m pairs of guardrail and arm each may fail with a chance of alpha / m, so
-that a false alarm anywhere has a chance of alpha at most. Clearing an arm needs all of its
-guardrails, which fails only if one of them does: each has the whole alpha.
+Breaches share alpha: with m pairs of guardrail and arm, each pair may raise a false alarm with a
+chance of alpha / m, so that the chance of any false alarm is at most alpha. Clearing an arm needs
+all its guardrails, so an arm is wrongly cleared only if a guardrail that it fails is: each
+guardrail has the whole alpha.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def clear_threshold(experiment: Experiment) -> float:
 def judge(
     experiment: Experiment, records: Mapping[str, ArmRecord], windows: Windows
 ) -> list[Verdict]:
-    """A verdict for each metric and arm of a weight above 0, in the order of the file."""
+    """A verdict for each metric and arm of a weight above 0, in the order of the file.
+
+    Control has verdicts only on metrics that are compared with a margin, and, with
+    `design: request`, on latencies.
+    """
     case = _Case(experiment, records, windows)
     verdicts = [
         case.verdict(metric, arm.name)
@@ -46,7 +51,7 @@ def judge(
 
 
 class _Case:
-    """What was seen, and by which rules it is judged."""
+    """What was seen of an experiment, and the rules by which it is judged."""
 
     def __init__(
         self, experiment: Experiment, records: Mapping[str, ArmRecord], windows: Windows
@@ -56,7 +61,7 @@ class _Case:
         self.windows = windows
 
     def verdict(self, metric: Metric, arm: str) -> Verdict | None:
-        """The verdict of an arm; None for control where it is what others are compared with."""
+        """The verdict on an arm; None for control on a metric that is compared with control."""
         name, record = metric.metric, self.records[arm]
         if name in record.means:
             role: Role = "info" if arm == self.experiment.control.name else metric.role
@@ -72,7 +77,7 @@ class _Case:
     def _judged(
         self, metric: Metric, role: Role, arm: str, seen: BoundedMean | PairedDifference
     ) -> Verdict:
-        """Of values with a bound."""
+        """The verdict on values with a bound."""
         guardrail = role == "guardrail"
         below = seen.log_e_below if seen.margin is not None else None
         above = seen.log_e_above if guardrail else None
@@ -85,14 +90,14 @@ class _Case:
         )  # fmt: skip
 
     def _requests(self, metric: Metric, arm: str, n: int) -> int:
-        """What `min_samples` counts: requests, also where windows are the values."""
+        """The number held against `min_samples`: of requests if the values are windows, else n."""
         if metric.metric not in self.windows.differences or not n:
             return n
         control = self.experiment.control.name
         return min(self.records[name].finished for name in (arm, control))
 
     def _unbounded(self, metric: Metric, arm: str) -> Verdict:
-        """Arm minus control, of values without a bound: means alone."""
+        """The verdict on values without a bound: the difference of the means, without interval."""
         mine, control = (
             self.records[name].tallies[metric.metric]
             for name in (arm, self.experiment.control.name)

@@ -1,9 +1,9 @@
-"""Where an experiment stands: running, paused, ended, and by which coverage.
+"""The state of an experiment: running, paused or ended, and its coverage.
 
 An arm that fails is rolled back: its keys get the default, and the other arms go on. When no arm
-but control is left, the experiment is aborted. Either is latched by the revision: neither a restart
-nor an older file that comes back undoes it. Time is reckoned by a monotonic clock, while the
-experiment runs; a clock that is set does nothing.
+but control is left, the experiment is aborted. Both are latched for the revision: neither a restart
+nor an older file that comes back undoes them. Time is counted by a monotonic clock while the
+experiment runs, so setting the wall clock changes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from kvpolicy.experiments.assignment import Assignment, Reason, assign
 from kvpolicy.experiments.experiment import Experiment
 
-FORMAT = 1  # of what is saved
-_MOST_LOGGED = 200  # changes
-_MOST_LATCHED = 200  # revisions
+FORMAT = 1  # of what `Lifecycle.saved` returns
+_MOST_LOGGED = 200  # largest number of changes kept in the log
+_MOST_LATCHED = 200  # largest number of revisions whose end or rollbacks are kept
 
 
 class State(StrEnum):
-    """Where an experiment stands."""
+    """State of an experiment."""
 
     RUNNING = "running"
     PAUSED = "paused"  # requests are assigned as before, but no further step is taken
@@ -37,7 +37,12 @@ ENDED = (State.ABORTED, State.PROMOTED)
 
 
 class Lifecycle:
-    """Where one experiment stands in one process."""
+    """The state of one experiment in one process.
+
+    Attributes:
+        experiment: the version that is in use.
+        log: changes, oldest first, each with `time` and `what`.
+    """
 
     def __init__(
         self,
@@ -49,12 +54,13 @@ class Lifecycle:
     ) -> None:
         """
         Args:
-            saved: what `saved` returned before a restart; None to begin.
-            clock: seconds that never go back.
-            now: the time that the log of changes shows.
+            saved: what the method `saved` returned before a restart; None to begin.
+            clock: seconds of a clock that never goes back.
+            now: the time to show in the log of changes.
 
         Raises:
-            ValueError: `saved` is not what `saved` returns.
+            ValueError: `saved` is of another format, damaged, or names an arm that the experiment
+                does not have.
         """
         self.experiment = experiment
         self._clock, self._now = clock, now
@@ -95,7 +101,7 @@ class Lifecycle:
         self._note(f"the server has started again; revision {self.experiment.revision}")
 
     def saved(self) -> dict[str, Any]:
-        """What is to be kept over a restart."""
+        """The state as a JSON value, to be kept over a restart."""
         return {
             "format": FORMAT,
             "experiment": self.experiment.name,
@@ -108,7 +114,7 @@ class Lifecycle:
 
     @property
     def state(self) -> State:
-        """Where it stands."""
+        """The present state."""
         if self._has_ended():
             return State(self._ended()["state"])
         if not self.experiment.enabled:
@@ -117,17 +123,17 @@ class Lifecycle:
 
     @property
     def reason(self) -> str | None:
-        """Why it has ended; None while it has not."""
+        """Why the experiment has ended; None while it has not."""
         return self._ended().get("reason")
 
     @property
     def promoted(self) -> str | None:
-        """The arm that was promoted."""
+        """The arm that was promoted; None if none was."""
         return self._ended().get("arm")
 
     @property
     def rolled_back(self) -> dict[str, str]:
-        """Arms that have failed, and why."""
+        """Arms that are rolled back, each with the reason."""
         return dict(self._ended().get("rolled_back", {}))
 
     @property
@@ -143,7 +149,7 @@ class Lifecycle:
 
     @property
     def step(self) -> int:
-        """Steps that were taken."""
+        """Number of steps taken, pauses included."""
         return self._step()[1]
 
     @property
@@ -157,7 +163,7 @@ class Lifecycle:
         """The arm of a request with this key.
 
         Args:
-            seconds: the time of day, for arms that take turns.
+            seconds: wall clock in seconds since 1970; used with `design: switchback` only.
         """
         if self.state not in (State.RUNNING, State.PAUSED):
             return Assignment(None, Reason.DISABLED)
@@ -167,13 +173,13 @@ class Lifecycle:
         return drawn
 
     def abort(self, reason: str) -> bool:
-        """End it for good: requests get the default. Returns whether that is new."""
+        """End it for good: requests get the default. Returns whether this changes anything."""
         return self._end(State.ABORTED, reason, None)
 
     def roll_back(self, arm: str, reason: str) -> bool:
-        """End an arm for good: its keys get the default. Returns whether that is new.
+        """End an arm for good: its keys get the default. Returns whether this changes anything.
 
-        The last arm beside control takes the experiment with it.
+        Control is never rolled back. Rolling back the last other arm aborts the experiment.
         """
         if self._has_ended() or arm in self.rolled_back or arm == self.experiment.control.name:
             return False
@@ -185,19 +191,22 @@ class Lifecycle:
         return True
 
     def promote(self, arm: str, reason: str) -> bool:
-        """End it for good: requests get an arm's policy. Returns whether that is new."""
+        """End it for good: requests get an arm's policy. Returns whether this changes anything."""
         return self._end(State.PROMOTED, reason, arm)
 
     def pause(self) -> bool:
-        """Take no further steps. Returns whether that is new."""
+        """Take no further steps. Returns whether this changes anything."""
         return self._set_paused(True, "paused")
 
     def resume(self) -> bool:
-        """Take steps again. Returns whether that is new."""
+        """Take steps again. Returns whether this changes anything."""
         return self._set_paused(False, "resumed")
 
     def replace(self, experiment: Experiment) -> bool:
-        """Go on with another version of the experiment. Returns whether it is another revision."""
+        """Use another version of the experiment. Returns whether it is another revision.
+
+        Within a revision `elapsed` goes on and a pause stays; another revision begins anew.
+        """
         before, state = self.experiment, self.state
         if experiment.digest == before.digest:
             return False
@@ -213,7 +222,7 @@ class Lifecycle:
         return True
 
     def document(self) -> dict[str, Any]:
-        """What operators are shown."""
+        """The state as operators are shown it, a JSON value."""
         coverage, index, wait = self._step()
         return {
             "state": self.state.value,
@@ -259,7 +268,7 @@ class Lifecycle:
         return True
 
     def _hold(self) -> None:
-        """Count the time until now, before something changes."""
+        """Add the time until now to `_elapsed`, before the state changes."""
         self._elapsed, self._since = self.elapsed, self._clock()
 
     def _step(self) -> tuple[float, int, float | None]:

@@ -1,4 +1,4 @@
-"""Random values with a known mean, as unpleasant as those of live traffic."""
+"""Random values with a known mean, as skewed as those of live traffic."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-OUTLIERS = 0.005  # share of the values of "lognormal with outliers" that are at the upper end
-SIGMA = 1.2  # of the logarithm: the largest of 100 values is some 15 times the median
-ZEROS = 0.8  # share of the zeros of "mostly zero"
+OUTLIERS = 0.005  # largest share of the values of `lognormal_with_outliers` set to `upper`
+SIGMA = 1.2  # deviation of the logarithm: the largest of 100 values is some 15 times the median
+ZEROS = 0.8  # largest share of zeros in `mostly_zero`
 
 Sampler = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 def lognormal_with_outliers(mean: float, upper: float) -> Sampler:
-    """Lognormal values cut at `upper`, and a few at it; with this mean if it is large enough.
+    """Lognormal values cut at `upper`, and a few outliers at `upper`; all together have this mean.
 
-    Means below what the outliers alone make get as many fewer outliers.
+    The outliers make up at most half of the mean: with a small mean they are fewer.
     """
     share = min(OUTLIERS, mean / upper / 2)
     rest = (mean - share * upper) / (1 - share)
@@ -32,7 +32,7 @@ def lognormal_with_outliers(mean: float, upper: float) -> Sampler:
 
 
 def mostly_zero(mean: float, upper: float) -> Sampler:
-    """Zeros, and exponential values cut at `upper`."""
+    """Zeros, and exponential values cut at `upper`; all together have this mean."""
     zeros = min(ZEROS, 1 - mean / upper)
     rest = mean / (1 - zeros)
     scale = math.exp(_solved(lambda t: _cut_exponential_mean(t, upper), rest, -40.0, 40.0))
@@ -46,7 +46,7 @@ def mostly_zero(mean: float, upper: float) -> Sampler:
 
 
 def all_or_nothing(mean: float, upper: float) -> Sampler:
-    """0 or `upper`: the largest spread that a mean can have."""
+    """Values 0 and `upper`: the largest spread that values with this mean can have."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         return np.where(rng.random(shape) < mean / upper, upper, 0.0)
@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[float, float], Sampler]] = {
 
 
 def _cut_lognormal_mean(mu: float, upper: float) -> float:
-    """Mean of min(X, upper), log X normal with mean mu and deviation SIGMA."""
+    """Mean of min(X, upper), where log X is normal with mean mu and deviation SIGMA."""
     at = (math.log(upper) - mu) / SIGMA
     return math.exp(mu + SIGMA**2 / 2) * _normal(at - SIGMA) + upper * (1 - _normal(at))
 
@@ -77,7 +77,7 @@ def _normal(x: float) -> float:
 
 
 def _solved(mean: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a growing function has a value, by bisection."""
+    """Argument in [low, high] at which an increasing function is `wanted`, by bisection."""
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if mean(middle) < wanted else (low, middle)

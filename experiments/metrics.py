@@ -1,7 +1,7 @@
 """The table of metrics that an experiment can have.
 
-A mean can be judged at any moment only if it is known how large one value can be. Shares are at
-most 1; where there is no such bound a metric has a clip: larger values count as the clip.
+A mean can be judged at any moment only if its values have a known bound. Shares are at most 1; a
+metric without a natural bound has a clip, and larger values count as the clip.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ Compared = Literal["margin", "control"]
 
 @dataclass(frozen=True)
 class MetricKind:
-    """What is known of a metric before any file is read.
+    """A metric, as it is the same in every experiment.
 
     Attributes:
-        name: as in the file.
-        unit: of its values.
-        meaning: one sentence.
-        roles: what it may be for.
-        compared: with the margin itself ("margin"), or arm minus control with the margin
-            ("control").
-        clip: "refused", where values are shares; "optional"; "needed".
-        default_clip: in its unit, where the file has none.
+        name: its name in the file.
+        unit: unit of its values.
+        meaning: what it measures, as a phrase.
+        roles: roles that it may have.
+        compared: "margin" if its mean is compared with the margin; "control" if arm minus control
+            is.
+        clip: whether the file may give a clip: "refused" (values are shares), "optional" or
+            "needed".
+        default_clip: clip where the file has none, in its unit.
         shadow: whether it comes from shadow requests.
-        latency: whether it is a time, which arms of one replica change for each other.
+        latency: whether it is a latency: arms of one replica share batches and change each
+            other's.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Pages that need no network: one file each, with theme, data, chart library and scripts in it.
 
-What is common to all pages stands in `pages/offline_page.*`: colours in light and dark, tables,
-print, and in the script how a chart is shown and read by keyboard.
+`pages/offline_page.*` is common to all pages: colours in light and dark, tables, print, and in the
+script how a chart is shown and read by keyboard.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def page(title: str, body: str, data: Any, sources: Sequence[Path]) -> str:
     """The page as HTML.
 
     Args:
-        title: plain text.
-        body: HTML.
-        data: what `pageData()` returns to the scripts; anything that JSON can say.
-        sources: the page's own style sheets and scripts, `.css` and `.js`; they follow the common
+        title: title as plain text.
+        body: body as HTML.
+        data: a JSON value that `pageData()` returns to the scripts.
+        sources: the page's style sheets and scripts, `.css` and `.js`; they follow the common
             ones in this order.
     """
     styles = [SOURCES / "offline_page.css", *(path for path in sources if path.suffix == ".css")]
@@ -43,7 +43,7 @@ def page(title: str, body: str, data: Any, sources: Sequence[Path]) -> str:
 
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
-    """A text with each part, by name, in the place of its comment `<!-- NAME -->`."""
+    """The text with each comment `<!-- NAME -->` replaced by the part of that name."""
     for name, part in parts.items():
         before, _, after = text.partition(f"<!-- {name} -->")
         text = before + part + after
@@ -51,11 +51,11 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 
 def figure(name: str, title: str, small: str = "") -> str:
-    """The place of a chart that a script draws, beside a table with the same figures: HTML.
+    """HTML for a chart that a script draws; a table on the page has the same figures.
 
     Args:
         name: `data-chart`, by which the script finds the place.
-        title, small: plain text above it; what screen readers read is the title.
+        title, small: plain text above the chart; screen readers read the title.
     """
     note = f" <small>({html.escape(small)})</small>" if small else ""
     return (
@@ -66,7 +66,7 @@ def figure(name: str, title: str, small: str = "") -> str:
 
 
 def _inline_json(data: Any) -> str:
-    """Data for a script element; nothing inside can end the element."""
+    """JSON for a script element, with `<` escaped so that no text inside ends the element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 

@@ -1,4 +1,4 @@
-"""How many samples are missing before a guardrail is decided, if values go on as they did."""
+"""How many samples a guardrail lacks until it is decided, if values go on as they did."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvpolicy.experiments.bounded_mean import BoundedMean, log_mean_exp
 from kvpolicy.experiments.judge import breach_threshold, clear_threshold
 from kvpolicy.experiments.verdict import Verdict
 
-_FEWEST = 20  # samples from which something is foretold
-_FARTHEST = 1e6  # times the samples there are: beyond it nothing is foretold
+_FEWEST = 20  # samples needed for a forecast
+_FARTHEST = 1e6  # largest forecast, as a multiple of the present number of samples
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a guardrail is coming to.
+    """Forecast of a guardrail's decision.
 
     Attributes:
         outcome: the decision that the evidence grows towards.
-        missing: samples until then, about.
+        missing: approximate number of samples until then.
     """
 
     outcome: Literal["breached", "cleared"]
@@ -30,10 +30,10 @@ class Outlook:
 
 
 def outlook(analysis: Analysis, verdict: Verdict) -> Outlook | None:
-    """What an undecided guardrail is coming to; None if it is decided, or not to be told yet.
+    """Forecast of an undecided guardrail's decision; None if it is decided, or none is possible.
 
-    The evidence of as many samples again is taken to be as much again. It is no promise: values
-    change, and a share of 0 failures says little of the next one.
+    The log-capital of each bet is assumed to grow in proportion to the samples. Values may change,
+    and no failure so far says little about the next one.
     """
     if verdict.outcome != "undecided" or verdict.samples < _FEWEST:
         return None
@@ -44,7 +44,7 @@ def outlook(analysis: Analysis, verdict: Verdict) -> Outlook | None:
     if times > _FARTHEST:
         return None
     missing = max(math.ceil(verdict.samples * (times - 1)), 1)
-    if not by_window(analysis, verdict):  # there it is the requests of windows that count
+    if not by_window(analysis, verdict):  # for windows `min_samples` counts requests
         missing = max(missing, experiment.analysis.min_samples - verdict.samples)
     return Outlook("cleared" if clear <= breach else "breached", missing)
 
@@ -55,7 +55,7 @@ def by_window(analysis: Analysis, verdict: Verdict) -> bool:
 
 
 def _statistics(analysis: Analysis, verdict: Verdict) -> BoundedMean:
-    """The sums that a guardrail is judged by."""
+    """The statistics that a guardrail is judged by."""
     record = analysis.records[verdict.arm]
     if verdict.absolute:
         return record.means[verdict.metric]
@@ -65,10 +65,10 @@ def _statistics(analysis: Analysis, verdict: Verdict) -> BoundedMean:
 
 
 def _times(logs: Sequence[float], threshold: float) -> float:
-    """How many times the samples there are take evidence to a threshold; infinite for never.
+    """Multiple of the present samples at which the evidence reaches a threshold; inf for never.
 
     Args:
-        logs: of the capital of each bet, which grows with the samples.
+        logs: log of the capital of each bet, assumed to grow in proportion to the samples.
     """
     if log_mean_exp(logs) >= threshold:
         return 1.0

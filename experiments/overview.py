@@ -1,4 +1,4 @@
-"""What the replicas of one experiment have seen, taken together."""
+"""What all replicas of an experiment have seen, pooled."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What one replica says.
+    """The answer of one replica.
 
     Attributes:
         name: its address, or the file that holds the answer.
-        document: as `document.document` makes it.
+        document: the JSON value that `document.document` makes.
     """
 
     name: str
@@ -44,11 +44,12 @@ class Row:
     Attributes:
         arm, policy: names.
         requests, finished, failed, shadowed, shadowed_tokens: counts.
-        keys: distinct ones; None with `design: switchback`.
-        wanted: share of keys that the weights give it, of the arms that are not rolled back.
-        seen: share of keys, of requests with `design: switchback`, likewise; None before the first.
-        gone: whether a replica has rolled it back: then nothing is wanted and seen of it.
-        means: of what is measured, by metric, in its unit; None before the first.
+        keys: number of distinct keys; None with `design: switchback`.
+        wanted: share that the weights give the arm among the arms that are not rolled back.
+        seen: its share of the keys of these arms, or of their requests with `design: switchback`;
+            None before the first.
+        gone: whether a replica has rolled it back; then `wanted` is 0 and `seen` None.
+        means: mean of each metric of `TALLIES` in its unit; None before the first value.
     """
 
     arm: str
@@ -69,16 +70,17 @@ class Overview:
     """One experiment in one or several replicas.
 
     Attributes:
-        experiment: as the first replica has it.
-        answers: of the replicas.
-        analysis: of everything that they have seen.
-        verdicts: that follow from it.
+        experiment: the experiment as the first replica has it.
+        answers: the answers of the replicas.
+        analysis: the pooled analysis of all replicas.
+        verdicts: the verdicts of that analysis.
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         """
         Raises:
-            PolicyError: an answer is no such document, or they are of different revisions.
+            PolicyError: an answer is not such a document, or the answers are of different
+                revisions.
         """
         for answer in answers:
             _check(answer)
@@ -94,7 +96,7 @@ class Overview:
 
     @cached_property
     def states(self) -> dict[State, list[str]]:
-        """The replicas in each state that one is in."""
+        """State -> names of the replicas that are in it."""
         found: dict[State, list[str]] = {}
         for answer in self.answers:
             found.setdefault(State(answer.document["state"]), []).append(answer.name)
@@ -102,23 +104,23 @@ class Overview:
 
     @property
     def state(self) -> State | None:
-        """Where the experiment stands; None if replicas differ."""
+        """The state of all replicas; None if they differ."""
         return next(iter(self.states)) if len(self.states) == 1 else None
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended everywhere."""
+        """Whether the experiment has ended at all replicas."""
         return all(state in ENDED for state in self.states)
 
     @property
     def reasons(self) -> list[str]:
-        """Why it has ended, each reason once."""
+        """The reasons why the experiment has ended, each once."""
         found = [answer.document["reason"] for answer in self.answers]
         return list(dict.fromkeys(str(reason) for reason in found if reason))
 
     @cached_property
     def rolled_back(self) -> dict[str, dict[str, str]]:
-        """Of each arm that a replica has rolled back, why it did, by the name of the replica."""
+        """Arm that is rolled back -> name of the replica -> reason."""
         found: dict[str, dict[str, str]] = {}
         for answer in self.answers:
             for arm, reason in answer.document["rolled_back"].items():
@@ -126,11 +128,11 @@ class Overview:
         return found
 
     def serves(self, arm: str) -> bool:
-        """Whether a replica has an arm that it has not rolled back."""
+        """Whether at least one replica has not rolled an arm back."""
         return len(self.rolled_back.get(arm, ())) < len(self.answers)
 
     def values(self, name: str) -> list[tuple[Any, str]]:
-        """Each value that replicas give for a name, with the replicas that do."""
+        """The distinct values that replicas give for a key of the document, with their names."""
         found: list[tuple[Any, list[str]]] = []
         for answer in self.answers:
             value = answer.document[name]
@@ -172,11 +174,11 @@ class Overview:
 
     @property
     def guardrails(self) -> list[Verdict]:
-        """What decides, for arms that it decides about."""
+        """The verdicts on guardrails; control has none."""
         return [verdict for verdict in self.verdicts if verdict.role == "guardrail"]
 
     def is_aside(self, verdict: Verdict) -> bool:
-        """Whether a verdict is on times of arms that slow each other: shown, never compared."""
+        """Whether a verdict is on latencies of arms that share batches: shown, never compared."""
         return METRICS[verdict.metric].latency and self.experiment.design is None
 
     def of_metric(self, metric: str) -> list[Verdict]:
@@ -185,15 +187,15 @@ class Overview:
 
     @property
     def seconds(self) -> float | None:
-        """For which the replicas have gathered samples, the longest; None if one does not say."""
+        """Longest time for which a replica has gathered samples; None if one does not say."""
         found = [answer.document.get("analysed_seconds") for answer in self.answers]
         known = [float(seconds) for seconds in found if seconds is not None]
         return max(known) if len(known) == len(found) else None
 
     def outlook(self, verdict: Verdict) -> tuple[Outlook | None, float | None]:
-        """What a guardrail is coming to, and in how many seconds at the present rate.
+        """Forecast of a guardrail's decision, and the seconds until then at the present rate.
 
-        The seconds are None where no sample comes any more, or the rate is not known.
+        The seconds are None where no more samples come, or the rate is not known.
         """
         found = outlook(self.analysis, verdict)
         going = {State.RUNNING, State.PAUSED} & set(self.states)
@@ -203,7 +205,7 @@ class Overview:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """What makes the comparison untrue, and what replicas disagree on."""
+        """What makes the comparison untrue, what replicas disagree on, and unusable files."""
         found = self.analysis.warnings()
         known = {warning.split(":")[0] for warning in found}
         for answer in self.answers:
@@ -241,7 +243,7 @@ class Overview:
 
     @property
     def worst(self) -> list[tuple[str, dict[str, Any]]]:
-        """The shadowed requests with the largest drift, that first: the replica, and what it is."""
+        """The `WORST` shadowed requests with the largest drift: the replica, and the request."""
         found = [
             (answer.name, request)
             for answer in self.answers
@@ -251,7 +253,7 @@ class Overview:
 
     @property
     def log(self) -> list[tuple[str, str, str]]:
-        """Changes by time: the time, the replica, and what it was."""
+        """Changes in the order of time: time, replica, and what changed."""
         entries = [
             (str(entry["time"]), answer.name, str(entry["what"]))
             for answer in self.answers
@@ -261,7 +263,7 @@ class Overview:
 
     @property
     def shadow(self) -> dict[str, dict[str, int]]:
-        """What became of sampled requests, by arm and outcome."""
+        """Arm -> outcome -> number of sampled requests."""
         found: dict[str, dict[str, int]] = {}
         for answer in self.answers:
             for arm, outcomes in answer.document["shadow"].items():
@@ -271,7 +273,7 @@ class Overview:
         return found
 
     def as_document(self) -> dict[str, Any]:
-        """Everything as a JSON value; `saved.read` takes the replicas' answers out of it again."""
+        """Everything as a JSON value, from which `saved.read` reads the replicas' answers."""
         return {
             "experiment": self.experiment.name,
             "revision": self.experiment.revision,

@@ -1,6 +1,6 @@
-"""YAML nodes -> the values of an experiment file, each typed by its key.
+"""Reads the values of an experiment file from its YAML nodes, each with the type of its key.
 
-What values mean together is the business of `reading.py`.
+`reading.py` checks what values mean together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?")
 
 
 def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
-    """The values of an experiment file; every defect of its form is reported."""
+    """The values of an experiment file; None if it is no mapping. Reports each defect of form."""
     root = nodes(source, report)
     if root is None:
         return None
@@ -50,9 +50,9 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
 
 
 def nodes(source: Source, report: Callable[[Diagnostic], None]) -> YamlNode | None:
-    """The file's YAML, which may be JSON."""
+    """The root node of the file, which is YAML or JSON; None after a syntax error."""
     if source.text.lstrip().startswith("{"):
-        # JSON may be indented by tabs, YAML not. No text holds one: JSON writes it as \t.
+        # JSON may be indented by tabs, YAML not. No string holds one: JSON writes it as \t.
         source = Source(source.name, source.text.replace("\t", " "))
     return read_yaml(source, report, EXPERIMENT)
 
@@ -69,11 +69,11 @@ class _Reader:
         return read_block(node, fields, path, place, self.under, self.emit)
 
     def under(self, node: YamlNode, each: Field, path: str, _: Span) -> Any:
-        """What stands under a key; problems are shown where the value begins."""
+        """The value under a key; problems are reported where the value begins."""
         return self.value(node, each, path)
 
     def value(self, node: YamlNode, each: Field, path: str) -> Any:
-        """What stands under a key, read as its form says."""
+        """The value under a key, read as its form says; None after a problem."""
         if each.form == "keys":
             return self.keys(node, each, path)
         if each.form == "design":
@@ -106,7 +106,7 @@ class _Reader:
         return None
 
     def named(self, node: YamlNode, each: Field, path: str) -> Block | None:
-        """Names of the author's own, each with a value."""
+        """Names that the author chooses, each with a value: `arms` or `set`."""
         arms = each.form == "arms"
         if not isinstance(node, Mapping):
             help = "as in `control: {policy: none, weight: 1}`" if arms else "as in `rate: 0.25`"
@@ -212,7 +212,7 @@ class _Reader:
         return None if bounded is None else int(bounded)
 
     def amount(self, node: Scalar, each: Field, path: str) -> float | None:
-        """A number, or percent; whether percent makes sense depends on the metric."""
+        """A number or percent; `reading.py` checks whether the metric takes percent."""
         value = percent_value(node.text)
         if value is None:
             return self.number(node, each, path)
@@ -265,7 +265,7 @@ class _Reader:
     def bounded(
         self, value: float, each: Field, path: str, node: Scalar, shown: Callable[[float], str]
     ) -> float | None:
-        """The value if it is within the bounds of its key."""
+        """The value if it is within the bounds of its key, else None."""
         for bound, holds, word in (
             (each.least, lambda b: value >= b, "at least"),
             (each.above, lambda b: value > b, "above"),
@@ -297,7 +297,7 @@ def _takes(each: Field) -> str:
 
 
 def _number(node: Scalar) -> float | None:
-    """The number that a scalar without quotes says."""
+    """The number that a scalar without quotes holds; None for other text."""
     if node.style is not None or not _NUMBER.fullmatch(node.text):
         return None
     value = float(node.text)
@@ -316,13 +316,13 @@ def _shown(node: Scalar) -> str:
 
 
 def _visible(node: Scalar) -> Span:
-    """The scalar's place, or the character before it when it is empty."""
+    """The span of a scalar, or of the character before it if it is empty."""
     span = node.span
     return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))
 
 
 def _first(node: YamlNode) -> Span:
-    """Where a node begins: its text, or its first character if it is a mapping or a list."""
+    """Span of a node's text, or of its first character if it is a mapping or a list."""
     if isinstance(node, Scalar):
         return _visible(node)
     return Span(node.span.start, node.span.start + 1)

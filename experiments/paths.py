@@ -1,7 +1,7 @@
 """The statistics of `bounded_mean.py` and `sample_ratio.py` for many runs at once.
 
 Each function gives the statistic after every value of every run, so that a simulation can look
-after each of them. Shapes: R runs, N values each.
+after each. Shapes: R runs, here N values of each.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from kvpolicy.experiments.bounded_mean import ABOVE, BELOW, LARGEST_BET, TUNED_AT
 from kvpolicy.experiments.sample_ratio import CONCENTRATIONS
 
-LIMIT = 700.0  # exp of more is no float64
+LIMIT = 700.0  # exp of more than about this overflows float64
 
 
 class Sums(NamedTuple):
-    """What an interval is made of, after each value: float64 [R, N], in the unit of the values.
+    """The parts of an interval after each value: float64 [R, N], in the unit of the values.
 
     An interval at alpha is center +- (spread + scale * log(2 / alpha)).
     """
@@ -29,7 +29,7 @@ class Sums(NamedTuple):
 
 
 def sums(values: np.ndarray, upper: float) -> Sums:
-    """The sums of `BoundedMean` for values [R, N] in [0, upper]."""
+    """The intervals of `BoundedMean` for values [R, N] in [0, upper]."""
     y = values / upper
     n = np.arange(1, y.shape[1] + 1)
     running = np.cumsum(y, axis=1)
@@ -47,13 +47,13 @@ def sums(values: np.ndarray, upper: float) -> Sums:
 
 
 def log_e_above(values: np.ndarray, upper: float, margin: float) -> np.ndarray:
-    """Evidence that the mean is above the margin, after each value: [R, N]."""
+    """Log of the evidence that the mean is above the margin, after each value: float64 [R, N]."""
     m = margin / upper
     return _mixture((values / upper - m), [share / m for share in ABOVE])
 
 
 def log_e_below(values: np.ndarray, upper: float, margin: float) -> np.ndarray:
-    """Evidence that the mean is below the margin, after each value: [R, N]."""
+    """Log of the evidence that the mean is below the margin, after each value: float64 [R, N]."""
     m = margin / upper
     return _mixture((m - values / upper), [share / (1 - m) for share in BELOW])
 
@@ -63,7 +63,7 @@ def _mixture(gains: np.ndarray, bets: Sequence[float]) -> np.ndarray:
 
 
 def _log_mean_exp(shape: tuple[int, ...], logs: Iterable[np.ndarray]) -> np.ndarray:
-    """As of `bounded_mean.py`, but nothing beyond e^700 is told apart: decisions are long made."""
+    """As `bounded_mean.log_mean_exp`, of logs cut at `LIMIT`, far beyond any decision."""
     total, number = np.zeros(shape), 0
     for each in logs:
         np.clip(each, -LIMIT, LIMIT, out=each)
@@ -73,11 +73,11 @@ def _log_mean_exp(shape: tuple[int, ...], logs: Iterable[np.ndarray]) -> np.ndar
 
 
 def log_bayes_factors(arms: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Evidence of the sample-ratio test after each key: [R, N].
+    """Log of the evidence of the sample-ratio test, after each key: float64 [R, N].
 
     Args:
-        arms: index of the arm of each key, [R, N].
-        shares: of the arms by their weights, above 0, summing to 1.
+        arms: index of the arm of each key, int [R, N].
+        shares: shares that the weights give the arms, above 0, summing to 1.
     """
     before = np.zeros(arms.shape)  # keys of the same arm before each key
     expected = np.zeros(arms.shape)

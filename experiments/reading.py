@@ -26,7 +26,7 @@ from kvpolicy.experiments.experiment import (
 from kvpolicy.experiments.metrics import METRICS
 from kvpolicy.experiments.parse import parse
 
-# `as_document` is here because it makes what `read` takes.
+# `as_document` is exported too: its JSON text is an input of `read`.
 __all__ = ["Read", "as_document", "check_policies", "load", "read"]
 
 _NOT_CAUSAL = (
@@ -37,13 +37,13 @@ _NOT_CAUSAL = (
 
 @dataclass(frozen=True)
 class Read:
-    """What is known of an experiment file after reading it.
+    """The result of reading an experiment file.
 
     Attributes:
-        source: its text.
-        experiment: None if there is an error.
-        diagnostics: by position; warnings included.
-        places: where values stand, by path: `default`, `arms.control.policy`, `metrics.0.margin`.
+        source: text of the file.
+        experiment: the experiment; None if there is an error.
+        diagnostics: errors, or warnings if there are none, in the order of their places.
+        places: path of a value -> its place; as `arms.control.policy` or `metrics.0.margin`.
     """
 
     source: Source
@@ -60,7 +60,7 @@ class Read:
         """The experiment.
 
         Raises:
-            PolicyError: there is an error; it carries all of them.
+            PolicyError: the file has errors; all are in it.
         """
         if self.experiment is None:
             raise PolicyError(self.errors, self.source)
@@ -71,7 +71,7 @@ def read(text: str, name: str) -> Read:
     """Reads the text of an experiment file, or of a JSON value with the same keys.
 
     Args:
-        name: how messages call it, for a file its path.
+        name: name of the text in messages; for a file its path.
     """
     source = Source(name, text)
     found: list[Diagnostic] = []
@@ -90,10 +90,10 @@ def load(path: str | Path) -> Read:
     """Reads an experiment file.
 
     Raises:
-        PolicyError: the file cannot be read at all.
+        PolicyError: the file cannot be read. Defects of its text are diagnostics.
     """
     path = Path(path)
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # reading a pipe would block
         message = "there is no such file"
         raise PolicyError([Diagnostic("file", message)], Source(str(path), ""))
     source = read_file(path, str(path))
@@ -101,10 +101,13 @@ def load(path: str | Path) -> Read:
 
 
 def check_policies(read: Read, known: Collection[str]) -> list[Diagnostic]:
-    """Policies that the experiment names and a server does not have, each at its place.
+    """Errors on policies that the experiment names and a server does not have, each at its place.
 
     Args:
-        known: names of the server's policies; `none` is always known.
+        known: names of the server's policies; `none` is always allowed.
+
+    Raises:
+        PolicyError: the file has errors.
     """
     experiment = read.require()
     named = [("default", experiment.default)]
@@ -135,7 +138,7 @@ def _places(block: Block, path: str = "") -> dict[str, Span]:
 
 
 class _Checker:
-    """What values mean together."""
+    """Checks values against each other and makes the experiment."""
 
     def __init__(self, block: Block, text: str, found: list[Diagnostic]) -> None:
         self.file = block
@@ -149,7 +152,7 @@ class _Checker:
         self.found.append(Diagnostic("unused", message, span, help, "warning"))
 
     def check(self) -> None:
-        """Reports every contradiction between values that were read."""
+        """Reports every contradiction between values."""
         self.targeting_key()
         self.arms()
         self.design()
@@ -341,7 +344,7 @@ class _Checker:
 
 
 def _built(kind: Any, block: Block | None) -> Any:
-    """A dataclass from the keys of a block, which has its attributes; None for none."""
+    """A dataclass from a block whose keys are its attributes; None without a block."""
     if block is None:
         return None
     return kind(**{name: item.value for name, item in block.items.items()})
@@ -361,7 +364,7 @@ def _metric(block: Block) -> Metric:
 
 
 def _upper(block: Block, name: str) -> float | None:
-    """Largest value of a metric that a file describes."""
+    """Largest value of a metric with the clip of its block; None without a bound."""
     kind, clip = METRICS[name], block.get("clip")
     if kind.is_share:
         return 1.0

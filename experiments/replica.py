@@ -1,4 +1,4 @@
-"""A server with policies, over HTTP."""
+"""Client of a server with policies, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 
 PATH, INFO = "/kv_policy/experiment", "/server_info"
 PATIENCE = 20  # seconds without an answer
-# Of a path: what lacks where the server does not know it, its remedy, and what answers there then.
+# Path -> message and remedy for a server that lacks it, and the kind of server that has it.
 _LACKS = {
     PATH: (
         "the server has no experiment",
@@ -34,28 +34,25 @@ _ADMIN_KEY = (
 
 
 class Declined(Exception):
-    """The server understands what it is asked, and does not do it.
-
-    The message is the server's.
-    """
+    """The server understands a request and refuses it; the message is the server's."""
 
 
 class Replica:
     """One server.
 
     Attributes:
-        url: without a slash or /v1 at its end.
+        url: address without a slash or /v1 at its end.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, admin_key: str | None = None):
         """
         Args:
-            url: as the user gave it; http is meant where it names nothing else.
-            api_key: for looking, where the server has --api-key.
-            admin_key: for changing something.
+            url: address as the user gave it; without a scheme it is http.
+            api_key: key for `document` and `server_info`, if the server has --api-key.
+            admin_key: key for `act` and `put`.
 
         Raises:
-            PolicyError: it is not the address of a server.
+            PolicyError: `url` is not the address of a server.
         """
         base = url.strip().rstrip("/").removesuffix("/v1")
         self.url = base if "://" in base else f"http://{base}"
@@ -65,18 +62,18 @@ class Replica:
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def document(self) -> dict[str, Any]:
-        """Where the experiment stands there.
+        """The server's experiment, as `document.document` makes it.
 
         Raises:
-            PolicyError: nobody answers, a key is wanted, or there is no experiment.
+            PolicyError: nobody answers, a key is missing or wrong, or there is no experiment.
         """
         return self._asked("GET", PATH, self._api_key, None)
 
     def server_info(self) -> dict[str, Any]:
-        """What the server says of itself and of its policies.
+        """The server's answer to `GET /server_info`.
 
         Raises:
-            PolicyError: nobody answers, a key is wanted, or it is no SGLang server.
+            PolicyError: nobody answers, a key is missing or wrong, or it is no SGLang server.
         """
         found = self._asked("GET", INFO, self._api_key, None)
         states = found.get("internal_states")
@@ -89,23 +86,23 @@ class Replica:
         return found
 
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Asks for `abort`, `pause`, `resume` or `promote`.
+        """Asks the server to `abort`, `pause`, `resume` or `promote`; returns its answer.
 
         Raises:
-            Declined: the server does not do it.
+            Declined: the server refuses.
             PolicyError: nobody answers, the key is wrong, or there is no experiment.
         """
         return self._asked("POST", f"{PATH}/{action}", self._admin_key, json.dumps(body))
 
     def put(self, text: str, *, dry_run: bool) -> dict[str, Any]:
-        """Hands over another version of the experiment.
+        """Sends another version of the experiment; returns the server's answer.
 
         Args:
-            text: YAML or JSON.
+            text: experiment file, YAML or JSON.
             dry_run: only ask what it would change.
 
         Raises:
-            Declined: the server does not take it.
+            Declined: the server refuses it.
             PolicyError: nobody answers, the key is wrong, or there is no experiment.
         """
         path = f"{PATH}?dry_run={'true' if dry_run else 'false'}"
@@ -171,7 +168,7 @@ class Replica:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Keys go nowhere but to the address that was given."""
+    """Follows no redirect, so that keys are sent to the given address only."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""One page about an experiment that needs nothing else: the verdict first."""
+"""One page about an experiment, with the verdict first; it needs no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the charts of a report show: rows with labels, for `pages/experiment.js`."""
+"""Data of the charts of a report: rows with labels, for `pages/experiment.js`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NAMES = {
 }
 BYTES = "kv_bytes_per_prompt_token"
 TIMES = ("ttft_seconds", "e2e_seconds")
-_FEWEST, _MOST = -2.0, 4.0  # margins that the chart of guardrails shows
+_FEWEST, _MOST = -2.0, 4.0  # widest range of the chart of guardrails, in margins
 
 
 def charts(overview: Overview) -> dict[str, dict[str, Any]]:
-    """Every chart that there is something for, by name."""
+    """The charts that have rows, by name."""
     found = {
         "guardrails": _guardrails(overview),
         "memory": _bars(overview, BYTES, "bytes per prompt token"),
@@ -50,7 +50,7 @@ def _guardrails(overview: Overview) -> dict[str, Any]:
 
 
 def _by_arm(overview: Overview, metric: str) -> dict[str, Any]:
-    """A metric of shadow requests in every arm, control too."""
+    """A metric of shadow requests in every arm, control included."""
     verdicts = overview.of_metric(metric)
     size = 100.0 if METRICS[metric].is_share else 1.0
     rows = [_interval(verdict.arm, verdict, size) for verdict in verdicts]
@@ -60,7 +60,7 @@ def _by_arm(overview: Overview, metric: str) -> dict[str, Any]:
             row["outcome"] = "control"
     margins = [size * verdict.margin for verdict in verdicts if verdict.margin is not None]
     means = [row["mean"] for row in rows if row["mean"] is not None]
-    # As much as shows means and margin: intervals of few samples are far wider.
+    # Wide enough for means and margin; intervals of few samples are far wider.
     needed = max([1.2 * margin for margin in margins] + [1.5 * mean for mean in means], default=0.0)
     widest = max((row["high"] for row in rows), default=1.0)
     return {
@@ -77,7 +77,7 @@ def _interval(label: str, verdict: Verdict, size: float) -> dict[str, Any]:
     """A mean with its bounds.
 
     Args:
-        size: what values are multiplied by.
+        size: factor that turns values into units of the chart.
     """
     assert verdict.low is not None
     assert verdict.high is not None

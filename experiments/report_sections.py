@@ -1,4 +1,4 @@
-"""The sections of a report on an experiment: headings, sentences, tables and places of charts."""
+"""The sections of a report on an experiment: titles, sentences, tables and places for charts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sections(overview: Overview, charts: Collection[str]) -> list[Section]:
     """The sections in their order.
 
     Args:
-        charts: names of those that there are.
+        charts: names of the charts that have rows.
     """
     return [
         Section("sample-ratio", "Sample ratio", _sample_ratio(overview)),
@@ -291,7 +291,7 @@ def _about(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """A sentence as HTML: what stands in backticks as code."""
+    """A sentence as HTML, with text in backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
@@ -300,7 +300,7 @@ def _figure(charts: Collection[str], name: str, title: str, small: str) -> str:
 
 
 def facts(overview: Overview) -> Sequence[tuple[str, str]]:
-    """What stands below the verdict: names and values."""
+    """The names and values below the verdict."""
     experiment = overview.experiment
     coverage = ", ".join(
         words.percent(share) + (f" at {names}" if len(overview.values("coverage")) > 1 else "")

@@ -1,9 +1,9 @@
 """Whether keys arrive in the arms as the weights say, tested after every key.
 
 The sequential multinomial test of Lindon and Malek ("Anytime-valid inference for multinomial count
-data", NeurIPS 2022): a Bayes factor of "some other shares" against "the shares of the weights". Its
-prior is a Dirichlet distribution around the weights. A sharp prior finds small mismatches, a flat
-one finds at once that everything lands in one arm; here it is the mixture of both.
+data", NeurIPS 2022): a Bayes factor of "some other shares" against "the shares of the weights". The
+prior of the other shares is a Dirichlet distribution around the weights. A sharp prior finds small
+mismatches, a flat one finds at once that all keys land in one arm; the prior here is a mixture.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from collections.abc import Sequence
 
 from kvpolicy.experiments.bounded_mean import log_mean_exp
 
-# Weight of the prior in keys: how far from the weights shares are expected.
+# Weights of the priors of the mixture, in keys: a larger weight expects shares nearer the weights.
 CONCENTRATIONS = (10.0, 100.0, 1_000.0, 10_000.0)
-ALARM = 0.001  # p-value below which shares are called wrong
+ALARM = 0.001  # p-value below which the shares count as a mismatch
 
 
 class SampleRatio:
     """Counts of keys by arm, and the evidence against the weights.
 
     Attributes:
-        counts: distinct keys by arm.
-        p_value: smallest so far; it ever falls below a with a chance of a at most while the shares
-            are those of the weights, however often one looks.
+        shares: share of each arm by the weights.
+        counts: distinct keys of each arm.
+        p_value: smallest so far. If the shares are those of the weights, the chance that it ever
+            falls below a is at most a, however often one looks.
     """
 
     def __init__(self, weights: Sequence[float], counts: Sequence[int] | None = None) -> None:
-        """Begins with counts whose order is not known: pooled ones, or none.
+        """Begins without keys, or with counts of keys whose order is not known.
 
         Args:
-            weights: at least 0, not all 0.
-            counts: by arm; 0 without.
+            weights: weight of each arm, at least 0, not all 0.
+            counts: number of keys of each arm; None for 0.
         """
         total = math.fsum(weights)
         self.shares = [weight / total for weight in weights]
@@ -45,7 +46,7 @@ class SampleRatio:
             self._look()
 
     def add(self, arm: int) -> None:
-        """Counts a key of the arm with this index."""
+        """Counts a key of the arm with the index `arm`."""
         share, before = self.shares[arm], sum(self.counts)
         if share:
             for i, c in enumerate(CONCENTRATIONS):
@@ -65,7 +66,7 @@ class SampleRatio:
         self.p_value = min(self.p_value, math.exp(-max(0.0, self.log_bayes_factor)))
 
     def _log_factor(self, concentration: float) -> float:
-        """The Bayes factor of one prior from counts alone."""
+        """Log of the Bayes factor of one prior, from the counts alone."""
         log = math.lgamma(concentration) - math.lgamma(concentration + sum(self.counts))
         for share, n in zip(self.shares, self.counts, strict=True):
             if share:

@@ -1,4 +1,4 @@
-"""Answers of replicas that were kept in a file, to be looked at later."""
+"""Reads answers of replicas that were saved in files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def read(path: str) -> list[Answer]:
     """The answers in a file.
 
     Args:
-        path: of what `GET /kv_policy/experiment` answered, of a list of that, or of what
-            `kvpolicy experiment status --json` printed.
+        path: file with the answer of `GET /kv_policy/experiment`, a list of such answers, or the
+            output of `kvpolicy experiment status --json`.
 
     Raises:
-        PolicyError: the file cannot be read, or is something else.
+        PolicyError: the file cannot be read or holds something else.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

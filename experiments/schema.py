@@ -1,6 +1,6 @@
 """JSON Schema of experiment files, for editors; made from the table of keys.
 
-It knows the form of a file; what values mean together, reading it tells.
+It covers the form of a file; `reading.py` checks what values mean together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _choice(key: Key) -> dict[str, Any]:
 def _value(key: Key) -> dict[str, Any]:
     bounds = {
         word: bound for word, name in _BOUNDS if (bound := getattr(key, name)) is not None
-    }  # of durations they are in seconds, which a pattern does not know
+    }  # bounds of durations are in seconds, which a pattern cannot check
     number = {"type": "number", **bounds}
     forms: dict[str, dict[str, Any]] = {
         "name": _NAME,
@@ -83,7 +83,7 @@ def _value(key: Key) -> dict[str, Any]:
         }
     if key.form == "items":
         least = {"minItems": 1} if key.required else {}
-        if not any(field.required for field in key.fields):  # a step is one of its keys
+        if not any(field.required for field in key.fields):  # a step has exactly one key
             inner |= {"minProperties": 1, "maxProperties": 1}
         return {"type": "array", "items": inner, **least, "maxItems": MAX_ITEMS}
     if key.form == "design":

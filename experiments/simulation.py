@@ -1,8 +1,8 @@
 """Simulated runs of an experiment: how often it errs, and how much traffic a decision takes.
 
-Every run is looked at after every value, as a server does. `false alarm` rows have an arm whose
-mean is exactly the margin, the worst case that must not be called a breach; of `breach` and `clear`
-rows the arm is that bad or that good.
+Every run is looked at after every value, as a server does. In `false alarm` rows the mean of an arm
+is exactly the margin, the worst case that must not be called a breach; in `breach` and `clear` rows
+the arm is worse, or better, than the margin.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvpolicy.experiments.paths import (
 from kvpolicy.experiments.sample_ratio import ALARM
 from tqdm import tqdm
 
-AT_ONCE = 100_000  # values that are held at once, in each of several arrays: they fit the cache
+AT_ONCE = 100_000  # values computed at once, so that the arrays fit the cache
 
-# Means of bad and good arms, in margins. Drift has no natural end; shares have.
+# Means of bad and good arms, in margins; means that the metric cannot reach are skipped.
 BAD = (1.5, 2.0, 4.0, 10.0)
 GOOD = (0.0, 0.2, 0.5, 0.7)
-WRONG_SHARES = (0.02, 0.05, 0.2, 1.0)  # of the keys of every other arm that end up in control
+WRONG_SHARES = (0.02, 0.05, 0.2, 1.0)  # share of the other arms' keys that end up in control
 
 
 _Run = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
@@ -39,20 +39,20 @@ _Run = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """What became of many runs of one kind.
+    """The outcome of many runs of one kind.
 
     Attributes:
-        metric: its name, `all guardrails` or `sample ratio`.
-        question: "false alarm", "false clearing", "interval misses", "breach" or "clear"; of the
-            sample ratio "false alarm" or "alarm".
-        data: what the values were.
+        metric: name of the metric, "all guardrails" or "sample ratio".
+        question: the event that is counted: "false alarm", "false clearing", "interval misses",
+            "breach" or "clear"; for the sample ratio "false alarm" or "alarm".
+        data: the simulated values, in words.
         runs: number of runs.
-        share: of the runs in which it ever happened.
+        share: share of the runs in which the event ever happened.
         low, high: 95 % interval of that share (Wilson 1927).
-        bound: what the share may be at most; None where it should be large.
-        median, ninety: values in the arm until it happened, in half and in 90 % of all runs; None
-            where it happened in fewer.
-        values: in the arm of each run at most.
+        bound: largest allowed share; None where the share should be large.
+        median, ninety: number of values after which the event had happened in half, and in 90 %,
+            of all runs; None where it happened in fewer.
+        values: length of a run: values in the arm, or keys of all arms for the sample ratio.
     """
 
     metric: str
@@ -80,11 +80,12 @@ def simulate(
     """Rows for each guardrail of an experiment, and for its sample ratio.
 
     Args:
-        runs: of each row with a bound; a quarter of them shows how long decisions take.
-        values: in each arm of a run: requests that are scored again, or windows.
-        requests: in each arm of a run, where every request counts: of error rates, and keys of the
-            sample ratio.
-        progress: whether a bar is drawn on stderr.
+        runs: runs of each row with a bound; rows without one take a quarter of them.
+        values: values in each arm of a run: requests that are scored again, or windows.
+        requests: values of a run where every request counts: requests in each arm for error rates,
+            keys of all arms for the sample ratio.
+        seed: seed of the random numbers.
+        progress: whether to draw a progress bar on stderr.
     """
     plans = [
         *_together_plans(experiment),
@@ -105,7 +106,11 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Plan:
-    """One row to be; `run` gives the value at which it happened, 0 for never: int [R]."""
+    """Plan of one `Row`.
+
+    `run` simulates values of shape [R, N] and returns the number of values after which the event
+    happened in each run, 0 for never: int [R].
+    """
 
     metric: str
     question: str
@@ -116,7 +121,7 @@ class _Plan:
 
 
 def _blocks(runs: int, length: int) -> Iterator[tuple[int, int]]:
-    """Shapes [R, N] of parts of the runs that fit into memory."""
+    """Shapes [R, N] of blocks of runs, with at most `AT_ONCE` values where R > 1."""
     most = max(1, AT_ONCE // length)
     for done in range(0, runs, most):
         yield min(most, runs - done), length
@@ -133,14 +138,14 @@ def _row(plan: _Plan, when: np.ndarray, length: int) -> Row:
 
 
 def _quantile(when: np.ndarray, share: float) -> int | None:
-    """Values after which a share of all runs is done; None if it never was."""
+    """Number of values after which a share of all runs had the event; None for never."""
     done = np.sort(when[when > 0])
     needed = math.ceil(share * len(when))
     return int(done[needed - 1]) if needed <= len(done) else None
 
 
 def wilson(happened: int, runs: int) -> tuple[float, float]:
-    """95 % interval of a share."""
+    """95 % interval of the share `happened` / `runs` (Wilson 1927)."""
     z = 1.959964
     share, n = happened / runs, runs
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -156,14 +161,14 @@ def _guardrail_plans(experiment: Experiment) -> Iterator[_Plan]:
 
 
 def _limits(metric: Metric) -> tuple[float, float]:
-    """Largest value and margin of a guardrail, which has both."""
+    """Largest value and margin of a guardrail, in its unit."""
     assert metric.upper is not None
     assert metric.margin is not None
     return metric.upper, metric.margin
 
 
 def _together_plans(experiment: Experiment) -> Iterator[_Plan]:
-    """Every guardrail of every arm at its margin, in one run: does any of them alarm?"""
+    """Runs with every guardrail of every arm at its margin: does any of them raise an alarm?"""
     guardrails = [metric for metric in experiment.metrics if metric.role == "guardrail"]
     arms = sum(arm.weight > 0 for arm in experiment.arms[1:])
     threshold = breach_threshold(experiment)
@@ -181,7 +186,7 @@ def _together_plans(experiment: Experiment) -> Iterator[_Plan]:
             values = kinds[number % len(kinds)](margin, upper)(rng, shape)
             return log_e_above(values, upper, margin)
         kind, base = _control(metric)
-        if metric.metric not in controls:  # the arms share it
+        if metric.metric not in controls:  # the arms share the values of control
             controls[metric.metric] = kind(base, upper)(rng, shape)
         pairs = kind(base + margin, upper)(rng, shape) - controls[metric.metric]
         return log_e_above(pairs + upper, 2 * upper, upper + margin)
@@ -199,7 +204,7 @@ def _together_plans(experiment: Experiment) -> Iterator[_Plan]:
 
 
 def _control(metric: Metric) -> tuple[Callable[[float, float], Sampler], float]:
-    """Kind and mean of control's values, of a metric that is compared with them."""
+    """Kind and mean of the values of control, for a metric that is compared with control."""
     upper, margin = _limits(metric)
     if metric.kind.is_share:
         return KINDS["all or nothing"], min(margin, upper / 10)
@@ -207,7 +212,7 @@ def _control(metric: Metric) -> tuple[Callable[[float, float], Sampler], float]:
 
 
 def _own_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]:
-    """Of a metric whose mean is compared with its margin."""
+    """Plans for a metric whose mean is compared with its margin."""
     upper, margin = _limits(metric)
     alpha = experiment.analysis.alpha
     breach, clear = breach_threshold(experiment), clear_threshold(experiment)
@@ -247,7 +252,7 @@ def _zero(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _difference_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]:
-    """Of a metric that is compared with control's; both arms get one value each in turn."""
+    """Plans for a metric that is compared with control; both arms get one value each in turn."""
     upper, margin = _limits(metric)
     breach, clear = breach_threshold(experiment), clear_threshold(experiment)
     kind, base = _control(metric)
@@ -276,7 +281,7 @@ def _difference_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]
 
 
 def _missed(found: Sums, mean: float, alpha: float) -> np.ndarray:
-    """The value after which an interval does not hold the mean: int [R], 0 for never."""
+    """Number of values after which an interval first misses the mean: int [R], 0 for never."""
     half = found.spread + found.scale * math.log(2 / alpha)
     return first_at_least(np.abs(found.center - mean) / half, 1.0)
 
@@ -296,7 +301,7 @@ def _ratio_plans(experiment: Experiment) -> Iterator[_Plan]:
     for moved in WRONG_SHARES:
         true = shares * (1 - moved)
         true[0] += moved * (1 - shares[0])
-        true[0] += shares[0] * moved  # control's own stay
+        true[0] += shares[0] * moved  # control keeps its keys
         yield plan("alarm", f"{_percent(true)} for {_percent(shares)}", true, None)
 
 

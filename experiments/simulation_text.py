@@ -1,4 +1,4 @@
-"""What simulated runs say, as tables for the terminal."""
+"""The results of simulated runs, as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvpolicy.experiments.text_table import table
 
 
 def lines(experiment: Experiment, rows: Sequence[Row], width: int) -> Iterator[str]:
-    """A table for each metric, with lines above that say what they are of.
+    """A table for each metric, below lines about the experiment and the runs.
 
     Args:
-        rows: of `simulation.simulate`.
+        rows: result of `simulation.simulate`.
         width: characters of a line.
     """
     yield f"{experiment.name}, revision {experiment.revision}, alpha {experiment.analysis.alpha:g}"

@@ -1,7 +1,7 @@
-"""What is kept of an experiment over a restart (`--kv-experiment-state`).
+"""The files that keep an experiment over a restart (`--kv-experiment-state`).
 
-Where it stands is in one file, written at every change; what was seen is beside it in another one,
-which grows with the number of keys and is written now and then.
+Its state is in one file, written at every change. What was seen is in another file beside it, which
+grows with the number of keys and is written from time to time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def evidence_file(state: Path) -> Path:
-    """The file of what was seen."""
+    """The file that keeps what was seen, beside the state file."""
     return state.with_name(f"{state.name}.evidence")
 
 
@@ -25,12 +25,12 @@ class StateFileError(Exception):
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    """What was saved; None where the file is not there.
+    """The value that was saved; None if there is no file.
 
-    It may be of another experiment that the server had: what has ended is noted by revision.
+    It may be of an earlier experiment of the server: ends and rollbacks are kept by revision.
 
     Raises:
-        StateFileError: it cannot be read, or holds something else.
+        StateFileError: the file cannot be read, or holds something else.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -48,10 +48,10 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def save(path: Path, saved: Mapping[str, Any]) -> None:
-    """Write the file whole: a server that is killed leaves the old one or the new one.
+    """Replaces the file atomically: a server that is killed leaves the old file or the new one.
 
     Raises:
-        StateFileError: it cannot be written.
+        StateFileError: the file cannot be written.
     """
     written = None
     try:

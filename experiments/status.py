@@ -15,19 +15,19 @@ from kvpolicy.experiments.sample_ratio import ALARM
 from kvpolicy.experiments.text_table import shortened, table
 from kvpolicy.experiments.verdict import Verdict
 
-_CHANGES = 5  # of the log
-_COLOURS = {"good": "32", "bad": "31", "open": "33"}  # of ANSI terminals
+_CHANGES = 5  # number of changes shown
+_COLOURS = {"good": "32", "bad": "31", "open": "33"}  # ANSI codes
 _BYTES = "kv_bytes_per_prompt_token"
 _SHORT = {"top1_disagreement": "top1", _BYTES: "kv bytes", "ttft_seconds": "ttft",
           "e2e_seconds": "e2e"}  # fmt: skip
 
 
 def screen(overview: Overview, *, width: int = 80, colours: bool = False) -> str:
-    """The screen, with a line end after each line.
+    """The text of the screen; each line ends with a newline.
 
     Args:
-        width: characters of a line, at least 60.
-        colours: whether codes for colours may stand in it.
+        width: characters of a line; fewer than 60 count as 60.
+        colours: whether to use ANSI codes for colours.
     """
     width = max(60, width)
     blocks = [
@@ -66,7 +66,7 @@ def _coverage(overview: Overview) -> str:
 
 
 def next_step(overview: Overview) -> str:
-    """When coverage grows again."""
+    """Time until the next step of coverage, in words."""
     waits = [
         answer.document["next_step_in_seconds"]
         for answer in overview.answers
@@ -85,7 +85,7 @@ def _arms(overview: Overview, width: int) -> Iterator[str]:
     head = ["ARM ", "POLICY ", "REQS", "KEYS", "SEEN", "WANTED"]
     head += ["FAILED", "SHADOWED", "DRIFT", "KEPT"]
     rows = [_arm(overview, row) for row in overview.rows]
-    if not keys:  # arms take turns: a key has none
+    if not keys:  # with a switchback, keys have no arm
         head, rows = _without(head, rows, 3)
     yield from table(head, rows, width, cut=(1, 0))
 
@@ -112,7 +112,7 @@ def _arm(overview: Overview, row: Row) -> list[str]:
 
 
 def kept(overview: Overview, row: Row) -> float | None:
-    """KV memory of an arm's prompts, as a share of control's; None where it is not known."""
+    """KV bytes per prompt token of an arm divided by control's; None where not known."""
     control, own = overview.rows[0].means[_BYTES], row.means[_BYTES]
     return own / control if own is not None and control else None
 
@@ -137,7 +137,7 @@ def _verdicts(overview: Overview, width: int) -> Iterator[str]:
 
 
 def outcome(overview: Overview, verdict: Verdict) -> str:
-    """What a verdict comes to, in a word or two."""
+    """The outcome of a verdict in a word or two."""
     if verdict.arm == overview.experiment.control.name:
         return "noise floor" if overview.experiment.control.policy == NO_POLICY else "control"
     if verdict.low is None:
@@ -148,7 +148,7 @@ def outcome(overview: Overview, verdict: Verdict) -> str:
 
 
 def evidence(overview: Overview, verdict: Verdict) -> str:
-    """The part of the deciding evidence that is there: `40 % clear`; `-` for no guardrail."""
+    """Evidence as a share of its threshold: `40 % clear`; `-` if the verdict is on no guardrail."""
     if verdict.role != "guardrail":
         return "-"
     clear = (verdict.log_e_clear or 0.0) / clear_threshold(overview.experiment)
@@ -181,7 +181,7 @@ def _shadow(overview: Overview, width: int) -> Iterator[str]:
 
 
 def outcomes_text(counts: Mapping[str, int]) -> str:
-    """What became of sampled requests: `30 compared, 2 busy`."""
+    """Numbers of sampled requests by outcome: `30 compared, 2 busy`."""
     parts = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
     return ", ".join(parts) or "none sampled"
 

@@ -1,4 +1,4 @@
-"""Orders to every replica of an experiment: end it, pause it, go on, another version of it."""
+"""Orders to every replica of an experiment: abort, promote, pause, resume, use another version."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _GOAL = {"abort": State.ABORTED, "promote": State.PROMOTED, "pause": State.PAUSE
 
 
 def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> int:
-    """Has all replicas abort, pause, resume or promote, and prints a line for each.
+    """Makes all replicas abort, pause, resume or promote, and prints a line for each.
 
-    A replica that cannot be reached keeps none of the others from being told.
+    If one replica cannot be reached, the others are told all the same.
 
     Args:
-        body: `arm`, `reason` and `force`, those that are given.
+        action: "abort", "pause", "resume" or "promote".
+        body: any of `arm`, `reason` and `force`.
 
     Returns:
-        the exit code: 0 if all replicas are as they were told to be, 1 if one declines, 2 if one
+        The exit code: 0 if all replicas are in the state asked for, 1 if one declines, 2 if one
         cannot be told.
     """
 
@@ -43,13 +44,14 @@ def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> in
 
 
 def put(replicas: Sequence[Replica], text: str, *, dry_run: bool) -> int:
-    """Hands another version to all replicas if all of them take it; prints a line for each.
+    """Sends another version to all replicas if all of them would take it; prints a line for each.
 
     Args:
-        text: of the experiment file.
+        text: text of the experiment file.
+        dry_run: only ask whether they would take it.
 
     Returns:
-        the exit code: 0 if all replicas take it, 1 if one declines, 2 if one cannot be told.
+        The exit code: 0 if all replicas take it, 1 if one declines, 2 if one cannot be told.
     """
     code = _each(replicas, lambda replica: _would(replica.put(text, dry_run=True)))
     if code:
@@ -62,7 +64,7 @@ def put(replicas: Sequence[Replica], text: str, *, dry_run: bool) -> int:
 
 
 def _is_so(replica: Replica, action: str, body: Mapping[str, Any]) -> bool:
-    """Whether a replica that declines is as it was told to be, which is as well."""
+    """Whether a replica that declines an order is in the state asked for already."""
     if action not in ("abort", "promote"):
         return False
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LEAST = 8  # characters of a column that is cut
+_LEAST = 8  # smallest width of a column that is shortened, in characters
 
 
 def table(
@@ -13,10 +13,10 @@ def table(
     """Lines of a table: text to the left, numbers to the right.
 
     Args:
-        head: a title for each column; one that ends with a space stands over text.
+        head: a title for each column; a title that ends with a space marks a column of text.
         rows: cells in the order of the columns.
-        width: characters of a line; columns move together and text loses its middle to keep to it.
-        cut: columns of text that may be shortened, the first one first.
+        width: characters of a line; where it is too small, gaps shrink and text loses its middle.
+        cut: columns of text that may be shortened, in the order of shortening.
     """
     left = [title.endswith(" ") for title in head]
     cells = [[title.rstrip() for title in head], *(list(row) for row in rows)]

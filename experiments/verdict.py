@@ -1,4 +1,4 @@
-"""What is known of one metric in one arm."""
+"""The verdict on one metric in one arm."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Outcome = Literal["breached", "cleared", "undecided"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A metric in an arm, now.
+    """The verdict on a metric in an arm, at one moment.
 
     Attributes:
-        metric: its name.
-        role: as in the file; "info" for control, which nothing is decided about.
-        arm: its name.
-        samples: values behind it: requests; of a difference, pairs of requests or of windows.
-        mean: in the metric's unit; where a metric is compared with control, arm minus control.
-            None before the first value.
+        metric: name of the metric.
+        role: role in the file; "info" for control, about which nothing is decided.
+        arm: name of the arm.
+        samples: number of values: requests, or for a difference pairs of requests or of windows.
+        mean: mean in the metric's unit; for a difference arm minus control. None before the first
+            value.
         low, high: bounds of the mean that hold at all moments together with a chance of
-            1 - alpha; None where nothing bounds the values.
-        log_e_breach: natural log of the evidence that the mean is beyond the margin; None where
-            there is no margin.
-        log_e_clear: of the evidence that it is within.
-        margin: of a guardrail; 0 for a success metric that has a clip.
-        outcome: "breached" or "cleared" when the evidence is enough.
-        absolute: whether `mean` is the arm's own, not a difference.
+            1 - alpha; None where the values have no bound.
+        log_e_breach: natural log of the evidence that the mean is above the margin; None unless
+            the role is "guardrail".
+        log_e_clear: the same that the mean is below the margin; None without a margin.
+        margin: margin of a guardrail; 0 for a success metric that has a clip; else None.
+        outcome: "breached" or "cleared" when there is enough evidence.
+        absolute: whether `mean` is the mean of the arm, not a difference to control.
     """
 
     metric: str

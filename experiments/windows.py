@@ -1,7 +1,7 @@
-"""What is compared with control by window of time, for `design: switchback`.
+"""Comparison with control by window of time, for `design: switchback`.
 
-Requests of one window share the server, each other's batches and whatever befalls them; the window
-is the unit of the comparison, and its mean is one value.
+Requests of one window share the server, its batches and its mishaps. So the window is the unit of
+the comparison, and its mean is one value.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from kvpolicy.experiments.bounded_mean import finite
 from kvpolicy.experiments.difference import PairedDifference
 from kvpolicy.experiments.experiment import Experiment
 
-MAX_WINDOWS = 4_096  # the first ones; four weeks of windows of ten minutes
+MAX_WINDOWS = 4_096  # only the first ones are kept; four weeks of windows of ten minutes
 
 
 class Windows:
     """Sums of clipped values by window; replicas share the windows, so their sums add.
 
-    A window is open for as long again after its end; what comes later is left out, so that a value
-    once used stays as it is. Time may go back, as when a clock that was ahead is set right: closed
+    A window stays open while the next one lasts; later values are left out, so that a mean that was
+    used stays as it is. Time may go back, as when a clock that was ahead is corrected: closed
     windows stay closed.
 
     Attributes:
-        clips: largest value of each metric, in its unit; none with `design: request`.
-        latest: number of the window that it is now, -1 before the first.
-        taken, late: values that were added; that were left out as their window was closed.
-        differences: of the means of closed windows to control's, by metric and arm.
+        control: name of the control arm.
+        clips: largest value of each metric, in its unit; empty with `design: request`.
+        latest: number of the present window; -1 before the first.
+        taken, late: number of values added, and of values left out because their window was
+            closed.
+        differences: metric -> arm -> mean minus control's mean, over closed windows.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -46,23 +48,23 @@ class Windows:
                     for arm in experiment.arms[1:]
                 }
         self._arms: dict[int, str] = {}
-        self._sums: dict[int, list[float]] = {}  # count and sum of each metric, one by one
+        self._sums: dict[int, list[float]] = {}  # count, sum of each metric in turn
         self._open: set[int] = set()
 
     @property
     def full(self) -> bool:
-        """Whether later windows are left out."""
+        """Whether there are `MAX_WINDOWS`, so that later windows are left out."""
         return len(self._arms) >= MAX_WINDOWS
 
     def reached(self, window: int) -> None:
-        """It is a window's time now: those two before it are closed."""
+        """Makes a window the present one, and closes all windows before the previous one."""
         if window != self.latest:
             self.latest = window
             for each in sorted(each for each in self._open if each < window - 1):
                 self._close(each)
 
     def add(self, window: int, arm: str, metric: str, value: float) -> None:
-        """Takes a value in [0, clip] of a request that began in a window."""
+        """Adds a value in [0, clip] of a request that began in a window."""
         known = window in self._arms
         if window < self.latest - 1 or (known and window not in self._open):
             self.late += 1
@@ -84,7 +86,7 @@ class Windows:
         for metric, count, total in zip(self.clips, sums, sums, strict=True):
             if not count:
                 continue
-            value = min(total / count, self.clips[metric])  # against rounding
+            value = min(total / count, self.clips[metric])  # rounding may exceed the bound
             differences = self.differences[metric]
             if arm == self.control:
                 for difference in differences.values():
@@ -102,7 +104,7 @@ class Windows:
         """The sums of several documents.
 
         Raises:
-            ValueError, KeyError, TypeError: a document is none of `as_document`.
+            ValueError, KeyError, TypeError: a document is not one of `as_document`.
         """
         pooled = cls(experiment)
         for document in documents:

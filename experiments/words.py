@@ -6,7 +6,7 @@ from kvpolicy.experiments.metrics import METRICS
 
 
 def number(value: float | None) -> str:
-    """Three digits that count: `0.0312`, `1,024`; `-` for None."""
+    """Three significant digits, or all digits from 1000 on: `0.0312`, `1,024`; `-` for None."""
     if value is None:
         return "-"
     if abs(value) >= 1000:
@@ -27,12 +27,12 @@ def percent(share: float | None) -> str:
 
 
 def measured(metric: str, value: float | None) -> str:
-    """A value of a metric: shares in percent."""
+    """A value of a metric; shares are in percent."""
     return percent(value) if METRICS[metric].is_share else number(value)
 
 
 def interval(metric: str, low: float | None, high: float | None) -> str:
-    """Bounds of a metric: `0.012 to 0.058`; `-` where there are none."""
+    """Bounds of a metric: `0.012 to 0.058`; `-` without bounds."""
     if low is None or high is None:
         return "-"
     if METRICS[metric].is_share:
@@ -60,7 +60,7 @@ def count(number: int, one: str, many: str | None = None) -> str:
 
 
 def rounded(number: int) -> str:
-    """An estimate with two digits that count, rounded up: `1,300` for 1234."""
+    """An estimate with two significant digits, rounded up: `1,300` for 1234."""
     digits = max(0, len(str(number)) - 2)
     size: int = 10**digits
     return f"{-(-number // size) * size:,}"
