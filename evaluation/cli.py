@@ -1,4 +1,4 @@
-"""The command `kvpolicy`: what `dsl/` offers, what asks servers questions, and experiments."""
+"""The command `kvpolicy`: the commands of `dsl/`, those that ask servers, and experiments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvpolicy.dsl.tools import cli
 from kvpolicy.dsl.tools.cli import Command
 
-# Packages that `check` and other commands of dsl/ do without.
+# Packages that the commands of dsl/ do not need.
 _OPTIONAL = ("matplotlib", "numpy", "requests", "tqdm", "transformers")
 
 

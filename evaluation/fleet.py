@@ -1,6 +1,6 @@
-"""`kvpolicy fleet status`: whether replicas serve the same, and what differs.
+"""`kvpolicy fleet status`: whether all replicas serve the same, and what differs.
 
-Exit codes: 0 all serve the same, 1 something differs, 2 a replica cannot be asked.
+Exit codes: 0 all serve the same; 1 something differs; 2 a replica cannot be asked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.experiments.replica import Replica
 
-_AT_ONCE = 32  # replicas that are asked at the same time
+_AT_ONCE = 32  # most replicas asked at the same time
 _WIDTH = 100
 _OF_POLICY = ("digest", "settings", "default", "enabled")
 _OF_EXPERIMENT = ("name", "revision", "digest", "state", "rolled_back", "coverage")
@@ -76,10 +76,11 @@ def look(urls: Sequence[str], key: str | None) -> Fleet:
     """Asks replicas what they serve.
 
     Args:
-        key: for servers with --api-key.
+        urls: addresses of the replicas.
+        key: key for servers with --api-key, or None.
 
     Raises:
-        PolicyError: one is no address, or is given twice.
+        PolicyError: a URL is not an address, or is given twice.
     """
     replicas = [Replica(url, api_key=key) for url in urls]
     seen: set[str] = set()
@@ -94,11 +95,12 @@ def look(urls: Sequence[str], key: str | None) -> Fleet:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a replica answered.
+    """The answer of a replica.
 
     Attributes:
-        schedulers: facts of each, by what they are of.
-        error: why there are none.
+        url: address of the replica.
+        schedulers: facts of each scheduler, by name; empty after an error.
+        error: why the replica could not be asked, else None.
     """
 
     url: str
@@ -114,7 +116,7 @@ def _asked(replica: Replica) -> Answer:
 
 
 def facts_of(info: Mapping[str, Any]) -> list[Facts]:
-    """Facts of each scheduler of a server, from what `GET /server_info` answers."""
+    """Facts of each scheduler of a server, from the answer of `GET /server_info`."""
     states = sorted(info["internal_states"], key=lambda each: each.get("kv_policy_dp_rank") or 0)
     return [dict(_facts(info, state)) for state in states]
 
@@ -151,12 +153,13 @@ def _shown(value: Any) -> str:
 
 
 class Fleet:
-    """What replicas answered, together.
+    """The answers of all replicas.
 
     Attributes:
-        values: of each fact, who has which value: places by value, most first. A place is a
-            replica's address, with the rank of the scheduler where it has several.
-        differing: facts of which there are several values.
+        answers: the answers, one per replica.
+        values: fact -> value -> places that have it, the commonest value first. A place is the
+            address of a replica, with the DP rank of the scheduler if it has several.
+        differing: names of the facts with several values.
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
@@ -177,7 +180,7 @@ class Fleet:
         self.differing = [name for name, found in self.values.items() if len(found) > 1]
 
     def lines(self) -> Iterator[str]:
-        """Text for a terminal: what differs is marked, and says where."""
+        """Lines for a terminal; facts that differ are marked and list the places of each value."""
         yield self._headline()
         width = max(map(len, self.values), default=0)
         for name, found in self.values.items():
@@ -204,7 +207,7 @@ class Fleet:
         )
 
     def document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The answers and differences as a JSON value."""
         return {
             "uniform": not self.differing and all(each.error is None for each in self.answers),
             "differing": {name: self.values[name] for name in self.differing},

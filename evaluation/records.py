@@ -1,4 +1,4 @@
-"""What is written down of every question: one line of JSON each."""
+"""The record of one answered question, written as one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class Record:
     """One answered question.
 
     Attributes:
-        policy: the policy's name; FULL for full KV.
-        budget: share of the prompt's entries that was asked for; None where none was.
-        setting: the parameters that were set for it, by name.
-        task, length, index, turn: which question of which sample.
+        policy: name of the policy; FULL for full KV.
+        budget: share of the prompt's entries asked for with `--budget`; None without one.
+        setting: name -> value of the parameters that were set.
+        task, length, index, turn: the sample, and the question in it.
         depth: as in `Sample`.
         score: 0 to 1, by the task's judge.
-        answer: what the model said.
-        expected: the items that were to be named.
-        prompt_tokens, output_tokens: as the server counted them.
+        answer: the model's answer.
+        expected: the items that a right answer names.
+        prompt_tokens, output_tokens: numbers of tokens, as the server counted them.
         kept: share of the prompt's entries left when its prefill ended; None if not known.
         held: share of all entries (prompt and answer) held after the last token; None if not known.
-        kv_bytes: KV memory of what was kept of the prompt; None if not known.
-        ttft, tpot: seconds to the first token, and per token after it; None where there is none.
-        uncompressed: why the server kept everything, where a policy was asked for.
+        kv_bytes: bytes of the prompt's entries that were kept; None if not known.
+        ttft: seconds to the first token; None if not measured.
+        tpot: seconds per token after the first; None if not measured.
+        uncompressed: why the server kept everything although a policy was asked for, else None.
     """
 
     policy: str
@@ -54,28 +55,28 @@ class Record:
 
     @property
     def key(self) -> tuple:
-        """What no two records of a run share."""
+        """The key of the record, unique in a run."""
         return (self.policy, self.budget, self.task, self.length, self.index, self.turn)
 
     @property
     def question(self) -> tuple:
-        """The question; equal for all policies that were asked it."""
+        """The key of the question; equal for all policies that were asked it."""
         return (self.task, self.length, self.index, self.turn)
 
 
 def line(record: Record) -> str:
-    """The record as one line of JSON, with its end."""
+    """The record as one line of JSON, newline included."""
     return json.dumps(asdict(record), ensure_ascii=False) + "\n"
 
 
 def read(path: Path) -> Iterator[Record]:
-    """Records of a file in their order; a last line that was cut off is left out.
+    """The records of a file in order; a last line that was cut off is left out.
 
     Raises:
         ValueError: another line is not a record; the message says which.
     """
     with path.open(encoding="utf-8") as file:
-        lines = file.readlines()  # str.splitlines would also part an answer at U+2028
+        lines = file.readlines()  # str.splitlines would also split an answer at U+2028
     for number, text in enumerate(lines, 1):
         try:
             yield Record(**json.loads(text))

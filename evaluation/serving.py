@@ -1,6 +1,6 @@
 """Start and stop a real SGLang server on a free loopback port.
 
-Used by the demo, the tests and the benchmarks, and a fair start for scripts of one's own:
+Used by the demo, the tests and the benchmarks; also for scripts:
 
     from kvpolicy.evaluation.serving import serve
     with serve("examples/model-tiny", policies=["policies/snapkv.yaml"]) as server:
@@ -33,23 +33,32 @@ CPU_FLAGS = {
     "sampling_backend": "pytorch",
     "dtype": "float32",
     "max_total_tokens": 16384,
-    "sleep_on_idle": True,  # an idle scheduler would keep a core busy
+    "sleep_on_idle": True,  # otherwise an idle scheduler keeps a core busy
 }
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded before a fork that may need it
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # looked up before the fork that uses it
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_KEPT_PORTS: list[socket.socket] = []  # bound, never listening, until this process ends
+_KEPT_PORTS: list[socket.socket] = []  # bound but never listening, until this process ends
 
 GPU_FLAGS = {"attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True}
 
 
 class ServerFailed(RuntimeError):
-    """The server stopped or did not answer; the message ends with its last lines."""
+    """The server stopped or did not answer; the message ends with the last lines of its log."""
 
 
 @dataclass
 class Server:
-    """A running server. Every method raises `requests.HTTPError` on an HTTP error status."""
+    """A running server.
+
+    `generate`, `generate_batch` and `metrics` raise `requests.HTTPError` on an HTTP error status.
+
+    Attributes:
+        url: address without a slash at its end.
+        process: process of the server.
+        log: file with its output.
+        session: HTTP session of all requests.
+    """
 
     url: str
     process: subprocess.Popen
@@ -57,7 +66,11 @@ class Server:
     session: requests.Session = field(default_factory=requests.Session)
 
     def post(self, path: str, body: dict, timeout: float = 600) -> requests.Response:
-        """POST without raising, for those who want to see the status."""
+        """POST a JSON body; return the response whatever its status is.
+
+        Args:
+            timeout: seconds.
+        """
         return self.session.post(self.url + path, json=body, timeout=timeout)
 
     def generate(
@@ -72,8 +85,8 @@ class Server:
         """One greedy answer from /generate.
 
         Args:
-            text, input_ids: the prompt, one of both.
-            policy: name of a policy the server has, or "none"; None means the server's default.
+            text, input_ids: the prompt, as exactly one of the two.
+            policy: name of a policy that the server has, or "none"; None for the server's default.
             options: further sampling parameters.
         """
         prompt = {"text": text} if input_ids is None else {"input_ids": list(input_ids)}
@@ -87,7 +100,7 @@ class Server:
         max_new_tokens: int = 16,
         **options,
     ) -> list[dict]:
-        """Greedy answers to prompts that are sent in one request; else as `generate`."""
+        """Greedy answers to prompts that are sent in one request; otherwise as `generate`."""
         batch = {"input_ids": [list(each) for each in prompts]}
         return self._generated(batch, policy, max_new_tokens, options)
 
@@ -100,14 +113,18 @@ class Server:
         return response.json()
 
     def metrics(self) -> dict[str, float]:
-        """Samples of /metrics, keyed by name with labels as the server writes them."""
+        """Values of /metrics, keyed by name with labels as the server writes them."""
         response = self.session.get(self.url + "/metrics", timeout=60)
         response.raise_for_status()
         lines = (line for line in response.text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def flush(self) -> None:
-        """Empty the radix cache; only an idle server does it."""
+        """Empty the radix cache, waiting up to a minute for the server to be idle.
+
+        Raises:
+            ServerFailed: the server was not idle.
+        """
         for _ in range(600):
             if self.post("/flush_cache", {}).ok:
                 return
@@ -127,13 +144,15 @@ def has_gpu() -> bool:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on, and that this process keeps from later searches.
+    """A loopback port that nobody listens on; later searches of this process skip it.
 
-    Above the range that SGLang takes its own ports from (22000 to 29999) and below the one from
-    which the system gives ports to outgoing connections: a server takes half a minute to start,
-    and a port of these ranges may be taken by then.
+    The port is above SGLang's range (22000 to 29999) and below the range of outgoing connections:
+    a server takes half a minute to start, and a port of these ranges may be taken by then.
+
+    Raises:
+        ServerFailed: no free port was found.
     """
-    # Not by `random`: processes forked from one that was seeded would try the same ports.
+    # Not from the module's shared generator: forks of a seeded process would try the same ports.
     for port in random.SystemRandom().sample(range(30_000, 32_768), 100):
         probe = socket.socket()
         try:
@@ -141,7 +160,7 @@ def free_port() -> int:
         except OSError:
             probe.close()
             continue
-        # Set after the search: whoever sets it too, as servers do, may listen here meanwhile.
+        # Set after the search, so that a server, which sets it too, can listen on this port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _KEPT_PORTS.append(probe)
         return port
@@ -177,20 +196,21 @@ def serve(
 ) -> Iterator[Server]:
     """Run `python -m sglang.launch_server` for the time of a `with` block.
 
-    A policy may cost any time here: whoever measures it wants to know.
+    The limit on a policy's cost is off (`--kv-policy-max-cost 0`), so that any policy can be
+    measured.
 
     Args:
         model: folder of the checkpoint.
         policies, settings: values of --kv-policy and --kv-policy-set.
         env: additions to the environment of the server.
-        log: where its output goes (default: a temporary file).
+        log: file for its output; None for a temporary file.
         progress: show a line with the seconds waited.
-        start_timeout: seconds until a server that does not answer is given up.
+        start_timeout: seconds to wait for the first answer.
         arguments: words added to the command line as they are, after the flags.
         flags: further options with underscores, as in `max_total_tokens=4096`.
 
     Raises:
-        ServerFailed: it stopped or never answered; the message ends with its last lines.
+        ServerFailed: it stopped or did not answer in time.
     """
     port = free_port()
     flags = {
@@ -207,7 +227,7 @@ def serve(
     command = [sys.executable, "-P", "-m", "sglang.launch_server", *command_line(flags)]
     command += arguments
     defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    # A health check that generates takes a second; the warm-up has generated already.
+    # The warm-up generates already, and a health check that generates takes a second.
     defaults["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     log = log or Path(tempfile.mkstemp(prefix="kvpolicy-server-", suffix=".log")[1])
     with log.open("wb") as output:
@@ -234,12 +254,12 @@ def together(
     """Start servers at the same time, for the time of a `with` block.
 
     Args:
-        starting: calls of `serve`, by name.
+        starting: name -> call of `serve`.
 
     Returns:
-        Each server, or why it did not start (`started` raises that); the others go on.
+        Name -> server, or the error if it did not start, which `started` raises.
     """
-    # A server ends with the thread that started it: these stay until the end.
+    # A server ends with the thread that started it, so the threads stay until the end.
     with ThreadPoolExecutor(len(starting)) as pool, contextlib.ExitStack() as stack:
 
         def begun(server: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
@@ -254,10 +274,10 @@ def together(
 
 
 def started(found: Server | ServerFailed) -> Server:
-    """The server of `together`, if there is one.
+    """A server of `together`.
 
     Raises:
-        ServerFailed: it did not start.
+        ServerFailed: the server did not start.
     """
     if isinstance(found, ServerFailed):
         raise found
@@ -268,7 +288,7 @@ def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
     started = time.monotonic()
     while True:
         waited = time.monotonic() - started
-        # A file or a pipe gets the last line only.
+        # In a file or a pipe, only the last line is written.
         if progress and sys.stderr.isatty():
             print(f"\rstarting SGLang ... {waited:3.0f} s", end="", file=sys.stderr, flush=True)
         if server.process.poll() is not None:
@@ -291,15 +311,15 @@ def _last_words(server: Server, what: str) -> str:
 
 
 def _ends_with_parent() -> None:
-    """In the server, before it starts: also a killed client leaves no server behind (Linux)."""
+    """Make the server end with its client, even one that is killed (Linux); runs in the server."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Ends a server that nobody asks any more, with what it started: they are one process group.
+    """Kill the server's process group.
 
-    Not by SIGTERM: SGLang looks for that signal every five seconds only.
+    Not by SIGTERM, which SGLang looks for only every five seconds.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""Who is asked: policies and budgets, servers and clients, answers that are written down."""
+"""Asking servers: policies and budgets, servers and clients, the files of answers."""

@@ -1,8 +1,8 @@
-"""Which parameter of a policy, at which value, makes it keep a share of a prompt.
+"""Finds the parameter of a policy, and its value, with which it keeps a share of a prompt.
 
-Nothing is known here of single policies: the language's own bounds say how many entries a policy
-keeps at a value of a parameter, and the value is searched for. L layers, G KV heads, N tokens of
-the prompt; everything is L x G x N entries.
+No policy is treated specially: the language's bounds say how many entries a policy keeps at a value
+of a parameter, and the value is searched for. L layers, G KV heads, N tokens of the prompt, which
+has L x G x N entries.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param, Program
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
-# Relative distance from the asked share within which a value is taken; one entry of each layer and
-# KV head is always within it, since no policy keeps parts of entries.
+# Largest relative distance from the asked share at which a value is taken. Rounding down to whole
+# entries per layer and KV head is always allowed.
 TOLERANCE = 0.02
-# A budget that data decide is bounded from above only: the plain value of a parameter is taken for
-# what it says if the bound exceeds it by no more than this share of the prompt.
+# Where data decide the number of entries, only an upper bound is known. A value is still taken if
+# the bound exceeds the tolerance by at most this share of the prompt.
 LOOSE = 0.01
-# Steps of a share that are tried.
+# Number of steps of a share from 0 to 1 that are tried.
 _FINE = 10_000
 
 
@@ -35,9 +35,9 @@ class Value:
     """A value of a parameter for one share.
 
     Attributes:
-        parameter, value: what to set.
+        parameter, value: name of the parameter, and its value as text.
         lengths: prompt lengths for which it keeps the share.
-        predicted: by length, the share that is kept at most (exactly, where data decide nothing).
+        predicted: length -> largest share that is kept; exact unless data decide the number.
     """
 
     parameter: str
@@ -47,18 +47,18 @@ class Value:
 
 
 def kept(bound: Bound, prompt: int) -> tuple[int, bool]:
-    """Entries that a policy keeps of a prompt of N tokens, and whether that is exact.
+    """Number of entries that a policy keeps of a prompt of N tokens, and whether it is exact.
 
-    Otherwise it is an upper bound. Of a layer of which data decide whether it is thinned (`x where
-    lazy else all`) what it keeps then; of a policy that lets entries leave only while it decodes,
-    what its first decode step leaves.
+    If it is not exact, it is an upper bound. Layers that are thinned only if data say so (`x where
+    lazy else all`) count as thinned. If entries leave only during decode, the number is that after
+    the first decode step.
     """
     bounds, keep = Bounds(bound, prompt), _keep(bound)
     return _size(bounds, keep), bounds.is_exact(keep)
 
 
 def thins_some(bound: Bound, prompt: int) -> bool:
-    """Whether data decide which layers are thinned, so that `kept` is of those alone."""
+    """Whether data decide which layers are thinned, so that `kept` may be exceeded."""
     bounds, keep = Bounds(bound, prompt), _keep(bound)
     return keep.op == "choose" and _size(bounds, keep) < bounds.size(keep).total
 
@@ -84,19 +84,19 @@ def solve(
     shares: Sequence[float],
     lengths: Sequence[int],
 ) -> tuple[str | None, dict[float, list[Value]]]:
-    """The parameter that sets shares of prompts, and its values for them.
+    """Finds the parameter that sets the share of a prompt that is kept, and its values.
 
     A parameter that is a share itself is preferred to one that counts tokens, whose value differs
     from length to length.
 
     Args:
-        given: parameters that have a value already, as text; the one that is found may be of them.
-        shares: of the prompt's entries, above 0 and up to 1.
-        lengths: N of the prompts.
+        given: name -> value as text of parameters that are set; the result may be one of them.
+        shares: shares of the prompt's entries, above 0 and up to 1.
+        lengths: lengths of the prompts in tokens.
 
     Returns:
-        Its name, None if no parameter sets a share; and by share its values, without shares that
-        none reaches. Together the values of a share have each length once at most.
+        The name of the parameter, None if no parameter sets a share; and share -> values, without
+        the shares that no value reaches. Each length is in at most one value of a share.
     """
     best: dict[float, list[Value]] = {}
     rank: tuple = ()
@@ -118,7 +118,12 @@ def solve(
 
 
 class _Search:
-    """Values of one parameter; `present` is the one that it has, which the policy accepts."""
+    """Search for values of one parameter.
+
+    Args:
+        given: values of the other parameters that are set.
+        present: the parameter's present value, which the policy accepts.
+    """
 
     def __init__(
         self,
@@ -144,11 +149,11 @@ class _Search:
             bound = at(value)
             return (-1, True) if bound is None else kept(bound, length)
 
-        # Entries and whether they are exact; -1 for a value that the policy does not accept.
+        # As `kept`; (-1, True) for a value that the policy does not accept.
         self._kept: Callable[[str, int], tuple[int, bool]] = entries
 
     def values(self, share: float, lengths: Sequence[int]) -> list[Value]:
-        """Values that keep a share; one for all lengths where the parameter is a share."""
+        """Values that keep a share: one per length, or per group of lengths if it is a ratio."""
         if not self._ratio:
             each = [self._value(share, [length]) for length in lengths]
             return [value for value in each if value is not None]
@@ -163,7 +168,7 @@ class _Search:
         return found
 
     def _value(self, share: float, lengths: Sequence[int]) -> Value | None:
-        """The value for the first of the lengths, and for those of the others that it suits."""
+        """The value for the first length, and for the other lengths that it suits."""
         for text in self._proposed(share, lengths[0]):
             if not self._suits(text, share, lengths[0]):
                 continue
@@ -173,7 +178,7 @@ class _Search:
         return None
 
     def _proposed(self, share: float, length: int) -> Iterator[str]:
-        """Values to try, the preferred ones first: a share is best as round as it was asked."""
+        """Values to try, the preferred ones first: a ratio as round as the share asked for."""
         if self._param.choices:
             wanted = share * self._everything * length
             texts = map(shown, self._param.choices)
@@ -190,17 +195,17 @@ class _Search:
     def _suits(self, text: str, share: float, length: int) -> bool:
         entries, exact = self._kept(text, length)
         wanted = share * self._everything * length
-        # Where the bound is loose, a plain value says what is meant.
+        # Where the bound is not exact, the policy may keep less than it.
         loose = 0 if exact else LOOSE * self._everything * length
         room = max(TOLERANCE * wanted, 0 if exact else self._everything / 2)
         return wanted - max(room, self._below(length, share)) <= entries <= wanted + room + loose
 
     def _below(self, length: int, share: float) -> float:
-        """A share of a short prompt is rounded down to whole entries."""
+        """Entries that are lost when the share is rounded down to whole entries per list."""
         return self._everything * (share * length % 1)
 
     def _nearest(self, share: float, length: int) -> str | None:
-        """The value at which the entries come closest to a share, if they follow it upwards."""
+        """The value whose entries are nearest to a share, if they grow with it; None if too far."""
         wanted = share * self._everything * length
         step = 2 if self._param.odd else 1
         tried = range(1, _FINE + 1) if self._ratio else range(1, length + 1, step)
@@ -208,7 +213,7 @@ class _Search:
 
         def entries(i: int) -> float:
             size = self._kept(number(i), length)[0]
-            # A value that is refused is too large above the present one, and too small below it.
+            # A refused value counts as too large above the present value, and as too small below.
             return math.inf if size < 0 and float(number(i)) > self._present else size
 
         if entries(tried[-1]) < wanted * (1 - TOLERANCE):
@@ -220,7 +225,7 @@ class _Search:
         return min(ends, key=lambda text: abs(self._kept(text, length)[0] - wanted))
 
     def distance(self, found: Mapping[float, Sequence[Value]]) -> float:
-        """How far values are from the shares that they keep, added up; 0: they are the shares."""
+        """Sum of the relative distances of values from their shares; 0 if they are the shares."""
         total = 0.0
         for share, values in found.items():
             for value in values:
@@ -230,5 +235,5 @@ class _Search:
 
 
 def _text(share: float) -> str:
-    """A share as text without an exponent."""
+    """A share as text, with at most six decimals and no exponent."""
     return f"{share:.6f}".rstrip("0").rstrip(".")

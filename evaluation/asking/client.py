@@ -1,6 +1,6 @@
-"""Questions over HTTP: SGLang's own route, and that of any OpenAI-compatible server.
+"""Asks questions over HTTP: by SGLang's /generate, or by OpenAI's /v1/completions.
 
-Answers are streamed: the times to the first token and per token after it are the client's.
+Answers are streamed; TTFT and TPOT are measured by the client.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import Request
 from kvpolicy.evaluation.records import FULL
 
-_PATIENCE = (10, 600)  # seconds to connect, and without a byte of an answer
-# More tokens than any answer has: after the first one the server sends the rest at once.
+_PATIENCE = (10, 600)  # seconds to connect, and seconds without a byte of an answer
+# More tokens than any answer has, so that the server sends the rest at once after the first token.
 _AT_ONCE = 1 << 20
 
 
 class Failed(Exception):
-    """A request that got no answer; the message is one sentence.
+    """A request got no answer; the message is one sentence.
 
     Attributes:
         again: whether the same request may succeed later.
@@ -36,13 +36,15 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one request.
+    """The answer to one request.
 
     Attributes:
-        text: of the answer, without tokens that were forced.
-        prompt_tokens, output_tokens: as the server counted them.
-        ttft, tpot: seconds to the first token, and per token after it; None where there is none.
-        meta: the facts that come with an answer of SGLang.
+        text: generated text, without forced tokens.
+        prompt_tokens, output_tokens: numbers of tokens as the server counted them; forced tokens
+            are not in `output_tokens`.
+        ttft: seconds to the first token; None if not measured.
+        tpot: seconds per token after the first; None if not measured.
+        meta: `meta_info` of an answer of SGLang.
     """
 
     text: str
@@ -54,7 +56,7 @@ class Answer:
 
 
 class Client(Protocol):
-    """A server that is asked; used by several threads at once."""
+    """A client of one server; used by several threads at once."""
 
     copies: bool
     """Whether an answer can go on after tokens that are given."""
@@ -64,7 +66,7 @@ class Client(Protocol):
 
         Args:
             policy: name of the policy at the server; FULL for full KV.
-            kept: whether the answer's facts are to say which entries were kept.
+            kept: whether `meta` of the answer shall say which entries were kept.
 
         Raises:
             Failed: there is no answer.
@@ -74,15 +76,15 @@ class Client(Protocol):
         """Empties the radix cache.
 
         Raises:
-            Failed: the server does not do it.
+            Failed: the server did not empty it.
         """
 
     def alive(self) -> bool:
-        """Whether anybody listens there still."""
+        """Whether the server still accepts connections."""
 
 
 class _Http:
-    """Connections of the threads to one server."""
+    """HTTP sessions with one server, one per thread."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url
@@ -90,7 +92,7 @@ class _Http:
         self._local = threading.local()
 
     def session(self) -> requests.Session:
-        """This thread's own session."""
+        """The session of this thread."""
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             if self._key:
@@ -143,7 +145,7 @@ def _event(text: bytes) -> dict[str, Any]:
 
 
 def _refusal(response: requests.Response) -> str:
-    """The server's sentence, or its status where it says nothing."""
+    """The status of a refusal, with the server's message if there is one."""
     try:
         body = response.json()
         error = body.get("error", body)
@@ -156,7 +158,11 @@ def _refusal(response: requests.Response) -> str:
 def _timed(
     events: Iterator[dict], has_token: Callable[[dict], bool]
 ) -> tuple[list[dict], float | None, float | None]:
-    """The events, at least one, and the seconds until the first and the last one with a token."""
+    """The events, and the seconds until the first and the last event with a token.
+
+    Raises:
+        Failed: there are no events.
+    """
     started = time.perf_counter()
     found, first, last = [], None, None
     for event in events:
@@ -170,7 +176,7 @@ def _timed(
 
 
 def _per_token(first: float | None, last: float | None, generated: int) -> float | None:
-    """Seconds per token after the first one; None if all came at once."""
+    """Seconds per token after the first one; None if there is none, or all came at once."""
     if first is None or last is None or first == last or generated < 2:
         return None
     return (last - first) / (generated - 1)
@@ -180,11 +186,11 @@ class SGLang:
     """SGLang's /generate.
 
     Args:
-        url: of the server.
-        tokens: the model's tokenizer, for answers of which the beginning was given.
-        named: whether the server knows policies, so that requests name one.
-        key: of the API.
-        admin_key: by which the cache may be emptied; None: by `key`.
+        url: address of the server.
+        tokens: the model's tokenizer, to decode answers whose first tokens were forced.
+        named: whether the server has policies, so that requests name one.
+        key: key of the API.
+        admin_key: key for emptying the cache; None for `key`.
     """
 
     def __init__(
@@ -205,7 +211,7 @@ class SGLang:
         sampling: dict[str, Any] = {
             "temperature": 0,
             "max_new_tokens": given + request.most,
-            # A token that follows given ones is timed too: each is sent then.
+            # With forced tokens every token is sent, so that those after them can be timed.
             "stream_interval": 1 if given else _AT_ONCE,
         }
         if self.copies:
@@ -253,10 +259,10 @@ class OpenAI:
     """/v1/completions of any server, with full KV.
 
     Args:
-        url: of the server, without /v1.
-        model: its name for the model.
-        tokens: the model's tokenizer, where the server counts no tokens.
-        key: of the API.
+        url: address of the server, without /v1.
+        model: name of the model at the server.
+        tokens: the model's tokenizer, for a server that does not count tokens.
+        key: key of the API.
     """
 
     copies = False
@@ -289,7 +295,7 @@ class OpenAI:
         return Answer(text, prompt, generated, first, _per_token(first, last, generated))
 
     def flush(self) -> None:
-        """No common route does it: every sample stands alone, which is what the cache is for."""
+        """Does nothing: OpenAI-compatible servers have no common route for it."""
 
     def alive(self) -> bool:
         """See `Client`."""
@@ -297,5 +303,5 @@ class OpenAI:
 
 
 def _said(event: dict[str, Any]) -> str:
-    """The text of one event; the last one has no choices but the usage."""
+    """The text of one event; the last event has the usage and no choices."""
     return "".join(choice.get("text") or "" for choice in event.get("choices") or ())

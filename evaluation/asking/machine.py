@@ -1,4 +1,4 @@
-"""On what a measurement was made."""
+"""Description of the machine on which a measurement was made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 
 
 def machine(*packages: str) -> str:
-    """Processor, cores, memory and the versions that matter; what is not there is left out."""
+    """Processor or GPU, cores, memory, and versions of Python and of packages.
+
+    Args:
+        packages: names of packages, "sglang" and "torch" by default; missing ones are left out.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = []
     for name in packages or ("sglang", "torch"):

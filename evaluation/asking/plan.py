@@ -1,4 +1,4 @@
-"""What a run of `kvpolicy eval` is to do, as plan.json says it; and its folder."""
+"""The plan of a run of `kvpolicy eval`, which plan.json holds, and its folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.evaluation.asking.variants import Variant
 
-# Files up to this size are told apart by their content, larger ones by size and time.
+# Bytes up to which a file is identified by its content; larger files by size and time.
 _SMALL = 64 << 20
-# What decides answers, and the option that says it.
+# Key of `Plan.decides` -> the option that sets it, for messages.
 _OPTIONS = {
     "model": "the model",
     "form": "the form of the tasks",
@@ -33,22 +33,23 @@ _OPTIONS = {
 
 @dataclass
 class Plan:
-    """A run.
+    """The plan of a run.
 
     Attributes:
-        command: as it was typed.
+        command: the command as it was typed.
         model: folder of the checkpoint, or the model's name at a server.
-        form: of the tasks, as in the catalog.
-        lengths: N of the prompts.
-        tasks: titles by name.
-        seed, samples: of each task and length.
-        variants: what is asked, full KV first.
-        notes: what is not as it was asked for.
-        server: url, version, L, G, bytes_per_token; what is not known is None.
-        machine: on what it runs.
-        decides: by keys of _OPTIONS, what decides the answers.
-        questions: by task and length, how many samples there are and how many questions they hold.
-        stages: seconds by name, of all runs that wrote to the folder.
+        form: form of the tasks, one of `catalog.FORMS`.
+        lengths: lengths of the prompts in tokens.
+        tasks: name -> title.
+        seed: seed of the samples.
+        samples: number of samples per task and length.
+        variants: the policies with settings that are asked, full KV first.
+        notes: sentences on what differs from the command.
+        server: url, api, version, arguments, L, G, bytes_per_token; None for what is not known.
+        machine: description of the machine.
+        decides: key of `_OPTIONS` -> the value that decides the answers.
+        questions: task -> length -> number of samples, and number of their questions.
+        stages: name -> seconds, over all runs that wrote to the folder.
     """
 
     command: str
@@ -68,7 +69,7 @@ class Plan:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the seconds of a `with` block to a stage."""
+        """Adds the seconds that a `with` block takes to a stage."""
         started = time.monotonic()
         try:
             yield
@@ -91,7 +92,7 @@ class Plan:
 
 
 def _policies(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """One entry per policy and budget; values that differ by length say of which they are."""
+    """One entry per policy and budget; values that differ by length name their lengths."""
     groups: dict[tuple, list[Variant]] = {}
     for variant in variants:
         groups.setdefault((variant.policy, variant.budget), []).append(variant)
@@ -128,7 +129,7 @@ def _setting(group: Sequence[Variant]) -> dict[str, str]:
 
 
 def fingerprint(*paths: Path) -> str:
-    """Digest of files; of large ones without reading them."""
+    """Digest of files by name, size and content; by modification time where they are large."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         facts = path.stat()
@@ -142,7 +143,8 @@ class Folder:
     """The folder of --out while a run writes to it; one run at a time.
 
     Raises:
-        PolicyError: it cannot be written, another run writes to it, or it holds another plan.
+        PolicyError: the folder cannot be written, another run writes to it, or it holds the
+            answers of another plan.
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:
@@ -170,7 +172,7 @@ class Folder:
             plan.stages[name] = plan.stages.get(name, 0.0) + seconds
 
     def _earlier(self) -> Mapping[str, Any]:
-        """The plan that is there already; empty if none is."""
+        """The plan in the folder; empty if there is none, or nothing was answered by another."""
         path = self.path / "plan.json"
         if not path.exists():
             if (self.path / "samples.jsonl").exists():
@@ -186,7 +188,7 @@ class Folder:
         different = [_OPTIONS[k] for k, v in self._plan.decides.items() if there.get(k) != v]
         answers = self.path / "samples.jsonl"
         if different and not (answers.exists() and answers.stat().st_size):
-            return {}  # nothing was answered, perhaps because a server did not start
+            return {}  # nothing was answered, for example because no server started
         if different:
             verb = "differs" if len(different) == 1 else "differ"
             message = f"another evaluation is here already: {' and '.join(different)} {verb}"
@@ -195,12 +197,12 @@ class Folder:
         return earlier
 
     def write(self) -> None:
-        """Writes plan.json; a run that ends while it is written leaves the earlier one."""
+        """Replaces plan.json atomically."""
         text = json.dumps(self._plan.as_json(), indent=1, ensure_ascii=False)
         new = self.path / "plan.json.new"
         new.write_text(text + "\n", encoding="utf-8")
         new.replace(self.path / "plan.json")
 
     def close(self) -> None:
-        """Lets another run write."""
+        """Releases the lock of the folder."""
         self._lock.close()

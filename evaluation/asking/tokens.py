@@ -1,4 +1,4 @@
-"""A model's tokenizer, from its folder."""
+"""A model's tokenizer, loaded from a folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Tokens:
     """Text to token ids and back.
 
     Args:
-        folder: of a checkpoint, or of a tokenizer alone.
+        folder: folder of a checkpoint, or of a tokenizer alone.
 
     Raises:
-        PolicyError: there is no tokenizer in it.
+        PolicyError: the folder has no tokenizer that can be loaded.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -32,23 +32,27 @@ class Tokens:
             raise refused(str(folder), "file", message) from None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text, with the tokens that begin a prompt or without."""
+        """Token ids of a text; `special` adds the tokens that begin a prompt."""
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; what is no text (the end of an answer) is left out."""
+        """The text of ids, without special tokens such as the end of an answer."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The text of ids, with what is no text."""
+        """The text of ids, special tokens included."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def positions(self, text: str, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Tokens [start, stop) of parts of a text, which are given by characters.
+        """Token ranges [start, stop) of parts of a text, as a prompt.
 
-        Empty where the tokenizer does not say which characters a token is of.
+        Args:
+            parts: [start, stop) characters of each part.
+
+        Returns:
+            A range per part that has tokens; empty if the tokenizer gives no character offsets.
         """
         if not parts or not self.tokenizer.is_fast:
             return []
@@ -61,5 +65,5 @@ class Tokens:
         return found
 
     def count(self, text: str) -> int:
-        """Tokens of a text as a prompt."""
+        """Number of tokens of a text as a prompt."""
         return len(self.encode(text))
