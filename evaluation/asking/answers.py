@@ -1,4 +1,4 @@
-"""The files that answers go to while a run goes on: samples.jsonl and errors.jsonl."""
+"""The files to which a run writes its answers: samples.jsonl and errors.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpolicy.evaluation.records import Record
 
 
 class Lines:
-    """A file of JSON lines that several threads append to; a killed run loses one line at most."""
+    """A file of lines to which several threads append; a killed run loses at most one line."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
@@ -21,7 +21,7 @@ class Lines:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, line: str) -> bool:
-        """Writes a whole line at once; whether the file was still open."""
+        """Writes a whole line at once; returns whether the file was still open."""
         with self._lock:
             if self._file.closed:
                 return False
@@ -30,7 +30,7 @@ class Lines:
             return True
 
     def close(self) -> None:
-        """Nothing is written from now on."""
+        """Closes the file; later lines are not written."""
         with self._lock:
             self._file.close()
 
@@ -45,8 +45,12 @@ def _cut(file) -> None:
 class Answers:
     """The answered questions of a folder, and those that failed in this run.
 
+    Attributes:
+        keys: keys of the records in samples.jsonl.
+        failed: number of questions without an answer in this run.
+
     Raises:
-        PolicyError: samples.jsonl holds something else.
+        PolicyError: samples.jsonl holds something else, or cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +59,7 @@ class Answers:
         try:
             self._lines = Lines(path)
             self.keys = {record.key for record in records.read(path)}
-            self._errors.unlink(missing_ok=True)  # they are asked again now
+            self._errors.unlink(missing_ok=True)  # this run asks these questions again
         except ValueError as error:
             raise refused(str(path), "file", str(error), "take another --out") from None
         except OSError as error:
@@ -64,14 +68,14 @@ class Answers:
         self._lock = threading.Lock()
 
     def add(self, record: Record) -> bool:
-        """Writes an answer down; whether the run still goes on."""
+        """Writes a record; returns False if the file is closed, since the run has ended."""
         if not self._lines.append(records.line(record)):
             return False
         self.keys.add(record.key)
         return True
 
     def fail(self, key: tuple, sentence: str) -> None:
-        """Notes a question that got no answer; `key` as of a record."""
+        """Notes why a question got no answer; `key` as `Record.key`."""
         names = ("policy", "budget", "task", "length", "index", "turn")
         facts = {**dict(zip(names, key, strict=True)), "error": sentence}
         with self._lock, self._errors.open("a", encoding="utf-8") as file:
@@ -79,5 +83,5 @@ class Answers:
             self.failed += 1
 
     def close(self) -> None:
-        """Nothing is written from now on."""
+        """Closes samples.jsonl; later records are not written."""
         self._lines.close()

@@ -1,7 +1,7 @@
 """Asks one policy the samples of a task and length, several at once, in the order they need.
 
-What a later turn finds of the earlier ones is made here: turns of a sample follow one another, or
-the server's cache is emptied between the first turns of all samples and their second ones.
+The order decides what a later turn finds of the earlier ones: the turns of a sample follow one
+another, or the radix cache is emptied between the first turns of all samples and the second ones.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.records import FULL, Record
 
 _TRIES = 3
-_PAUSE = 1.0  # seconds before the second try; twice as many before the third
-_IN_A_ROW = 20  # failures without an answer between them, after which the rest would fail too
+_PAUSE = 1.0  # seconds before the second try; doubled before the third
+_IN_A_ROW = 20  # failed questions in a row after which the run gives up
 
 
 class Gone(Exception):
-    """The server does not answer any more; the message is one sentence."""
+    """The server no longer answers; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What entries of a model are, where that is known.
+    """Sizes of a model's KV cache; None for what is not known.
 
     Attributes:
-        lists: L * G, entries of one token.
-        token_bytes: KV bytes of one token.
+        lists: L * G, the number of entries of one token.
+        token_bytes: KV bytes of one token, over all layers.
     """
 
     lists: int | None
@@ -45,15 +45,15 @@ class Memory:
 
 @dataclass
 class Asking:
-    """A run's way to ask.
+    """Asks the questions of a run.
 
     Attributes:
-        client: of the server.
+        client: client of the server.
         tokens: the model's tokenizer.
-        answers: where they go.
-        memory: sizes of the model.
-        at_once: requests that are out at a time.
-        answered: called after each question with an answer, and after each without.
+        answers: the files to which answers are written.
+        memory: sizes of the model's KV cache.
+        at_once: number of requests in flight.
+        answered: called after each question, whether it got an answer or not.
     """
 
     client: Client
@@ -68,8 +68,8 @@ class Asking:
         """Asks a policy all questions of samples of one task and length that have no answer yet.
 
         Raises:
-            Gone: the server does not answer any more, or answers nothing.
-            Failed: its cache cannot be emptied.
+            Gone: the server no longer answers, or `_IN_A_ROW` questions in a row failed.
+            Failed: the radix cache cannot be emptied.
         """
         for wave in _waves(samples):
             jobs = [job for sample, turns in wave if (job := self._job(variant, sample, turns))]
@@ -91,11 +91,11 @@ class Asking:
     def _job(
         self, variant: Variant, sample: Sample, turns: Sequence[int]
     ) -> tuple[Sample, Sequence[int], set[int]] | None:
-        """Turns to ask of a sample, and those of them that are to be written down."""
+        """The turns to ask of a sample, and the turns without a record; None if all have one."""
         new = {t for t in turns if question_key(variant, sample, t) not in self.answers.keys}
         if not new:
             return None
-        # A turn that was answered in an earlier run is asked again where a later one finds it.
+        # A turn that has a record is asked again if a later turn finds it in the radix cache.
         again = sample.history == History.TREE
         asked = [t for t in turns if t in new or (again and t < max(new))]
         return sample, asked, new
@@ -117,7 +117,7 @@ class Asking:
             self.answered()
 
     def _answer(self, variant: Variant, sample: Sample, request) -> Answer | None:
-        """The answer; None after tries that all failed, which is noted."""
+        """The answer; None if all tries failed, which is written to errors.jsonl."""
         sentence = ""
         for attempt in range(_TRIES):
             try:
@@ -174,12 +174,12 @@ class Asking:
 
 
 def question_key(variant: Variant, sample: Sample, turn: int) -> tuple:
-    """The key of the record that an answer will become."""
+    """The key of the record of a question, as `Record.key`."""
     return (variant.policy, variant.budget, sample.task, sample.length, sample.index, turn)
 
 
 def _waves(samples: Sequence[Sample]) -> Iterator[list[tuple[Sample, list[int]]]]:
-    """Samples with turns that are asked between two emptyings of the cache."""
+    """Groups of samples with the turns to ask; the radix cache is emptied before each group."""
     together = [s for s in samples if s.history != History.EVICTED]
     yield [(sample, list(range(len(sample.turns)))) for sample in together]
     alone = [s for s in samples if s.history == History.EVICTED]
@@ -188,9 +188,9 @@ def _waves(samples: Sequence[Sample]) -> Iterator[list[tuple[Sample, list[int]]]
 
 
 def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
-    """Does jobs in so many threads; raises the first exception of one.
+    """Does jobs in at most `count` threads; raises the first exception of a job.
 
-    The threads end with the process: an interrupted run does not wait for answers.
+    The threads end with the process, so that an interrupted run does not wait for answers.
     """
     queue: SimpleQueue = SimpleQueue()
     for job in jobs:
@@ -214,7 +214,7 @@ def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
     try:
         for thread in threads:
             while thread.is_alive():
-                thread.join(0.2)  # now and then a signal is looked at
+                thread.join(0.2)  # signals are handled between joins
     except BaseException:
         stopped.set()
         raise

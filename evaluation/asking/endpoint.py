@@ -1,4 +1,4 @@
-"""What listens at a URL: SGLang with policies, stock SGLang, or an OpenAI-compatible server."""
+"""Finds out what serves a URL: SGLang, with policies or without, or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Endpoint:
     """A server that answered.
 
     Attributes:
-        url: without a slash or /v1 at its end.
+        url: address without a slash or /v1 at its end.
         api: one of APIS.
-        info: of SGLang: what it says of itself.
-        policies: of SGLang with kvpolicy: name, path and settings of each; None without.
-        inspection: whether it says which positions are kept, and lets output be prescribed.
+        info: answer of SGLang's /server_info; empty for other servers.
+        policies: name, path and settings of each policy; None without kvpolicy.
+        inspection: whether it allows inspection: requests for kept positions and forced output.
         models: names of the models of an OpenAI-compatible server.
     """
 
@@ -33,10 +33,13 @@ class Endpoint:
     models: tuple[str, ...] = ()
 
     def require_inspection(self, what: str) -> None:
-        """Refuse a server with policies that does not answer questions for evaluation.
+        """Refuse a server that has policies but does not allow inspection.
 
         Args:
-            what: needs it, for the message.
+            what: what needs inspection, for the message.
+
+        Raises:
+            PolicyError: the server does not allow inspection.
         """
         if self.policies is not None and not self.inspection:
             message = f"{what} needs what this server does not answer"
@@ -44,10 +47,11 @@ class Endpoint:
             raise refused(self.url, "server", message, help_)
 
     def model(self, name: str | None) -> str:
-        """The name of the model to ask for.
+        """The name of the model to ask: `name`, or that of the only model.
 
         Raises:
-            PolicyError: there are several and none is named, or not this one.
+            PolicyError: the server has no model of this name, or `name` is None and it does not
+                have exactly one.
         """
         if name is None and len(self.models) == 1:
             return self.models[0]
@@ -62,11 +66,12 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
     """Asks a server what it is.
 
     Args:
-        api: what the user says it is; None: to be found out.
-        key: of the API.
+        url: address as the user gave it; without a scheme it is http.
+        api: one of APIS; None to find out.
+        key: key of the API.
 
     Raises:
-        PolicyError: nobody answers there, or something else does.
+        PolicyError: nobody answers, a key is missing or wrong, or the server is of another kind.
     """
     base = url.rstrip("/").removesuffix("/v1")
     if "://" not in base:
@@ -98,17 +103,17 @@ def _something_else(url: str, api: str | None, tried: Sequence[str]) -> PolicyEr
 
 
 class _Probe:
-    """Requests to an address of which nothing is known."""
+    """Requests to an address whose server is not known yet."""
 
     def __init__(self, base: str, key: str | None) -> None:
         self._base = base
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def json(self, path: str, tried: list[str]) -> dict[str, Any] | None:
-        """The JSON object at a path; None if there is none, and `tried` says what there is.
+        """The JSON object at a path; None if there is none, then `tried` gets what was found.
 
         Raises:
-            PolicyError: nobody answers, or a key is wanted.
+            PolicyError: nobody answers, or a key is missing or wrong.
         """
         try:
             response = requests.get(self._base + path, headers=self._headers, timeout=20)

@@ -1,7 +1,7 @@
-"""`kvpolicy eval`: what policies cost in quality, asked of a server.
+"""`kvpolicy eval`: measures what policies cost in quality, with questions to a server.
 
-Everything that can be wrong with the command is found before a server is started or a file is
-written. The answers so far stay whatever happens: the same command goes on from there.
+All mistakes in the command are found before a server is started or a file is written. Answers are
+kept when a run ends early: the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tqdm import tqdm
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, or the system asked the process to end."""
+    """Ctrl-C or SIGTERM."""
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command.
 
     Returns:
-        0; 1 if questions got no answer; 2 if the input cannot be used, or no server starts with
-        it; 130 if interrupted.
+        The exit code: 0; 1 if questions got no answer; 2 if the input cannot be used or the server
+        does not start; 130 if interrupted.
     """
     command = shlex.join(["kvpolicy", *sys.argv[1:]])
     with _interruptible():
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         except PolicyError as error:
             print(error, file=sys.stderr)
             return 2
-        except ServerFailed as error:  # it never answered: the model, or --server-args
+        except ServerFailed as error:  # it did not start: the model or --server-args is wrong
             print(error, file=sys.stderr)
             return 2
         except (Gone, Failed) as error:
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
             answers.close()
             folder.write()
         with setup.plan.stage("report"):
-            # Plots take a second to import, which a command that is refused need not wait for.
+            # Imported late, since plots take a second to import and a command may be refused.
             from kvpolicy.evaluation.reporting import report
 
             written = report.write(folder.path)
@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
 
 
 def _ask_all(args: argparse.Namespace, setup: Setup, folder: Folder, answers: Answers) -> None:
-    """Every question that has no answer yet, and the maps."""
+    """Asks every question that has no answer yet, and for the maps."""
     plan = setup.plan
     blocks = [(task, length) for task in plan.tasks for length in plan.lengths]
     total = sum(setup.questions(*block) for block in blocks)
@@ -121,7 +121,7 @@ def _ask_all(args: argparse.Namespace, setup: Setup, folder: Folder, answers: An
 
 
 def _bar(total: int, done: int, quiet: bool) -> tqdm:
-    """Questions with the time left; in a file a line now and then."""
+    """A progress bar of questions; a line every 20 s where stderr is not a terminal."""
     interval = 0.2 if sys.stderr.isatty() else 20
     return tqdm(total=total, initial=done, unit="question", disable=quiet, mininterval=interval,
                 smoothing=0.05)  # fmt: skip
@@ -149,10 +149,10 @@ def _first_table(text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: the server stops, what was answered stays."""
+    """Makes SIGTERM end a run as Ctrl-C does: the server stops, and the answers stay."""
 
     def interrupt(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would cut the ending short
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the clean-up
         raise Interrupted
 
     earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

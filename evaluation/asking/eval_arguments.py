@@ -1,4 +1,4 @@
-"""Options of `kvpolicy eval`; nothing heavy is imported here."""
+"""Options of `kvpolicy eval`; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _where(parser: argparse.ArgumentParser) -> None:
 
 
 def share(text: str) -> float:
-    """A share of a prompt."""
+    """A share above 0 and up to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -112,7 +112,7 @@ def at_least_0(text: str) -> int:
 
 
 def lengths(text: str) -> list[int]:
-    """Numbers of tokens, each once, the shortest first."""
+    """Numbers of tokens separated by commas, each once, in rising order."""
     return sorted({whole(each.strip()) for each in text.split(",")})
 
 
@@ -125,7 +125,7 @@ def words(text: str) -> list[str]:
 
 
 def names(text: str) -> list[str]:
-    """Names, each once."""
+    """Names separated by commas, each once."""
     found = list(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
     if not found:
         raise argparse.ArgumentTypeError("there is no name of a task")

@@ -1,4 +1,4 @@
-"""Which entries each policy kept of some prompts: kept.jsonl of `kvpolicy eval`."""
+"""Writes kept.jsonl of `kvpolicy eval`: which entries each policy kept of some prompts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,23 @@ def write_maps(
     tokens: Tokens,
     at_once: int,
 ) -> None:
-    """Adds a line per policy and prompt.
+    """Appends a line per policy and prompt to kept.jsonl; nothing after an error.
+
+    Args:
+        folder: folder of the run.
+        wanted: the variants and samples.
+        at_once: number of requests in flight.
 
     Raises:
-        Failed: there is no answer, or the server does not say what was kept.
+        Failed: there is no answer, or the radix cache cannot be emptied.
+        KeyError: the server does not say which entries were kept.
     """
     found: dict[int, str] = {}
 
     def look(number: int) -> None:
         variant, sample = wanted[number]
         request = next(requests(sample, tokens, copy=False))
-        # Two tokens: of one alone nothing is decoded, and the prompt is not compressed for it.
+        # Two tokens, since a prompt is not compressed for an answer without decode steps.
         two = Request(0, request.ids, request.text, [], 2)
         kept = client.ask(two, variant.alias, kept=True).meta["kv_policy"]["kept"]
         facts = {

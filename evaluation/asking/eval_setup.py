@@ -1,4 +1,4 @@
-"""What a run of `kvpolicy eval` needs: its plan, its samples, and the server that it asks."""
+"""Prepares a run of `kvpolicy eval`: its plan, its samples, and the server that it asks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.serving import GPU_FLAGS, has_gpu, serve
 
 _BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-# Slots of a server's pool on a CPU, at least; SGLang sizes that of a GPU by its memory.
+# Fewest slots of a server's pool on a CPU; on a GPU SGLang sizes the pool by the GPU's memory.
 _SLOTS = 16384
-_TIGHT = 256  # tokens; below, some samples of a task fit a length and others do not
-# Keys of a model's config that SGLang takes before `max_position_embeddings`.
+_TIGHT = 256  # tokens; at shorter lengths some samples of a task fit and others do not
+# Keys of a model's config that SGLang prefers to `max_position_embeddings`.
 _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
-_LOADING = 1800  # seconds; a large model's weights take minutes to read
+_LOADING = 1800  # seconds to wait for a server; a large model's weights take minutes to read
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Setup:
     """A run that is ready to begin.
 
     Attributes:
-        plan: what it does.
+        plan: the plan of the run.
         tokens: the model's tokenizer.
-        config: sizes of the model; None if its folder is not at hand.
-        found: the server at --url; None if one is to be started.
+        config: sizes of the model; None without --model.
+        found: the server at --url; None if a server is to be started.
     """
 
     plan: Plan
@@ -62,7 +62,11 @@ class Setup:
         return [self.sample(task, length, index) for index in range(self._count(task))]
 
     def sample(self, task: str, length: int, index: int) -> Sample:
-        """One sample; PolicyError as above."""
+        """One sample.
+
+        Raises:
+            PolicyError: the task cannot make it.
+        """
         plan = self.plan
         return _sample(self.tokens, task, plan.form, length, index, plan.seed)
 
@@ -70,20 +74,25 @@ class Setup:
         return _count(task, self.plan.samples)
 
     def asked(self, task: str, length: int) -> tuple[int, int]:
-        """Samples of a task and length, and the questions that they hold."""
+        """Number of samples of a task and length, and number of their questions."""
         turns = len(self.sample(task, length, 0).turns)
         return self._count(task), self._count(task) * turns
 
     def questions(self, task: str, length: int) -> int:
-        """How many records a task and length become."""
+        """Number of questions of a task and length, over all variants."""
         return self.plan.questions[task][length][1] * len(self.variants_at(length))
 
     def variants_at(self, length: int) -> list[Variant]:
-        """What is asked at a length."""
+        """The variants that are asked at a length."""
         return [each for each in self.plan.variants if length in each.lengths]
 
     def missing_maps(self, folder: Path, number: int) -> list[tuple[Variant, Sample]]:
-        """Prompts whose kept entries are wanted and not in kept.jsonl yet: the shortest ones."""
+        """The maps that kept.jsonl does not have yet, as pairs of variant and sample.
+
+        Args:
+            folder: folder of the run.
+            number: prompts per task, of the shortest length.
+        """
         path, length = folder / "kept.jsonl", self.plan.lengths[0]
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         facts = [json.loads(line) for line in lines if line.endswith(b"\n")]
@@ -98,7 +107,7 @@ class Setup:
 
 
 def _count(task: str, samples: int) -> int:
-    """Samples of a task: as many as were asked for, or as its file has."""
+    """Number of samples of a task: as asked for, but at most as many as its file has."""
     try:
         there = catalog.count_of(task)
     except ValueError as error:
@@ -117,10 +126,14 @@ def _sample(tokens: Tokens, task: str, form: str, length: int, index: int, seed:
 
 
 def prepare(args: argparse.Namespace, command: str) -> Setup:
-    """Checks everything that the command says; nothing is started or written.
+    """Checks the whole command; starts and writes nothing.
+
+    Args:
+        args: options of `eval_arguments`.
+        command: the command as it was typed.
 
     Raises:
-        PolicyError: something cannot be used.
+        PolicyError: an option cannot be used.
     """
     if args.model is not None and Path(args.model).is_file():
         message = "this is a file; --model is a folder"
@@ -173,7 +186,7 @@ def _from_model(
 
 
 def _from_url(args: argparse.Namespace) -> tuple[list[Variant], list[str], Endpoint]:
-    """Variants of what a running server has; what decides there cannot be said here."""
+    """Variants of a running server; refuses options that only the start of a server can set."""
     given = {"--budget": args.budget, "--set": args.set, "--server-args": args.server_args}
     for option, value in given.items():
         if value:
@@ -201,7 +214,7 @@ def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
 
 
 def _check_inspection(args: argparse.Namespace, setup: Setup, found: Endpoint) -> None:
-    """Refuse a running server that does not answer what maps and second turns ask."""
+    """Refuses a running server without the inspection that maps and second turns need."""
     if args.maps:
         found.require_inspection("--maps")
     for task in setup.plan.tasks:
@@ -217,7 +230,7 @@ def _titles(tasks: list[str]) -> dict[str, str]:
 
 
 def _tokenizer_of(found: Endpoint | None) -> str:
-    """The folder that a server took its tokenizer from, if it is here."""
+    """The folder of a server's tokenizer, if it is on this machine."""
     path = None if found is None else found.info.get("tokenizer_path")
     if not path or not Path(path).is_dir():
         message = "the lengths of prompts need the model's tokenizer"
@@ -228,7 +241,7 @@ def _tokenizer_of(found: Endpoint | None) -> str:
 def _check_samples(
     args: argparse.Namespace, tokens: Tokens, form: str, found: Endpoint | None
 ) -> None:
-    """Makes samples of each task and length, and tests what only samples tell."""
+    """Makes samples of each task and length; checks that they fit the server and the model."""
     most = _context(args, found)
     for task in args.tasks:
         for length, index in _checked(args, task):
@@ -246,7 +259,7 @@ def _check_samples(
 
 
 def _checked(args: argparse.Namespace, task: str) -> Iterator[tuple[int, int]]:
-    """Length and index of the samples that are tested: the first, or all where they differ."""
+    """Length and index of the samples to check: the first, or all where their sizes differ."""
     for length in args.lengths:
         differ = own_data.is_one(task) or length < _TIGHT
         for index in range(_count(task, args.samples) if differ else 1):
@@ -254,7 +267,7 @@ def _checked(args: argparse.Namespace, task: str) -> Iterator[tuple[int, int]]:
 
 
 def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
-    """Tokens of prompt and answer that the model takes; None if not known."""
+    """Largest number of tokens of prompt and answer that the model takes; None if not known."""
     words = " ".join(args.server_args).replace("--context-length=", "--context-length ").split()
     if "--context-length" in words[:-1]:
         text = words[words.index("--context-length") + 1]
@@ -269,7 +282,7 @@ def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaled = "factor" in scaling and "original_max_position_embeddings" not in scaling
     if scaled or any(config.get(key) for key in _LENGTHS):
-        return None  # SGLang finds another length than the one that follows
+        return None  # SGLang would find another length than `max_position_embeddings`
     most = config.get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
@@ -285,7 +298,7 @@ def _model_name(args: argparse.Namespace, found: Endpoint | None) -> str:
 def _server(
     args: argparse.Namespace, config: ModelConfig | None, found: Endpoint | None
 ) -> dict[str, Any]:
-    """What plan.json says of the server."""
+    """The facts about the server for plan.json."""
     info = {} if found is None else found.info
     version = info.get("version")
     if found is None:
@@ -304,7 +317,7 @@ def _server(
 
 
 def _config_of(info: Any) -> ModelConfig | None:
-    """Sizes of the model that a server serves, if its folder is here."""
+    """Sizes of the model of a server; None if its folder is not on this machine."""
     path = info.get("model_path")
     if not path or not Path(path).is_dir():
         return None
@@ -316,7 +329,7 @@ def _config_of(info: Any) -> ModelConfig | None:
 def _decides(
     args: argparse.Namespace, plan: Plan, tokenizer: str, found: Endpoint | None
 ) -> dict[str, Any]:
-    """What decides the answers; two runs with the same are parts of one."""
+    """The values that decide the answers; runs with equal values can share a folder."""
     data = [Path(t.removeprefix(own_data.PREFIX)) for t in plan.tasks if own_data.is_one(t)]
     folder = Path(args.model or tokenizer)
     files = [p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")]
@@ -339,11 +352,11 @@ def _decides(
 
 @contextlib.contextmanager
 def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Memory]]:
-    """The server that is asked, for the time of a `with` block.
+    """A client of the server to ask, and the model's sizes, for the time of a `with` block.
 
     Raises:
-        ServerFailed: the server that is started here stops.
-        PolicyError: what answers at --url is no server any more.
+        ServerFailed: the server that is started here does not start.
+        PolicyError: the server that was started is not one of SGLang.
     """
     found = setup.found
     if found is None:
@@ -359,13 +372,13 @@ def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Mem
 
 @contextlib.contextmanager
 def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
-    """A server of one's own with all variants."""
+    """Starts a server with all variants; yields its address."""
     served = [each for each in setup.plan.variants if each.path is not None]
     policies, settings = options(served)
     flags: dict[str, Any] = {"max_total_tokens": _slots(args)}
-    if has_gpu():  # SGLang's own choice of kernels, precision and pool
+    if has_gpu():  # SGLang chooses kernels, precision and size of the pool
         flags = dict.fromkeys(GPU_FLAGS)
-    flags["kv_policy_allow_inspection"] = bool(policies)  # it is nobody else's
+    flags["kv_policy_allow_inspection"] = bool(policies)  # nobody else uses this server
     words = args.server_args
     with serve(
         args.model, policies, settings, progress=not args.quiet, arguments=words,
@@ -375,14 +388,14 @@ def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
 
 
 def _slots(args: argparse.Namespace) -> int:
-    """Room for all requests that are out at a time, their compressed copies and their answers."""
+    """Slots for all requests in flight, their compressed copies and their answers."""
     return max(_SLOTS, 3 * args.concurrency * (max(args.lengths) + 512))
 
 
 def _sglang(
     setup: Setup, found: Endpoint, key: str | None = None, admin_key: str | None = None
 ) -> tuple[Client, Memory]:
-    """A client of SGLang; the plan learns what the server says of itself."""
+    """A client of SGLang, and the model's sizes; sets `bytes_per_token` in the plan."""
     info, server = found.info, setup.plan.server
     kind = str(info.get("kv_cache_dtype") or "auto")
     kind = str(info.get("dtype")) if kind == "auto" else kind

@@ -1,4 +1,4 @@
-"""What an answer of a server says of the memory that its request held. L layers, G KV heads."""
+"""The memory that a request held, from the server's answer. L layers, G KV heads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from kvpolicy.dsl.bind.model_config import read_config
 
 
 def lists_of(model: str | Path) -> int:
-    """L * G of a checkpoint's folder: entries of one token."""
+    """L * G of the model in a checkpoint's folder: the number of entries of one token."""
     shape = read_config(model).shape
     return shape.layers * shape.kv_heads
 
 
 def held(answer: dict[str, Any], lists: int) -> float:
-    """Share of the entries (of the bytes, where layers share them) held after the last token.
+    """Share of all entries held after the last token; of the prompt's bytes if layers share them.
 
     Args:
-        answer: of /generate, to a request that a policy applied to.
+        answer: answer of /generate to a request with a policy.
         lists: L * G.
     """
     meta = answer["meta_info"]
@@ -32,7 +32,11 @@ def held(answer: dict[str, Any], lists: int) -> float:
 
 
 def kept_share(facts: dict[str, Any]) -> float:
-    """Share of the prompt's entries that a policy left; 1 where it was served in full."""
+    """Share of the prompt's entries that a policy kept; 1 if the prompt was served in full.
+
+    Args:
+        facts: `meta_info.kv_policy` of an answer.
+    """
     if "entries_kept" not in facts:
         return 1.0
     return facts["entries_kept"] / facts["entries_before"]

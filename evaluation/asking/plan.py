@@ -172,7 +172,7 @@ class Folder:
             plan.stages[name] = plan.stages.get(name, 0.0) + seconds
 
     def _earlier(self) -> Mapping[str, Any]:
-        """The plan in the folder; empty if there is none, or nothing was answered by another."""
+        """The plan in the folder; empty if there is none, or a different one without answers."""
         path = self.path / "plan.json"
         if not path.exists():
             if (self.path / "samples.jsonl").exists():

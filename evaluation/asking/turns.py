@@ -1,4 +1,4 @@
-"""A sample's turns as requests: token ids that are the same whatever a later turn finds."""
+"""The requests of a sample's turns; their token ids do not depend on what a later turn finds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvpolicy.evaluation.questions.sample import History, Sample
 
 @dataclass(frozen=True)
 class Request:
-    """What a server is asked for one turn.
+    """The request of one turn.
 
     Attributes:
-        turn: which one, from 0.
-        ids: the prompt.
-        text: the prompt as text, for servers that take no ids.
-        forced: the first tokens of the output, which are given.
-        most: tokens to generate at most beside these.
+        turn: number of the turn, from 0.
+        ids: token ids of the prompt.
+        text: text of the prompt, for servers that take no ids.
+        forced: token ids that the output is forced to begin with.
+        most: largest number of tokens to generate after these.
     """
 
     turn: int
@@ -32,8 +32,8 @@ def requests(sample: Sample, tokens: Tokens, *, copy: bool) -> Iterator[Request]
     """The requests of all turns.
 
     Args:
-        copy: whether the conversation goes on in the compressed copy, if the sample says so;
-            otherwise it is a new prompt.
+        copy: whether samples with `History.COPY` go on in the compressed copy of the first turn;
+            otherwise their later turns are new prompts.
     """
     first, *later = sample.turns
     text = sample.context + first.prompt

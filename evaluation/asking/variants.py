@@ -1,7 +1,4 @@
-"""Which policies are asked, with which settings: `--policy`, `--budget` and `--set`.
-
-N tokens of a prompt.
-"""
+"""The policies that are asked, and their settings: `--policy`, `--budget` and `--set`."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ class Variant:
     """One policy with one setting, as a server knows it.
 
     Attributes:
-        alias: its name in requests; FULL for full KV.
-        policy: the policy's name.
-        budget: the asked share of the prompt's entries; None where none was or could be.
-        setting: value of every parameter that is set, as text.
-        lengths: prompt lengths that it is asked at.
-        path: the policy's file; None for full KV and for policies that a server has already.
-        predicted: by length, the share that is kept at most.
-        meaning: digest of the policy with its values; what two equal ones share.
-        about: the policy's sentence on itself.
+        alias: name in requests; FULL for full KV.
+        policy: name of the policy.
+        budget: share of the prompt's entries asked for; None if none was, or no parameter sets it.
+        setting: name -> value as text of every parameter that is set.
+        lengths: lengths of the prompts that it is asked, in tokens.
+        path: file of the policy; None for full KV and for policies of a running server.
+        predicted: length -> largest share that is kept.
+        meaning: text that identifies the policy with its values; equal for equal variants.
+        about: what the policy's file says about it.
     """
 
     alias: str
@@ -52,20 +49,27 @@ class Variant:
 
 
 def options(served: Sequence[Variant]) -> tuple[list[str], list[str]]:
-    """Values of --kv-policy and --kv-policy-set with which a server has these variants."""
+    """Values of --kv-policy and --kv-policy-set for a server with these variants."""
     policies = [f"{each.alias}={each.path}" for each in served]
     settings = [f"{e.alias}.{name}={value}" for e in served for name, value in e.setting.items()]
     return policies, settings
 
 
 def full_kv(lengths: Sequence[int]) -> Variant:
-    """The baseline."""
+    """The variant with full KV, asked at these lengths."""
     return Variant(FULL, FULL, None, {}, tuple(lengths), about="full KV")
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """A checked file and the values that the user gave it, and those given to any policy."""
+    """A checked policy and the values of --set for it.
+
+    Attributes:
+        program: the policy.
+        path: its file.
+        given: name -> value of the parameters that are set.
+        general: names in `given` that were set for every policy, without `POLICY.`.
+    """
 
     program: Program
     path: str
@@ -80,16 +84,17 @@ def variants(
     lengths: Sequence[int],
     shape: ModelShape,
 ) -> tuple[list[Variant], list[str]]:
-    """What a server is to serve, without full KV.
+    """The variants to serve, without full KV.
 
     Args:
-        words: values of --policy; `none` is passed over.
+        words: values of --policy; `none` is ignored.
         settings: values of --set.
         shares: values of --budget.
-        lengths: N of the prompts.
+        lengths: lengths of the prompts in tokens.
+        shape: sizes of the model.
 
     Returns:
-        The variants, and one sentence for everything that is not as it was asked for.
+        The variants, and a sentence about each difference from what was asked for.
 
     Raises:
         PolicyError: a policy fails its check, a value is not accepted, or a name is unknown.
@@ -107,7 +112,7 @@ def variants(
 def _of_policy(
     policy: _Policy, shares: Sequence[float], lengths: Sequence[int], shape: ModelShape
 ) -> tuple[list[Variant], list[str]]:
-    """The variants of one policy, and what is not as it was asked for."""
+    """The variants of one policy, and sentences on what differs from what was asked for."""
     name, notes = policy.program.name, []
     parameter, solved = solve(policy.program, shape, policy.given, shares, lengths)
     if parameter in policy.general:
@@ -146,7 +151,7 @@ def _of_share(
     values: Sequence[Value],
     lengths: Sequence[int],
 ) -> Iterator[Variant]:
-    """One variant where one value suits all lengths, else one for each value."""
+    """One variant per value; a value that does not suit all lengths has them in its alias."""
     alias = f"{policy.program.name}@{share:g}"
     for value in values:
         whole = len(value.lengths) == len(lengths)
@@ -206,7 +211,7 @@ def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) 
 def _settings(
     settings: Sequence[str], programs: Mapping[str, Program]
 ) -> dict[str, dict[str, str]]:
-    """Values of --set by policy: `NAME=VALUE` goes to every policy with that parameter."""
+    """Policy -> name -> value of --set; `NAME=VALUE` is for every policy with that parameter."""
     given: dict[str, dict[str, str]] = {name: {} for name in programs}
     for setting in settings:
         left, equals, value = setting.partition("=")
@@ -232,11 +237,12 @@ def _unknown(policy: str, programs: Mapping[str, Program]) -> str:
 
 
 def on_server(words: Sequence[str], served: Sequence[Mapping], lengths: Sequence[int]) -> list:
-    """Variants of policies that a running server has, by name.
+    """Variants of policies that a running server has.
 
     Args:
-        words: values of --policy.
-        served: name, path and settings of each, as the server reports them.
+        words: values of --policy: names at the server, `all` or `none`, which is ignored.
+        served: name, path and settings of each policy, as the server reports them.
+        lengths: lengths of the prompts in tokens.
 
     Raises:
         PolicyError: the server has no policy of a name.
