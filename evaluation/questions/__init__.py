@@ -1,1 +1,1 @@
-"""What is asked: samples of tasks, in two forms, and how answers are judged."""
+"""Questions: samples of tasks, in two forms, and the judges of answers."""

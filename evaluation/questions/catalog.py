@@ -1,4 +1,4 @@
-"""The tasks by name: every file of `tasks/` is one, and `data:PATH` is a file of the user's own.
+"""The tasks by name: each file of `tasks/` is one, and `data:PATH` is a file of the user.
 
     from kvpolicy.evaluation.questions import catalog
     sample = catalog.sample("mk", form="embedded", length=512, index=0, seed=0, count=count)
@@ -23,11 +23,11 @@ from kvpolicy.evaluation.questions.order import Order
 from kvpolicy.evaluation.questions.sample import Sample
 
 FORMS = ("embedded", "words")
-GOLDEN = 0.6180339887498949  # its multiples, less their whole parts, fill 0 to 1 most evenly
+GOLDEN = 0.6180339887498949  # the fractional parts of its multiples fill 0 to 1 most evenly
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer here."""
+    """The part of a tokenizer that `form_of` needs."""
 
     def get_vocab(self) -> dict[str, int]: ...
 
@@ -38,7 +38,7 @@ def names() -> list[str]:
 
 
 def title(task: str) -> str:
-    """A few words on what is asked.
+    """A few words about a task.
 
     Raises:
         ValueError: there is no such task.
@@ -49,13 +49,13 @@ def title(task: str) -> str:
 
 
 def form_of(tokenizer: Tokenizer) -> str:
-    """`embedded` if the model knows the 512 words of the embedded models, else `words`."""
+    """`embedded` if the vocabulary is the 512 words of the embedded models, else `words`."""
     known = tokenizer.get_vocab() == {word: i for i, word in enumerate(VOCABULARY)}
     return "embedded" if known else "words"
 
 
 def count_of(task: str) -> int | None:
-    """How many samples a file of the user's own has; None where there is no end of them.
+    """Number of samples of a task `data:PATH`; None for other tasks, which have any number.
 
     Raises:
         ValueError: there is no such task or file, or the file has a bad line.
@@ -72,13 +72,13 @@ def sample(
     """One sample of a task.
 
     Args:
-        task: its name.
+        task: name of the task.
         form: `embedded` or `words`, see `form_of`.
-        length: tokens of context and first question: exactly in the embedded form; in words at
-            most, and no more than 2 % less from 256 on. For `data:PATH`, a longer context is cut.
-        index: which sample, from 0.
-        seed: from 0; another seed gives other samples.
-        count: tokens of a text, those included that the tokenizer adds.
+        length: tokens of context and first question: exact in the embedded form; in words an upper
+            limit, missed by at most 2 % from 256 on. For `data:PATH`, a longer context is cut.
+        index: number of the sample, from 0.
+        seed: seed, from 0; another seed gives other samples.
+        count: function from a text to its number of tokens, with those that the tokenizer adds.
 
     Raises:
         ValueError: the task is unknown, or the length is too short for it.
@@ -95,7 +95,7 @@ def sample(
 
 
 def _depth(seed: int, index: int) -> float:
-    """From sample to sample, 0 to 1 evenly, however many are drawn."""
+    """Depth of a sample's first needle, 0 to 1; even over samples, however many are drawn."""
     return float((np.random.default_rng(seed).random() + index * GOLDEN) % 1)
 
 

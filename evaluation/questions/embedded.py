@@ -30,10 +30,10 @@ FACT_LENGTH = 1 + KEY_WORDS + 1 + VALUE_WORDS + 1
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a context.
+    """A question about a context.
 
     Attributes:
-        ids: from `ask`, `list` or the like up to and with `answer`.
+        ids: token ids of the question, from `ask`, `list` or the like to `answer`, inclusive.
         answer: token ids of the answer, without <end>.
         needles: [start, stop) positions in the context of the statements that answer it.
     """
@@ -45,20 +45,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a context, without the <s> before it, and the questions asked of it."""
+    """Token ids of a context, without the <s> before it, and the questions about it."""
 
     context: list[int]
     questions: list[Question]
 
     @property
     def ids(self) -> list[int]:
-        """The prompt of the first question, as the model gets it."""
+        """Token ids of the prompt with the first question, <s> included."""
         return [BOS, *self.context, *self.questions[0].ids]
 
 
 @dataclass
 class Facts:
-    """Keys, values and where each fact starts in the context."""
+    """Token ids of keys and values, and the start of each fact in the context."""
 
     keys: list[list[int]]
     values: list[list[int]]
@@ -74,12 +74,12 @@ def to_text(ids: Sequence[int]) -> str:
 
 
 def question_length(asked: int) -> int:
-    """Tokens from `ask` or `list` up to and with `answer`."""
+    """Number of tokens of a question for `asked` keys, from `ask` or `list` to `answer`."""
     return 1 + asked * (KEY_WORDS + 1)
 
 
 def ask(facts: Facts, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The question for the chosen facts and its answer.
+    """Token ids of the question for the chosen facts, and of its answer.
 
     One key: `ask k k answer` -> `v v v`. Several: `list k k , k k answer` ->
     `k k is v v v , k k is v v v`.
@@ -94,10 +94,10 @@ def ask(facts: Facts, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def draw_facts(count: int, rng: np.random.Generator) -> Facts:
-    """`count` facts with different keys.
+    """Draws `count` facts with different keys.
 
-    Half of the time the keys come from a narrow grid of words, so that many facts share one word
-    of the key and only both words together tell them apart.
+    In half of the cases the keys come from a small grid of words: many facts share one word of the
+    key, so that only both words together identify a fact.
     """
     if rng.random() < 0.5:
         side = min(len(KEYS), max(3, math.ceil(math.sqrt(1.5 * count))))
@@ -113,7 +113,7 @@ def draw_facts(count: int, rng: np.random.Generator) -> Facts:
 def spread(
     statements: Sequence[list[int]], length: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """The statements in order, with filler between them, `length` tokens; where each starts."""
+    """`length` tokens with the statements in order between filler, and each statement's start."""
     blank = length - sum(map(len, statements))
     text = filler(blank, rng).tolist()
     cuts = np.sort(rng.integers(0, blank + 1, len(statements))).tolist()
@@ -129,7 +129,7 @@ def spread(
 
 
 def filler(length: int, rng: np.random.Generator) -> np.ndarray:
-    """`length` filler tokens: even draws, one sentence repeated, or draws by Zipf's law."""
+    """`length` filler tokens: uniform draws, one sentence repeated, or draws by Zipf's law."""
     kind = rng.random()
     if kind < 0.5:
         return rng.integers(FILLER.start, FILLER.stop, length)
@@ -142,7 +142,7 @@ def filler(length: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def scatter(facts: Facts, length: int, rng: np.random.Generator) -> list[int]:
-    """The facts in order, with filler between them, `length` tokens; fills `facts.starts`."""
+    """`length` tokens with the facts in order between filler; sets `facts.starts`."""
     context, facts.starts = spread(
         [facts.statement(i) for i in range(len(facts.keys))], length, rng
     )
@@ -157,13 +157,13 @@ def facts_prompt(
     asked: int = 1,
     turns: int = 1,
 ) -> Prompt:
-    """A prompt of exactly `length` tokens whose context has that many facts.
+    """A prompt of exactly `length` tokens with the first question, whose context has facts.
 
     Args:
-        task: its name, for the message.
-        facts: in the context, or as many as fit if that is fewer or None.
-        asked: facts in each question.
-        turns: questions, all of different facts.
+        task: name of the task, for the message.
+        facts: number of facts in the context; None, or more than fit, for as many as fit.
+        asked: number of facts in each question.
+        turns: number of questions, all about different facts.
 
     Raises:
         ValueError: the length is too short for the facts asked for.

@@ -1,7 +1,7 @@
-"""From a prompt in the embedded models' words to a sample.
+"""Makes samples from prompts in the words of the embedded models.
 
-Between two turns stands the <end> with which a model closes its answer, as in the sequences that
-the models were trained on.
+Between two turns is the <end> with which a model closes its answer, as in the sequences that the
+models were trained on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sample_of(
     mark: Callable[[Question], Marking],
     history: History = History.TREE,
 ) -> Sample:
-    """The sample that asks a prompt's questions one by one."""
+    """The sample that asks the questions of a prompt, one in each turn."""
     turns = []
     for number, question in enumerate(prompt.questions):
         before = f" {VOCABULARY[END]} " if number and history != History.SHARED else " "
@@ -42,7 +42,7 @@ def sample_of(
                 prompt=before + to_text(question.ids),
                 reference=" " + to_text(question.answer),
                 expected=expected,
-                most_tokens=len(question.answer) + 1,  # the closing <end> too
+                most_tokens=len(question.answer) + 1,  # and the closing <end>
                 judge=judged,
             )
         )
@@ -63,38 +63,38 @@ def facts_sample(
     turns: int = 1,
     history: History = History.TREE,
 ) -> Sample:
-    """A sample whose context has that many facts; arguments as in `words_facts.locker_sample`."""
+    """A sample whose context has facts; arguments as in `words_facts.locker_sample`."""
     prompt = facts_prompt(order.task, order.length, order.rng, facts, asked, turns)
     return sample_of(order, prompt, whole if asked == 1 else by_parts, history)
 
 
 def depth(needle: tuple[int, int], length: int) -> float:
-    """Where a needle lies in a context of that many tokens: 0 at its start, 1 at its end."""
+    """Depth of a needle in a context of `length` tokens: 0 at its start, 1 at its end."""
     start, stop = needle
     return start / max(1, length - (stop - start))
 
 
 def characters(context: list[int], needle: tuple[int, int]) -> tuple[int, int]:
-    """[start, stop) characters of a needle, given in tokens."""
+    """[start, stop) characters of a needle, from its tokens [start, stop)."""
     start, stop = needle
     before = len(to_text(context[:start])) + 1 if start else 0
     return before, before + len(to_text(context[start:stop]))
 
 
 def whole(question: Question) -> Marking:
-    """One item: the answer begins with it."""
+    """The whole answer is one item, with which a right answer begins."""
     item = to_text(question.answer)
     return (item,), judge.beginning(item)
 
 
 def by_parts(question: Question) -> Marking:
-    """The items stand between commas: each has its share."""
+    """Each part of the answer between commas is an item with its share."""
     items = tuple(part.strip() for part in to_text(question.answer).split(VOCABULARY[COMMA]))
     return items, judge.parts(items)
 
 
 def by_words(question: Question) -> Marking:
-    """Every word of the answer that the question does not hold is an item with its share."""
+    """Each word of the answer that is not in the question is an item with its share."""
     given = {COMMA, *question.ids}
     items = tuple(VOCABULARY[word] for word in question.answer if word not in given)
     return items, judge.named(items)

@@ -1,4 +1,4 @@
-"""The 512 words of the models, in the order of their ids; `embedded` names the ranges."""
+"""The 512 words of the embedded models, in the order of ids; `embedded` names the ranges."""
 
 MARKERS = "<pad> <s> <end> <unk> . , fact is ask list answer".split()
 

@@ -1,9 +1,9 @@
-"""More contexts in the embedded models' words: many values, chains, pairs, and lists to be counted.
+"""More contexts in the embedded models' words: many values, chains, pairs, and lists to count.
 
-    mv   several facts have one key; the key is asked for as often as it has values
+    mv   several facts share a key; the question repeats the key, once for each value
          list amber seven , amber seven answer
            -> amber seven is oak river stone , amber seven is rice lake drum <end>
-    vt   variables that point to each other: `let amber dog .  let dog red .`
+    vt   variables that point to others: `let amber dog .  let dog red .`
          follow amber answer     -> amber dog red <end>
     kv   nothing but pairs `amber seven fox is oak river stone lake drum ,`
          ask amber seven fox answer -> oak river stone lake drum <end>
@@ -45,7 +45,7 @@ Exchange = tuple[list[int], list[int], list[int]]
 
 @dataclass(frozen=True)
 class World:
-    """Statements of a context and the questions that they answer, each to be asked once."""
+    """Token ids of the statements of a context, and the questions that they answer."""
 
     statements: list[list[int]]
     questions: list[Exchange]
@@ -53,13 +53,13 @@ class World:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a prompt about a world is made of.
+    """The make-up of a prompt about a world.
 
     Attributes:
-        draw: from a number of statements to a world.
-        statement, question: tokens of one.
-        statements: in the context; None: as many as fit.
-        least: statements that a question needs.
+        draw: makes a world with a number of statements.
+        statement, question: number of tokens of a statement, and of a question.
+        statements: number of statements in the context; None for as many as fit.
+        least: number of statements that a question needs.
     """
 
     draw: Callable[[int, np.random.Generator], World]
@@ -92,7 +92,7 @@ VALUES_PER_KEY = 3
 
 
 def many_values(count: int, rng: np.random.Generator, repeats: int = VALUES_PER_KEY) -> World:
-    """`count` facts, of which each `repeats` share one key, in random order."""
+    """About `count` facts in random order; each key has `repeats` facts."""
     facts = embedded.draw_facts(count // repeats, rng)
     owners = rng.permutation(np.repeat(np.arange(len(facts.keys)), repeats))
     drawn = rng.integers(VALUES.start, VALUES.stop, (len(owners), embedded.VALUE_WORDS)).tolist()
@@ -111,7 +111,7 @@ HOPS = 4
 
 
 def chains(count: int, rng: np.random.Generator, hops: int = HOPS) -> World:
-    """`count` statements in chains of `hops`, all in random order; asked for whole chains."""
+    """About `count` statements in chains of `hops`, shuffled; questions ask for whole chains."""
     statements, places, drawn = draw_chains(count, rng, hops)
     questions = [
         ([FOLLOW, chain[0], ANSWER], chain, place)
@@ -123,7 +123,7 @@ def chains(count: int, rng: np.random.Generator, hops: int = HOPS) -> World:
 def draw_chains(
     count: int, rng: np.random.Generator, hops: int
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Shuffled statements; per chain the places of its statements, in order; the chains."""
+    """Shuffled statements; the places of each chain's statements, in order; the chains' words."""
     number = max(1, min(count // hops, len(KEYS) // (hops + 1)))
     drawn = (KEYS.start + rng.permutation(len(KEYS))[: number * (hops + 1)]).reshape(number, -1)
     links = [link for chain in drawn.tolist() for link in pairwise(chain)]
@@ -139,7 +139,7 @@ PAIR_KEY, PAIR_VALUE = 3, 5
 
 
 def pairs(count: int, rng: np.random.Generator) -> World:
-    """`count` pairs; half of the time from few key words, so that all words of a key count."""
+    """`count` pairs; in half of the cases from few key words, so that all words of a key count."""
     side = len(KEYS)
     if rng.random() < 0.5:
         side = min(side, max(3, math.ceil((3 * count) ** (1 / PAIR_KEY))))
@@ -169,7 +169,12 @@ def count_prompt(
     head: int,
     draw: Callable[[int, np.random.Generator], tuple[list[int], list[int]]],
 ) -> Prompt:
-    """A prompt of exactly `length` tokens: a list of words by `draw`, then `head often answer`.
+    """A prompt of exactly `length` tokens: a list of words, then `head often answer`.
+
+    Args:
+        task: name of the task, for the message.
+        head: token id that begins the question.
+        draw: makes a list of a number of words, and the words of the answer.
 
     Raises:
         ValueError: the length is too short for LEAST_LISTED words.
@@ -183,14 +188,18 @@ def count_prompt(
 
 
 def with_commas(listed: Sequence[int]) -> list[int]:
-    """The words with a comma after each but the last."""
+    """The words with commas between them."""
     return [token for word in listed for token in (word, COMMA)][:-1]
 
 
 def common_words(
     length: int, rng: np.random.Generator, ratio: float = COMMON_RATIO, rare: int = RARE
 ) -> tuple[list[int], list[int]]:
-    """A shuffled list in which COMMON words stand `ratio` times as often as the others."""
+    """A shuffled list in which COMMON words are about `ratio` times as frequent as the others.
+
+    Returns:
+        Token ids of the list, and of the COMMON words.
+    """
     drawn = VALUES.start + rng.permutation(len(VALUES))[: COMMON + rare]
     each = max(1, int(length / (COMMON * ratio + rare)))
     rare = min(rare, (length - 2 * COMMON) // each)
@@ -202,14 +211,17 @@ def common_words(
 def frequent_words(
     length: int, rng: np.random.Generator, exponent: float = ZIPF
 ) -> tuple[list[int], list[int]]:
-    """A shuffled list with counts by Zipf's law; FREQUENT words are clearly ahead."""
+    """A shuffled list with counts by Zipf's law, and the FREQUENT most frequent words of it."""
     drawn = VALUES.start + rng.permutation(len(VALUES))[:RANKS]
     counts = zipf_counts(length, exponent)
     return shuffled(drawn, counts, length, rng), drawn[:FREQUENT].tolist()
 
 
 def zipf_counts(length: int, exponent: float = ZIPF) -> np.ndarray:
-    """How often each of RANKS words stands in a list; the first FREQUENT are clearly ahead."""
+    """Count of each of RANKS words in a list of `length` words, by Zipf's law: int [RANKS].
+
+    The first FREQUENT are ahead of the others by at least 1.
+    """
     weight = np.arange(1, RANKS + 1) ** -exponent
     counts = (length * weight / weight.sum()).astype(int)
     counts[FREQUENT:] = np.minimum(counts[FREQUENT:], counts[FREQUENT - 1] - 1)
@@ -219,7 +231,7 @@ def zipf_counts(length: int, exponent: float = ZIPF) -> np.ndarray:
 def shuffled(
     drawn: np.ndarray, counts: np.ndarray, length: int, rng: np.random.Generator
 ) -> list[int]:
-    """Each word of `drawn` as often as `counts` says, `length` words; the first fills up."""
+    """`length` shuffled words: each of `drawn` as often as `counts` says; the first fills up."""
     listed = np.repeat(drawn[: len(counts)], counts)[:length]
     filled = np.concatenate([np.full(length - len(listed), drawn[0]), listed])
     return rng.permutation(filled).tolist()

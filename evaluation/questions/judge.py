@@ -1,11 +1,11 @@
-"""How answers are scored: functions from the text of an answer to a number from 0 to 1.
+"""Judges: functions from the text of an answer to a score from 0 to 1.
 
-As in RULER, a task with several items gives each its share, an item said twice counts once, and
-nothing is taken off for what else is said. An answer that lists everything gains nothing by it,
-because `Turn.most_tokens` leaves room for a right answer and little more (checked in the tests: an
-answer that repeats the context from its start scores what stands in its first tokens).
+As in RULER, each of several items has an equal share of the score, a repeated item counts once, and
+other text in the answer costs nothing. Listing everything does not pay, because `Turn.most_tokens`
+leaves room for little more than a right answer (tests check that an answer that repeats the context
+from its start scores only the items in its first tokens).
 
-Embedded models answer in whole words and close with <end>; what comes after it is not read.
+Embedded models answer in whole words and close with <end>; text after it is not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def beginning(item: str) -> Judge:
 
 
 def parts(items: Sequence[str]) -> Judge:
-    """Embedded: share of the items that stand between the commas of the answer."""
+    """Embedded: share of the items that are among the parts of the answer between commas."""
     return partial(_parts, tuple(items))
 
 
@@ -36,24 +36,24 @@ def named(items: Sequence[str]) -> Judge:
 
 
 def mentioned(items: Sequence[str]) -> Judge:
-    """Share of the items that stand in the answer as words of their own, in any case."""
+    """Share of the items that are in the answer as whole words, in any case."""
     return partial(_mentioned, tuple(items))
 
 
 def any_of(answers: Sequence[str]) -> Judge:
-    """1 if one of the answers stands anywhere in the answer, in any case and spacing."""
+    """1 if one of the right answers is anywhere in the answer, in any case and spacing, else 0."""
     return partial(_any_of, tuple(answers))
 
 
 def overlap(answers: Sequence[str]) -> Judge:
-    """The best F1 of the answer's words with those of one of the answers, as in SQuAD."""
+    """Best F1 of the answer's words with the words of a right answer, as in SQuAD."""
     return partial(_overlap, tuple(answers))
 
 
 def one_class(answers: Sequence[str], classes: Sequence[str]) -> Judge:
-    """1 / n where the answer names n of the classes and a right one is among them, else 0.
+    """1 / n if the answer names n of the classes and a right one is among them, else 0.
 
-    A class that is part of the right class's name does not count as named.
+    A class whose name is part of the right class's name is not counted.
     """
     return partial(_one_class, tuple(answers), tuple(classes))
 
@@ -87,7 +87,7 @@ def _stands(item: str, text: str) -> bool:
 
 
 def flat(text: str) -> str:
-    """The text as it is compared: in any case and spacing."""
+    """The text with case and spacing normalized, for comparison."""
     return " ".join(text.casefold().split())
 
 
@@ -100,7 +100,7 @@ def _overlap(answers: tuple[str, ...], text: str) -> float:
 
 
 def _content(text: str) -> Counter[str]:
-    """Words without punctuation and articles, in lower case."""
+    """Counts of the words in lower case, without punctuation and articles."""
     words = re.findall(r"\w+", text.casefold())
     return Counter(word for word in words if word not in ("a", "an", "the"))
 

@@ -1,4 +1,4 @@
-"""What a task file is asked for: one sample, of a length, from a generator of random numbers.
+"""The order for one sample that a task file gets: a length and a generator of random numbers.
 
 Every file of `tasks/` has a TITLE and two functions from an `Order` to a `Sample`: `embedded`, in
 the 512 words of the embedded models, and `words`, in English for any tokenizer.
@@ -15,15 +15,15 @@ from kvpolicy.evaluation.questions.sample import History, Sample, Turn
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be made.
+    """An order for one sample.
 
     Attributes:
-        task: the task's name.
+        task: name of the task.
         length: tokens of context and first question.
-        index: which sample, from 0.
-        rng: the only source of chance; seeded by what identifies the sample.
-        depth: where the first needle should lie, 0 to 1, where a task can choose.
-        count: tokens of a text, those included that the tokenizer adds.
+        index: number of the sample, from 0.
+        rng: the only source of randomness; seeded by what identifies the sample.
+        depth: wanted depth of the first needle, 0 to 1, for tasks that can choose it.
+        count: function from a text to its number of tokens, with those that the tokenizer adds.
     """
 
     task: str
@@ -55,5 +55,5 @@ class Order:
 
 
 def too_short(task: str, least: int, length: int) -> ValueError:
-    """What to raise where a prompt of `task` needs `least` tokens and `length` were ordered."""
+    """The error for an order of `length` tokens if a prompt of `task` needs at least `least`."""
     return ValueError(f"a prompt of task {task!r} needs at least {least} tokens, got {length}")

@@ -1,23 +1,23 @@
-"""The task `data:PATH`: questions from a file of the user's own, as in LongBench.
+"""The task `data:PATH`: questions from a file of the user, in LongBench's format.
 
 The file has one JSON object per line, with these fields:
 
-    context      the text to be read
+    context      the text to read
     input        the question; may be empty
-    answers      right answers, of which naming one is enough: a list, or one text
+    answers      right answers, a list or one text; naming one of them is enough
     all_classes  optional: all names that an answer can be
     metric       optional: contains (default), f1, or classes (default where all_classes is given)
-    most_tokens  optional: tokens to generate at most; default: half as many again as the longest of
-                 the answers has, and 32
+    most_tokens  optional: largest number of tokens to generate; default: 1.5 times the tokens of
+                 the longest answer, plus 32
 
-Others, such as LongBench's `length`, are not read. A prompt is the context, an empty line, the
-input, and `Answer:` on a line of its own (for a model with the 512 words: the context, the input
-and `answer`). Where that has more tokens than were ordered, the middle of the context is left out,
-as in LongBench's own scripts.
+Other fields, such as LongBench's `length`, are ignored. A prompt is the context, an empty line, the
+input, and `Answer:` on a new line (for a model with the 512 words: the context, the input and
+`answer`). If it has more tokens than ordered, the middle of the context is left out, as in
+LongBench's scripts.
 
-Metrics: `contains` is 1 if one of the answers stands in what the model says, in any case and
-spacing, else 0; `f1` is the best F1 of the words, as in SQuAD; `classes` is 1 / n if the model
-names n classes and a right one is among them, else 0.
+Metrics: `contains` is 1 if one of the answers is in the model's answer, in any case and spacing,
+else 0; `f1` is the best F1 of the words, as in SQuAD; `classes` is 1 / n if the model names n
+classes and a right one is among them, else 0.
 """
 
 from __future__ import annotations
@@ -58,26 +58,30 @@ class Row:
 
 
 def is_one(task: str) -> bool:
-    """Whether a task's name means a file."""
+    """Whether a task is a file of the user."""
     return task.startswith(PREFIX)
 
 
 def title(task: str) -> str:
-    """The file's name."""
+    """The title of the task: the name of its file."""
     return f"own data: {_path(task).name}"
 
 
 def count(task: str) -> int:
-    """Questions in the file; ValueError as in `sample`."""
+    """Number of questions in the file.
+
+    Raises:
+        ValueError: the file cannot be read, or has a bad line.
+    """
     return len(_rows(task))
 
 
 def sample(order: Order, form: str) -> Sample:
-    """The question of a line, its context cut where it is too long.
+    """The sample of one line; its context is cut if it is too long.
 
     Raises:
-        ValueError: the file cannot be read, a line is bad, there is no such line, or the length is
-            too short for it.
+        ValueError: the file cannot be read or has a bad line, there is no such line, or the length
+            is too short for its question.
     """
     rows = _rows(order.task)
     if order.index >= len(rows):
@@ -92,7 +96,7 @@ def sample(order: Order, form: str) -> Sample:
 
 
 def _cut(row: Row, prompt: str, order: Order) -> str:
-    """The context, without its middle if the prompt would be longer than ordered."""
+    """The context; without its middle if the prompt would be longer than ordered."""
     context = row.context
     if order.count(context + prompt) <= order.length:
         return context
@@ -127,7 +131,7 @@ def _rows(task: str) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, _changed: int, _size: int) -> tuple[Row, ...]:
-    """All lines; read again when the file has changed."""
+    """The rows of the file; read again if its time or size has changed."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""A question as data: what is asked, turn by turn, and what a right answer names."""
+"""A sample as data: a context, its questions turn by turn, and what right answers name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class History(StrEnum):
-    """What a later turn of a sample finds of the earlier ones."""
+    """What a later turn of a sample finds of the earlier turns."""
 
     SHARED = "shared"
     """Nothing: every turn is asked of the context alone, whose prefix the turns share."""
@@ -25,12 +25,12 @@ class Turn:
     """One question.
 
     Attributes:
-        prompt: the question, as it follows the context or the conversation so far.
-        reference: a right answer, which stands in the conversation that later turns see, so that
-            they are the same for every policy.
+        prompt: text of the question, which follows the context or the conversation so far.
+        reference: a right answer. Later turns see it in the conversation instead of the model's
+            answer, so that they are the same for every policy.
         expected: the items that a right answer names.
-        most_tokens: tokens to generate at most.
-        judge: from the text of the answer to its score, 0 to 1.
+        most_tokens: largest number of tokens to generate.
+        judge: function from the text of an answer to its score, 0 to 1.
     """
 
     prompt: str
@@ -42,16 +42,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Sample:
-    """One context with its questions; the same arguments give the same sample.
+    """One context with its questions.
 
     Attributes:
-        task: name of its task.
-        length: tokens that context and first question were made for.
-        index: which sample of the task and length, from 0.
-        context: the text before the first question.
-        turns: in order; one for most tasks.
-        history: what the second and later turns find.
-        depth: where in the context the (first) answer stands, 0 to 1; None if nowhere.
+        task: name of the task.
+        length: tokens that were ordered for context and first question.
+        index: number of the sample of the task and length, from 0.
+        context: text before the first question.
+        turns: the questions in order; one for most tasks.
+        history: what the second and later turns find of the earlier ones.
+        depth: depth of the first answer in the context, 0 to 1; None if it has none.
         asked: [start, stop) characters of the context that hold the answers of the first turn.
     """
 

@@ -1,8 +1,7 @@
 """English text for tasks in words: filler, names, numbers; and fitting a text to a length.
 
-The filler is made of neutral sentences from the lists below. It holds no digits and no animals,
-which the facts are made of, and there are so many combinations that a sentence hardly ever comes
-twice.
+The filler consists of neutral sentences from the lists below. It has no digits and no animals,
+since facts are made of these, and so many combinations that a sentence hardly ever comes twice.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ _SLOTS = {
     "place": PLACES,
 }
 
-# Names of what facts are about.
+# Parts of the names in facts.
 NATURES = """
 brave calm gentle happy lazy loud merry noble quick sly swift wild wise bold bright eager fierce
 grumpy humble jolly keen loyal mighty playful restless silent sturdy timid vain wary witty zealous
@@ -98,10 +97,10 @@ MOST_NAMES = len(NATURES) * len(COLOURS) * len(ANIMALS)
 
 
 class Filler:
-    """Sentences, drawn one after another; the first words are the same however many are asked for.
+    """A random sequence of sentences; its first words do not depend on how many are asked for.
 
     Args:
-        rng: drawn from once.
+        rng: generator, of which one number is drawn.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -110,7 +109,7 @@ class Filler:
         self._words = 0
 
     def sentences(self, words: int) -> list[str]:
-        """The first `words` words as sentences; the last one is cut short where it must be."""
+        """The first `words` words of the sequence as sentences; the last one may be cut short."""
         while self._words < words:
             self._draw_more()
         taken: list[str] = []
@@ -133,7 +132,7 @@ class Filler:
 
 
 def names(count: int, rng: np.random.Generator) -> list[str]:
-    """`count` different names such as `gentle amber falcon`, at most MOST_NAMES."""
+    """`count` different names such as `gentle amber falcon`; `count` is at most MOST_NAMES."""
     cells = rng.choice(MOST_NAMES, count, replace=False)
     return [
         f"{NATURES[cell % len(NATURES)]} {COLOURS[cell // len(NATURES) % len(COLOURS)]} "
@@ -143,7 +142,7 @@ def names(count: int, rng: np.random.Generator) -> list[str]:
 
 
 def numbers(count: int, digits: int, rng: np.random.Generator) -> list[str]:
-    """`count` different numbers of that many digits."""
+    """`count` different numbers of `digits` digits."""
     drawn: dict[int, None] = {}
     while len(drawn) < count:
         more = rng.integers(10 ** (digits - 1), 10**digits, count - len(drawn))
@@ -152,20 +151,19 @@ def numbers(count: int, digits: int, rng: np.random.Generator) -> list[str]:
 
 
 def listing(items: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """The items as a list in words: `a`, `a and b`, `a, b and c`."""
     if len(items) == 1:
         return items[0]
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def largest(size: Callable[[int], int], limit: int, most: int, first: int) -> int:
-    """About the largest n, at most `most`, whose size is at most `limit`; 0 where none is.
+    """Nearly the largest n, at most `most`, whose size is at most `limit`; 0 if there is none.
 
-    The size grows with n, almost in proportion. "About": within half a percent of the limit
-    nothing larger is looked for, as sizes are costly.
+    The search stops within half a percent of the limit, since sizes are costly.
 
     Args:
-        size: tokens of the text with n units.
+        size: number of tokens of the text with n units, which grows almost in proportion to n.
         first: the first n to try.
     """
     start = size(0)

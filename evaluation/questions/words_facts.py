@@ -1,7 +1,7 @@
-"""Facts in filler text, in English: what most tasks in words are made of.
+"""Facts in filler text, in English: the contexts of most tasks in words.
 
 A fact gives a name a number: "The locker number of the gentle amber falcon is 4839201." A prompt
-ends with the start of its answer, so that a model that only continues texts answers too.
+ends with the beginning of its answer, so that a base model answers too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpolicy.evaluation.questions.words import MOST_NAMES, Filler, largest, lis
 
 INTRODUCTION = "The text below mentions locker numbers. A question about them follows.\n\n"
 DIGITS = 7
-LEAST_FACT = 8  # tokens that no fact goes below
+LEAST_FACT = 8  # lower bound of the tokens of a fact
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Woven:
     """A text of statements and filler.
 
     Attributes:
-        text: all of it.
-        start: its first character after the introduction.
-        spans: for each statement its [start, stop) characters.
+        text: the whole text.
+        start: number of characters of the introduction.
+        spans: [start, stop) characters of each statement.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Woven:
     spans: list[tuple[int, int]]
 
     def depth(self, i: int) -> float:
-        """Where a statement lies after the introduction: 0 at its start, 1 at its end."""
+        """Depth of a statement in the text after the introduction: 0 at its start, 1 at its end."""
         start, stop = self.spans[i]
         return (start - self.start) / max(1, len(self.text) - self.start - (stop - start))
 
@@ -46,7 +46,7 @@ def weave(
     places: Sequence[float],
     sentences: Sequence[str],
 ) -> Woven:
-    """Statements between sentences, each where its place says, from 0 (start) to 1 (end)."""
+    """Puts each statement between the sentences at its place, from 0 (start) to 1 (end)."""
     spans = [(0, 0)] * len(statements)
     written: list[str] = []
     length, done = len(introduction), 0
@@ -65,16 +65,16 @@ def weave(
 def fitted(
     order: Order, compose: Callable[[int, int], Woven], least: int, most: int, prompt: str
 ) -> Woven:
-    """What `compose` makes of as many statements and then as much filler as the length allows.
+    """Composes a context of as many statements, and then as much filler, as the length allows.
 
     Args:
-        order: says the length.
-        compose: from numbers of statements and of filler words to a context.
-        least, most: statements.
+        order: gives the length.
+        compose: makes a context of numbers of statements and of filler words.
+        least, most: smallest and largest number of statements.
         prompt: the question that follows the context.
 
     Raises:
-        ValueError: the least statements do not fit.
+        ValueError: `least` statements do not fit.
     """
 
     @cache
@@ -104,12 +104,12 @@ def turn_of(question: str, items: Sequence[str], order: Order) -> Turn:
 
 
 def room_for(reference: str, order: Order) -> int:
-    """Tokens that an answer may have: some more than the reference, for other wordings."""
+    """Largest number of tokens of an answer: more than the reference, for other wordings."""
     return order.count(reference) * 3 // 2 + 16
 
 
 def locker_question(keys: Sequence[str]) -> str:
-    """Asks for the number of each key."""
+    """The question for the number of each key."""
     keyed = listing([f"the {key}" for key in keys])
     if len(keys) == 1:
         return (
@@ -129,13 +129,16 @@ def locker_sample(
     turns: int = 1,
     history: History = History.TREE,
 ) -> Sample:
-    """A sample whose context has that many facts.
+    """A sample whose context has facts.
 
     Args:
-        facts: in the context, or as many as fit if that is fewer or None.
-        asked: facts in each question.
-        turns: questions, all of different facts.
-        history: what later turns find.
+        facts: number of facts in the context; None, or more than fit, for as many as fit.
+        asked: number of facts in each question.
+        turns: number of questions, all about different facts.
+        history: what later turns find of the earlier ones.
+
+    Raises:
+        ValueError: the length is too short for the facts asked for.
     """
     least = asked * turns
     most = facts or min(MOST_NAMES, least + order.length // LEAST_FACT)
@@ -153,7 +156,7 @@ def locker_sample(
     made = []
     for first in range(0, least, asked):
         now = slice(first, first + asked)
-        # A later turn of a conversation follows an answer, which it closes.
+        # A later turn of a conversation follows an answer and closes its sentence.
         before = "." if first and history != History.SHARED else ""
         made.append(turn_of(before + locker_question(keys[now]), values[now], order))
     alone = made if history == History.SHARED else made[:1]

@@ -1,4 +1,4 @@
-"""Lists of words to be counted, in English."""
+"""Lists of words to count, in English."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ INTRODUCTION = "Here is a list of words. A question about how often they come fo
 def list_sample(
     order: Order, words: Sequence[str], top: int, counts: Callable[[int], np.ndarray]
 ) -> Sample:
-    """A sample that asks for the words that stand most often.
+    """A sample that asks for the most frequent words of a list.
 
     Args:
-        words: all different; the first `top` are asked for.
-        counts: from the length of a list to how often each word stands in it.
+        words: different words; the first `top` are asked for.
+        top: number of words asked for.
+        counts: function from the length of a list to the count of each word in it.
 
     Raises:
         ValueError: a list of LEAST_LISTED words does not fit.

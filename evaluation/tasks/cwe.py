@@ -1,4 +1,4 @@
-"""Which words come most often in a list where few are common (RULER's common words)."""
+"""Which words are most frequent in a list where few are common (RULER's common words)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.evaluation.questions.words_lists import list_sample
 
 TITLE = "common words: those ten times as often as the others"
 POOL = sorted({*PEOPLE, *PLACES, *THINGS})
-COMMON, RATIO = 10, 10  # in words
+COMMON, RATIO = 10, 10  # of the form in words
 
 
 def embedded(order: Order) -> Sample:
@@ -27,7 +27,7 @@ def words(order: Order) -> Sample:
 
 
 def counts(length: int) -> np.ndarray:
-    """How often each word stands in a list of that length, the COMMON ones first."""
+    """Count of each word in a list of `length` words, the COMMON words first."""
     rare = min(len(POOL) - COMMON, max(COMMON, length - COMMON * RATIO))
     common = max(1, length * RATIO // (COMMON * RATIO + rare))
     others, more = divmod(length - COMMON * common, rare)

@@ -1,4 +1,4 @@
-"""One fact is asked for, seven others stand around (RULER's first multi-key task)."""
+"""One fact is asked for, among seven others (RULER's first multi-key task)."""
 
 from __future__ import annotations
 

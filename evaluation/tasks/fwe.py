@@ -1,4 +1,4 @@
-"""Which made-up words come most often, with counts by Zipf's law (RULER's frequent words)."""
+"""Which made-up words are most frequent, with counts by Zipf's law (RULER's frequent words)."""
 
 from __future__ import annotations
 

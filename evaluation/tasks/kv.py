@@ -19,7 +19,7 @@ from kvpolicy.evaluation.questions.words_facts import Woven, fitted, turn_of
 
 TITLE = "key-value: the context is all pairs"
 SHAPE = Shape(pairs, PAIR_KEY + PAIR_VALUE + 2, PAIR_KEY + 2, None)
-LEAST_PAIR = 16  # tokens that no pair goes below
+LEAST_PAIR = 16  # lower bound of the tokens of a pair
 
 
 def embedded(order: Order) -> Sample:
@@ -37,7 +37,7 @@ def words(order: Order) -> Sample:
     )
 
     def compose(held: int, words: int) -> Woven:
-        # What is left of the length when no further pair fits is a preface.
+        # A preface of filler takes up the length in which no further pair fits.
         preface = " ".join([*filler.sentences(words), "Here is a JSON object of keys and values."])
         at = round(order.depth * (held - 1))
         listed = [*range(1, at + 1), 0, *range(at + 1, held)]

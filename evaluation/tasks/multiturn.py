@@ -1,7 +1,7 @@
 """A second question after the first answer; the prompt's full KV is still in the radix cache.
 
-After SCBench's multi-turn form (arXiv:2412.10319). The two sisters of this task ask the same
-conversations after the cache has been emptied, and on the compressed copy.
+After SCBench's multi-turn form (arXiv:2412.10319). `multiturn_evicted` and `multiturn_copy` have
+the same conversations, after the cache has been emptied and on the compressed copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A second question, asked of what the policy left of the first turn."""
+"""A second question, asked of the compressed copy of the first turn."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvpolicy.evaluation.questions.words_facts import (
 
 TITLE = "multi-value: every value of a key among 24 facts"
 SHAPE = Shape(many_values, FACT_LENGTH, question_length(VALUES_PER_KEY), 24, VALUES_PER_KEY)
-KEYS, EACH = 6, 4  # in words
+KEYS, EACH = 6, 4  # of the form in words
 
 
 def embedded(order: Order) -> Sample:

@@ -1,4 +1,4 @@
-"""Several questions on one context, each asked of the context alone (SCBench, arXiv:2412.10319)."""
+"""Several questions about one context, each without the others (SCBench, arXiv:2412.10319)."""
 
 from __future__ import annotations
 

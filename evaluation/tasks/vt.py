@@ -1,4 +1,4 @@
-"""Variables that point to variables: a chain of assignments is followed (RULER's tracking task)."""
+"""Variables that point to variables, in chains of assignments (RULER's variable tracking)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def words(order: Order) -> Sample:
 
 
 def ordered(order: Order, chain: int) -> list[float]:
-    """Places of a chain's statements, growing; the first chain begins at the depth ordered."""
+    """Places of a chain's statements, 0 to 1, rising; the first chain begins at `order.depth`."""
     if chain:
         return np.sort(order.rng.random(BOXES)).tolist()
     return [order.depth, *np.sort(order.rng.uniform(order.depth, 1, BOXES - 1)).tolist()]
