@@ -1,1 +1,1 @@
-"""One prompt or text closely: what was kept of it, how far distributions move."""
+"""A close look at one prompt or text: the entries kept of it, and how far distributions move."""

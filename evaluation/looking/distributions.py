@@ -1,6 +1,6 @@
-"""Next-token distributions of one text under two caches, and how far apart they are.
+"""Next-token distributions of one text with two caches, and how far apart they are.
 
-T positions of the continuation, K tokens of the vocabulary that a server names per position.
+T positions of the continuation; K tokens that the server names at each position.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-# What float32 leaves of "1 less a sum of probabilities". Taking a rest for as large as this where
-# it is divided by can only lessen the KL.
+# Rounding error of float32 in 1 minus a sum of probabilities. As the least value of a divisor it
+# can only lower the KL.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a server said at each position of a continuation whose tokens were given.
+    """The distributions at each position of a continuation whose tokens were forced.
 
     Attributes:
-        ids: [T, K] int64: the likeliest tokens, best first.
-        logprobs: [T, K] float64: theirs.
-        given: [T] float64: log-probability of the token that the text has there.
+        ids: int64 [T, K], ids of the likeliest tokens, best first.
+        logprobs: float64 [T, K], natural log-probabilities of these tokens.
+        given: float64 [T], natural log-probability of the forced token.
     """
 
     ids: np.ndarray
@@ -36,7 +36,7 @@ class Distributions:
         """From the `meta_info` of an answer with logprobs.
 
         Raises:
-            ValueError: it has not as many positions.
+            ValueError: it does not have `positions` positions.
         """
         top = meta.get("output_top_logprobs") or ()
         own = meta.get("output_token_logprobs") or ()
@@ -54,9 +54,9 @@ class Distance:
     """How far a policy's distributions are from those of full KV, position by position.
 
     Attributes:
-        kl: [T]: KL(full || policy) in nats; a lower bound where `covered` is below 1.
-        agree: [T] bool: whether the likeliest token is the same.
-        covered: [T]: probability of the tokens that a side names, of the side where it is less.
+        kl: float64 [T], KL(full || policy) in nats; a lower bound where `covered` is below 1.
+        agree: bool [T], whether the likeliest token is the same.
+        covered: float64 [T], probability of the K tokens that a side names; the smaller of the two.
     """
 
     kl: np.ndarray
@@ -65,18 +65,18 @@ class Distance:
 
     @cached_property
     def first_divergence(self) -> int | None:
-        """The first position with another likeliest token."""
+        """The first position with another likeliest token; None if there is none."""
         return None if self.agree.all() else int(np.argmin(self.agree))
 
 
 def distance(full: Distributions, other: Distributions) -> Distance:
     """Compares two answers to the same text.
 
-    Where a side names only its K likeliest tokens, P being full KV's distribution and Q the
-    policy's, the result is a lower bound. What Q has for a token that P alone names is not known,
-    but no token that Q leaves out is likelier than the last one that it names, and all of them have
-    at most what Q leaves. Either limit gives a least KL; the larger one is taken. The tokens that P
-    leaves out are joined to one outcome, which can only lessen a KL divergence.
+    With P full KV's distribution and Q the policy's: if each side names only its K likeliest
+    tokens, the result is a lower bound of KL(P || Q). The probability in Q of a token that only P
+    names is unknown, but it is at most that of the last token that Q names, and all such tokens
+    together have at most the rest of Q. Each limit gives a lower bound; the larger one is taken.
+    The tokens that P does not name are joined to one outcome, which can only lower the KL.
     """
     sides = zip(full.ids, full.logprobs, other.ids, other.logprobs, strict=True)
     kl = np.array([_at(*row) for row in sides], dtype=np.float64)
@@ -87,12 +87,12 @@ def distance(full: Distributions, other: Distributions) -> Distance:
 def _at(
     ids: np.ndarray, logprobs: np.ndarray, other_ids: np.ndarray, other_logprobs: np.ndarray
 ) -> float:
-    """The KL at one position, from [K] tokens of each side."""
+    """The KL in nats at one position, from the ids and log-probabilities [K] of each side."""
     _, here, there = np.intersect1d(ids, other_ids, return_indices=True)
     p, q = np.exp(logprobs), np.exp(other_logprobs)
     known = float(p[here] @ (logprobs[here] - other_logprobs[there]))
     alone, others = np.delete(np.arange(len(p)), here), max(1 - float(p.sum()), 0.0)
-    # Of Q: for what P alone names and all others, and of this for tokens that Q does not name.
+    # Probability in Q of all tokens that not both name, and of the tokens that Q does not name.
     room, left = (max(1 - float(x.sum()), _ROUNDING) for x in (q[there], q))
     each = float(p[alone] @ (logprobs[alone] - other_logprobs.min())) + _term(others, room)
     mass = float(p[alone].sum())
@@ -102,25 +102,27 @@ def _at(
 
 
 def _term(p: float, q: float) -> float:
-    """What an outcome adds to a KL."""
+    """The term of one outcome in a KL: p log(p / q); 0 where p is 0."""
     return p * float(np.log(p / q)) if p > 0 else 0.0
 
 
 def perplexity(logprobs: np.ndarray) -> float:
-    """Of given tokens with these log-probabilities."""
+    """Perplexity of tokens with these natural log-probabilities."""
     return float(np.exp(-logprobs.mean()))
 
 
 def interval(
     parts: list[np.ndarray], seed: int = 0, draws: int = 2000
 ) -> tuple[float, float] | None:
-    """95 % interval of the mean over all values; parts are drawn again whole (a bootstrap).
+    """95 % interval of the mean over all values, by a bootstrap that draws whole parts.
 
     Args:
-        parts: values that hang together: of one text, or of neighbouring positions. At least one.
+        parts: arrays of correlated values: of one text, or of neighbouring positions.
+        seed: seed of the bootstrap.
+        draws: number of times that parts are drawn.
 
     Returns:
-        The interval; None of a single part, which is the same whenever it is drawn.
+        The interval; None for fewer than two parts.
     """
     if len(parts) < 2:
         return None

@@ -1,9 +1,9 @@
 """`kvpolicy fidelity`: how far a policy moves the model's next-token distributions from full KV.
 
 No labels are needed. The first tokens of a text are the prompt; the next ones are forced, so that
-every cache is asked for the distribution of the same token after the same text. Full KV is asked in
-the same way, so that both come from decode steps (the very first distribution of a continuation
-comes from the prefill). Besides, both generate freely.
+each cache gives the distribution of the same token after the same text. Full KV is asked in the
+same way, so that both distributions come from decode steps (the first one of a continuation comes
+from the prefill). Both also generate freely.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvpolicy.evaluation.looking.kept import pieces
 from kvpolicy.evaluation.looking.look import Look, opened, text_of
 from kvpolicy.evaluation.records import FULL
 
-_WHOLE = 2048  # vocabularies up to this size are asked for as a whole
+_WHOLE = 2048  # vocabularies up to this size are compared as a whole
 _AT_ONCE = 4  # requests in flight
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text in token ids: prompt [N] and continuation [T]."""
+    """One text as token ids: the prompt [N] and the continuation [T]."""
 
     name: str
     prompt: list[int]
@@ -43,7 +43,11 @@ class Text:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command; raises PolicyError for what cannot be used."""
+    """Runs the command; returns the exit code.
+
+    Raises:
+        PolicyError: an option, a text or the server cannot be used.
+    """
     named = [each for file in args.text for each in _texts(file)]
     if args.out is not None:
         _make(args.out)
@@ -72,7 +76,7 @@ def _make(folder: Path) -> None:
 
 
 def _texts(file: str) -> Iterator[tuple[str, str]]:
-    """Name and text of everything in a file: one text, or one in each line of *.jsonl."""
+    """Name and text of each text in a file: one, or one in each line of *.jsonl."""
     whole = text_of(file)
     if not file.endswith(".jsonl"):
         yield file, whole
@@ -103,7 +107,7 @@ def _split(tokens: Tokens, name: str, text: str, args: argparse.Namespace) -> Te
 
 
 def _top(asked: int, look: Look) -> int:
-    """K. A server cannot name more tokens than there are, and fails if it is asked to."""
+    """K, the number of tokens to compare; a server fails if asked for more than its vocabulary."""
     if look.vocabulary is not None and look.vocabulary <= _WHOLE:
         return look.vocabulary
     return min(asked, look.vocabulary or len(look.tokens.tokenizer))
@@ -131,7 +135,7 @@ def _compared(look: Look, texts: Sequence[Text], top: int) -> Iterator[Compared]
 
 
 def _asked(look: Look, text: Text, policy: str, free: bool, top: int) -> dict[str, Any]:
-    """One answer: with the text's own continuation forced, or generated freely."""
+    """One answer: with the continuation of the text forced, or generated freely."""
     count = len(text.continuation)
     if free:
         return look.ask(text.prompt, policy, count)

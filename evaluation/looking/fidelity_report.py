@@ -29,13 +29,13 @@ _COLUMNS = (
 )
 _SOURCES = Path(__file__).parents[1] / "pages"
 _OWN = ("fidelity.css", "policy_style.js", "fidelity.js")
-_BINS = 32  # of positions, in the picture, at most
-_LEAST = 8  # values in a bin, on average over all bins
-_SHOWN = 4  # texts per policy on the page
+_BINS = 32  # largest number of bins of positions in a chart
+_LEAST = 8  # fewest values in a bin, on average over all bins
+_SHOWN = 4  # largest number of texts per policy on the page
 
 
 def table(results: Sequence[Compared]) -> list[str]:
-    """Lines for the terminal: a row per policy, and what the figures are of."""
+    """Lines for the terminal: a row per policy, and notes on the figures."""
     rows = [_COLUMNS, *map(_row, summaries(results))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
@@ -91,7 +91,14 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
 
 
 def write(results: Sequence[Compared], folder: Path) -> list[Path]:
-    """fidelity.csv (a row per position), .jsonl (a line per text), .png and .html."""
+    """Writes fidelity.csv (a row per position), .jsonl (a line per policy and text), .png, .html.
+
+    Returns:
+        The paths of the four files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     paths = [folder / f"fidelity.{end}" for end in ("csv", "jsonl", "png", "html")]
     with paths[0].open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(_positions(results))
@@ -119,7 +126,7 @@ def _positions(results: Sequence[Compared]) -> Iterator[tuple]:
 
 
 def draw(found: Sequence[Summary], path: Path) -> None:
-    """KL and agreement by position, a line per policy: means over texts and bins of positions."""
+    """Draws KL and agreement by position, a line per policy: means over texts in each bin."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -141,7 +148,7 @@ def draw(found: Sequence[Summary], path: Path) -> None:
         for axis, name in ((above, "kl"), (below, "agree")):
             axis.plot(*by_position([getattr(p.distance, name) for p in summary.parts]), **options)
     above.set_ylabel("KL(full KV || policy), nats")
-    # Where all agree to rounding, a logarithm would magnify noise.
+    # Where distributions agree to rounding, a logarithmic scale would magnify noise.
     above.set_yscale("symlog", linthresh=1e-4)
     above.set_ylim(bottom=0)
     below.set_ylabel("positions with the same top token")
@@ -159,7 +166,11 @@ def draw(found: Sequence[Summary], path: Path) -> None:
 
 
 def by_position(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Middles of bins of positions, and the means of all texts' values in each."""
+    """The middle of each bin of positions, and the mean in it over all texts: float64 [bins].
+
+    Args:
+        values: [T] of each text.
+    """
     longest = max(map(len, values))
     bins = max(1, min(_BINS, longest, sum(map(len, values)) // _LEAST))
     edges = np.linspace(0, longest, bins + 1).astype(int)
@@ -170,7 +181,7 @@ def by_position(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def page(results: Sequence[Compared]) -> str:
-    """One HTML file that needs nothing else: table, charts, and texts with what moved."""
+    """The HTML page, which needs no network: table, charts, and texts with the KL of each token."""
     found = summaries(results)
     head = [f"{_COLUMNS[0]} ", *_COLUMNS[1:]]
     said = "\n".join(f"<p>{html.escape(note)}</p>" for note in notes(results))
@@ -191,7 +202,7 @@ def page(results: Sequence[Compared]) -> str:
 
 
 def _charts(found: Sequence[Summary]) -> Iterator[dict[str, Any]]:
-    """Of each policy what `pages/fidelity.js` draws: figures by position, and the line's style."""
+    """Data of each policy for `pages/fidelity.js`: figures by position, and the line's style."""
     for number, summary in enumerate(found):
         positions, kl = by_position([part.distance.kl for part in summary.parts])
         _, agree = by_position([part.distance.agree for part in summary.parts])

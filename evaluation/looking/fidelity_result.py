@@ -1,4 +1,4 @@
-"""What `kvpolicy fidelity` found: of one policy on one text, and of a policy on all texts."""
+"""Results of `kvpolicy fidelity`: of one policy on one text, and of one policy on all texts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from typing import Any
 import numpy as np
 from kvpolicy.evaluation.looking.distributions import Distance, Distributions, interval, perplexity
 
-# Neighbouring positions hang together: with few texts, so many are drawn again at a time.
+# With few texts the bootstrap draws blocks of positions, since neighbours are correlated.
 _BLOCK = 16
-_MANY = 10  # texts from which on these are drawn again instead
+_MANY = 10  # number of texts from which on the bootstrap draws whole texts
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One policy on one text. T positions.
+    """One policy on one text, at T positions.
 
     Attributes:
-        text: its name.
+        text: name of the text.
+        policy: name of the policy.
+        setting: name -> value of the parameters that are set.
+        prompt_tokens: tokens of the prompt.
         continuation, words: the T forced tokens, and the text that each adds.
         full, other: the distributions with full KV and with the policy.
-        greedy_divergence: first token that differs where both generate freely; None within T.
-        whole: whether the distributions are of the whole vocabulary.
+        distance: distance of these distributions.
+        greedy_divergence: first position at which free generations differ; None if none of the T.
+        whole: whether the distributions have the whole vocabulary.
         kept: share of the prompt's entries left after the prefill; None if not known.
-        uncompressed: why the prompt was served in full.
+        uncompressed: why the prompt was served in full; None if it was compressed.
     """
 
     text: str
@@ -44,7 +48,7 @@ class Compared:
     uncompressed: str | None
 
     def as_row(self) -> dict[str, Any]:
-        """The figures of this text alone."""
+        """The figures of this text as a JSON value."""
         kl = self.distance.kl
         return {
             "text": self.text,
@@ -76,33 +80,33 @@ class Summary:
 
     @property
     def policy(self) -> str:
-        """Its name."""
+        """Name of the policy."""
         return self.parts[0].policy
 
     @property
     def title(self) -> str:
-        """Its name and settings."""
+        """Name and settings of the policy."""
         setting = ", ".join(f"{key}={value}" for key, value in self.parts[0].setting.items())
         return f"{self.policy} ({setting})" if setting else self.policy
 
     @property
     def kept(self) -> float | None:
-        """Mean share of the entries that are left; None where a server does not say it."""
+        """Mean over texts of the share of the prompt's entries kept; None if not known for all."""
         shares = [part.kept for part in self.parts if part.kept is not None]
         return float(np.mean(shares)) if len(shares) == len(self.parts) else None
 
     @cached_property
     def kl(self) -> np.ndarray:
-        """Of all positions of all texts."""
+        """KL in nats at all positions of all texts: float64."""
         return np.concatenate([part.distance.kl for part in self.parts])
 
     @cached_property
     def agree(self) -> np.ndarray:
-        """Of all positions of all texts."""
+        """Whether the likeliest token is the same at all positions of all texts: bool."""
         return np.concatenate([part.distance.agree for part in self.parts])
 
     def kl_interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean KL; None where it is of one piece of a text."""
+        """95 % interval of the mean KL; None for a single block of one text."""
         return interval(self._drawn([part.distance.kl for part in self.parts]))
 
     def agreement_interval(self) -> tuple[float, float] | None:
@@ -115,7 +119,7 @@ class Summary:
         return [v[start : start + _BLOCK] for v in values for start in range(0, len(v), _BLOCK)]
 
     def perplexities(self) -> tuple[float, float]:
-        """Of all texts' continuations, with the policy and with full KV."""
+        """Perplexity of the continuations of all texts, with the policy and with full KV."""
         other = np.concatenate([part.other.given for part in self.parts])
         full = np.concatenate([part.full.given for part in self.parts])
         return perplexity(other), perplexity(full)
@@ -134,7 +138,7 @@ class Summary:
 
 
 def summaries(results: Sequence[Compared]) -> list[Summary]:
-    """By policy, in the order of the results."""
+    """A summary per policy, in the order of the results."""
     found: dict[str, list[Compared]] = {}
     for each in results:
         found.setdefault(each.policy, []).append(each)

@@ -1,4 +1,4 @@
-"""The page of `kvpolicy inspect`: one HTML file that needs nothing else."""
+"""The page of `kvpolicy inspect`: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OWN = ("kept_map.css", "kept_map.js", "inspect.js")
 
 
 def page(kept: Kept) -> str:
-    """The page as text."""
+    """The page as HTML."""
     heading, *lines = terminal.summary(kept)
     facts = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
     body = f"""<h1>{html.escape(heading)}</h1>

@@ -1,4 +1,4 @@
-"""`kvpolicy inspect`: for one prompt, what each layer and head kept, with the text."""
+"""`kvpolicy inspect`: the entries that each layer and KV head kept of one prompt, with the text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from kvpolicy.evaluation.looking import inspect_page, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 from kvpolicy.evaluation.looking.look import Look, opened, text_of
 
-_PIPE_WIDTH = 100  # columns where nobody says
+_PIPE_WIDTH = 100  # columns where the output is not a terminal
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command; raises PolicyError for what cannot be used."""
+    """Runs the command; returns the exit code.
+
+    Raises:
+        PolicyError: an option, the text or the server cannot be used.
+    """
     if len(args.policies) > 1:
         raise refused("--policy", "arguments", "inspect looks at one policy at a time")
     if args.head is not None and args.layer is None:
@@ -32,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     with opened(args) as look:
         kept = asked(look, text, args.new)
     _check_place(kept, args.layer, args.head)
-    # What reads the output may close it early, as `head` does.
+    # Files come before the output, whose reader may close it early, as `head` does.
     for path, written in ((args.html, inspect_page.page), (args.json, _as_json)):
         if path is not None:
             _write(path, written(kept))
@@ -41,10 +45,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def asked(look: Look, text: str, new: int) -> Kept:
-    """What the first policy of a server keeps of a text.
+    """The entries that the first policy of `look` keeps of a text.
+
+    Args:
+        new: number of tokens to generate.
 
     Raises:
-        PolicyError: the server refuses the prompt or does not say what was kept.
+        PolicyError: the server refuses the prompt, or does not say which entries were kept.
+        ValueError: the server's mask of kept entries is malformed.
     """
     policy, ids = look.policies[0], look.tokens.encode(text)
     answer = look.ask(ids, policy.alias, new, custom={"kv_policy_kept": True})
@@ -84,7 +92,7 @@ def _print(kept: Kept, args: argparse.Namespace) -> None:
 
 
 def style_of_output() -> terminal.Style:
-    """What the standard output can show; a pipe gets plain marks and a fixed width."""
+    """The style for the standard output; a pipe gets plain marks and a fixed width."""
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if tty else _PIPE_WIDTH
     ansi = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -93,7 +101,7 @@ def style_of_output() -> terminal.Style:
 
 
 def _as_json(kept: Kept) -> str:
-    """Everything: the mask as `numpy.packbits` in base64, rows padded to whole bytes."""
+    """All of it as JSON; the mask as `numpy.packbits` in base64, rows padded to whole bytes."""
     drawn = kept.as_map()
     found = {
         "policy": kept.policy,

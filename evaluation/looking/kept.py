@@ -1,4 +1,4 @@
-"""What a policy kept of one prompt, token by token, and the prompt's text in pieces."""
+"""The entries that a policy kept of one prompt, and the prompt's text by token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Kept:
     """One prompt under one policy, as a server answered.
 
     Attributes:
-        policy: the name that was asked for.
-        settings: values of its parameters that are not the file's.
-        tokens: text of each of the N tokens; together they are the prompt.
-        held: [L, G, N] bool: the prompt's positions that each list holds after the prefill.
+        policy: name of the policy in the request.
+        settings: name -> value of the parameters that are set.
+        tokens: text of each of the N tokens; joined they are the prompt.
+        held: bool [L, G, N], the prompt's positions that each list holds after the prefill.
         facts: `meta_info.kv_policy` of the answer, without the mask.
-        answer: the text that was generated.
+        answer: generated text.
     """
 
     policy: str
@@ -37,13 +37,21 @@ class Kept:
         return f"{self.policy} ({settings})" if settings else self.policy
 
     def shares(self, layer: int | None = None, head: int | None = None) -> np.ndarray:
-        """[N]: the share of lists that hold each position, of all, of a layer's or of one list."""
+        """Share of the lists that hold each position: float64 [N].
+
+        Args:
+            layer, head: restrict the lists to a layer, or to one KV head of it.
+        """
         held = self.held if layer is None else self.held[layer : layer + 1]
         held = held if head is None else held[:, head : head + 1]
         return held.mean(axis=(0, 1))
 
     def as_map(self, asked: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """What `drawKeptMap` of kept_map.js takes; `asked`: positions [start, stop) to point at."""
+        """The argument of `drawKeptMap` in kept_map.js.
+
+        Args:
+            asked: positions [start, stop) to mark.
+        """
         layers, kv_heads, _ = self.held.shape
         bits = base64.b64encode(np.packbits(self.held, axis=-1).tobytes()).decode("ascii")
         return {
@@ -57,10 +65,10 @@ class Kept:
 
 
 def unpacked(packed: Mapping[str, Any]) -> np.ndarray:
-    """[L, G, N] bool from `{"shape": [L, G, N], "bits": base64}`, as a server sends it.
+    """The mask bool [L, G, N] from `{"shape": [L, G, N], "bits": base64}`, as a server sends it.
 
     Raises:
-        ValueError: it is not of this form.
+        ValueError: `packed` is not of this form.
     """
     try:
         layers, kv_heads, tokens = packed["shape"]
@@ -73,16 +81,16 @@ def unpacked(packed: Mapping[str, Any]) -> np.ndarray:
 
 
 def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; together they are the text.
+    """The text that each token adds; joined they are the whole text.
 
-    A token alone may decode to less than it adds (a leading space is lost, a character spans
-    several tokens), so each is decoded behind the one before it. Of a character in several tokens
-    the last one has the text and the others are empty.
+    A single token may decode to less than it adds (a leading space is lost, a character spans
+    several tokens), so each is decoded after the one before it. If a character spans several
+    tokens, its text is with the last one and the others are empty.
 
     Args:
-        decode: from token ids to text, special tokens included.
+        decode: function from token ids to text, special tokens included.
     """
-    found, before, start = [], 0, 0  # ids[before:start] is text that is known already
+    found, before, start = [], 0, 0  # the text of ids[before:start] is known already
     for end in range(1, len(ids) + 1):
         known, text = decode(ids[before:start]), decode(ids[before:end])
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):

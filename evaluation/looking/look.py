@@ -1,7 +1,7 @@
-"""A server whose policies are looked into: started on a model, or found at a URL.
+"""The server of `inspect` and `fidelity`: started on a model, or found at a URL.
 
-`inspect` and `fidelity` name policies by file, or by the name that a running server has for them.
-Everything that can be wrong with them is found before a server is started.
+Policies are named by file, or by their name at a running server. All mistakes in them are found
+before a server is started.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class Look:
     """A server that answers, and the tokenizer of its model.
 
     Attributes:
-        policies: those of the command line, with the names that requests choose them by.
-        vocabulary: rows of the model's logits; None if its config is not at hand.
-        headers: of every request.
+        url: address of the server.
+        policies: the policies of the command line, with their names in requests.
+        tokens: the model's tokenizer.
+        vocabulary: number of the model's logits; None if its config is not on this machine.
+        headers: HTTP headers of every request.
     """
 
     url: str
@@ -45,14 +47,16 @@ class Look:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def ask(self, ids: Sequence[int], policy: str, count: int, **fields: Any) -> dict[str, Any]:
-        """The answer of /generate to a prompt: greedily, `count` tokens whatever they are.
+        """The answer of /generate to a prompt: `count` tokens, greedy, not stopped by an end token.
 
         Args:
-            policy: its name; FULL for full KV.
-            fields: further fields of the request; `custom`: further custom parameters.
+            ids: token ids of the prompt.
+            policy: name of the policy; FULL for full KV.
+            count: number of tokens to generate.
+            fields: further fields of the request; `custom` has further custom parameters.
 
         Raises:
-            PolicyError: the server refuses it or does not answer; the server's own sentence.
+            PolicyError: the server refuses the request, in its words, or does not answer.
         """
         custom = {"kv_policy": policy, **fields.pop("custom", {})}
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
@@ -77,7 +81,7 @@ class Look:
 
 
 def _sentence(answer: Any) -> str | None:
-    """What the server says of a request that it refuses."""
+    """The server's message on a request that it refuses; None without one."""
     error = answer.get("error", answer) if isinstance(answer, dict) else None
     said = error.get("message") if isinstance(error, dict) else error
     return said if isinstance(said, str) else None
@@ -85,7 +89,7 @@ def _sentence(answer: Any) -> str | None:
 
 @contextlib.contextmanager
 def opened(args: argparse.Namespace) -> Iterator[Look]:
-    """The server that the options of look_arguments.py name, for the time of a `with` block.
+    """The server of the options in look_arguments.py, for the time of a `with` block.
 
     Raises:
         PolicyError: a policy, a setting or the model cannot be used, or nobody answers.
@@ -100,7 +104,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
     paths, settings = options(policies)
     tokens = Tokens(args.model)
     with contextlib.ExitStack() as stack:
-        # On a GPU SGLang chooses kernels and precision itself.
+        # On a GPU SGLang chooses kernels and precision.
         flags: dict[str, Any] = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
         started = serve(
             args.model,
@@ -136,14 +140,14 @@ def _found(args: argparse.Namespace) -> Look:
         message = f"the tokenizer of its model is not on this machine ({folder})"
         raise refused(args.url, "server", message, "name the model's folder with --model")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # The server fails if it is asked for more tokens than its own model has.
+    # The server fails if asked for more tokens than its model has, so another config is no use.
     same = served is not None and Path(served).resolve() == Path(folder).resolve()
     vocabulary = _vocabulary(folder) if same else None
     return Look(found.url, tuple(policies), Tokens(folder), vocabulary, headers)
 
 
 def _name(policy: str) -> str:
-    """The name of a policy that is given by file, or else the name that is given."""
+    """The name of a policy that is given by file or shipped; otherwise the name that is given."""
     is_file = Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file()
     if not is_file and policy not in shipped():
         return policy
@@ -157,7 +161,7 @@ def _not_nothing(policies: Sequence[Variant]) -> None:
 
 
 def _vocabulary(folder: str) -> int | None:
-    """Tokens that a model's logits are of; None where no config says so."""
+    """Number of a model's logits; None if its folder has no config that says so."""
     from transformers import AutoConfig
 
     try:
@@ -171,7 +175,7 @@ def text_of(file: str) -> str:
     """The text of a file, or of the standard input for `-`.
 
     Raises:
-        PolicyError: it cannot be read, or is empty.
+        PolicyError: the text cannot be read, or is empty.
     """
     name = "the standard input" if file == "-" else file
     if file == "-" and sys.stdin is None:

@@ -1,4 +1,4 @@
-"""The options of the commands that look into what policies do; imports nothing heavy."""
+"""The options of `kvpolicy inspect` and `kvpolicy fidelity`; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpolicy.evaluation.asking.eval_arguments import whole, words
 
 
 def of_inspect(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvpolicy inspect`."""
+    """Adds the options of `kvpolicy inspect`."""
     _add_server(parser, several=False)
     parser.add_argument("--prompt", required=True, metavar="FILE", help="the text; - reads it")
     parser.add_argument("--html", type=Path, metavar="OUT.html", help="write a page with the map")
@@ -22,7 +22,7 @@ def of_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def of_fidelity(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvpolicy fidelity`."""
+    """Adds the options of `kvpolicy fidelity`."""
     _add_server(parser, several=True)
     parser.add_argument(
         "--text",
@@ -73,14 +73,14 @@ def _share(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    # One token needs no decode step, so nothing would be compressed.
+    # One token needs no decode step, so the prompt would not be compressed.
     if not text.isascii() or not text.isdigit() or not 2 <= int(text) <= 10**5:
         raise argparse.ArgumentTypeError(f"`{text}` is not a number of tokens from 2 on")
     return int(text)
 
 
 def _add_server(parser: argparse.ArgumentParser, several: bool) -> None:
-    """The options that say what is asked of which server; `several`: policies."""
+    """Adds the options for the server and its policies; `several` allows several policies."""
     parser.add_argument(
         "--policy",
         required=True,

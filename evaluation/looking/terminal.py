@@ -1,4 +1,4 @@
-"""What a policy kept, as lines for a terminal, or for a pipe without colours."""
+"""The entries that a policy kept, as lines for a terminal, or for a pipe without colours."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 from kvpolicy.evaluation.looking.kept import Kept
 
-# Shares of lists that hold a token, in words: none, some, most, all.
+# Levels of the share of lists that hold a token.
 NONE, SOME, MOST, ALL = range(4)
 _NAMES = ("by none", "by some", "by half or more", "by all")
-# Weight, not colour: it can be read on light and dark terminals, and by the colour-blind.
+# Weight instead of colour: readable on light and dark terminals, and by colour-blind people.
 _ANSI = ("\x1b[2;9m", "", "\x1b[1m", "\x1b[1;4m")
 _RESET = "\x1b[0m"
 _MARKS = (("[-", "-]"), ("", ""), ("{", "}"), ("{+", "+}"))
 
-# Runs of equal tokens beyond this are cut to their ends, in tokens.
+# Longer runs of tokens of one level are cut to their two ends of `_ENDS` tokens.
 _LONG = {NONE: 12, SOME: 160, MOST: 160, ALL: 160}
 _ENDS = {NONE: 4, SOME: 60, MOST: 60, ALL: 60}
 
@@ -29,8 +29,8 @@ class Style:
     """How to draw.
 
     Attributes:
-        width: columns.
-        ansi: whether the terminal knows bold and dim.
+        width: columns of a line.
+        ansi: whether the terminal has bold and dim text.
         unicode: whether it shows block characters.
     """
 
@@ -40,17 +40,17 @@ class Style:
 
     @property
     def shades(self) -> str:
-        """From nothing held to everything held."""
+        """Characters from nothing held to everything held."""
         return " ░▒▓█" if self.unicode else " .:*#"
 
     @property
     def dots(self) -> str:
-        """What stands for something left out."""
+        """The mark for text that is left out."""
         return "…" if self.unicode else "..."
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens that equally many lists hold (one of the words above)."""
+    """Neighbouring tokens [start, stop) of one level: NONE, SOME, MOST or ALL."""
 
     level: int
     start: int
@@ -69,8 +69,8 @@ def view(
     """The lines of the whole view.
 
     Args:
-        heads: a line per KV head too.
-        layer, head: what the text is about; all lists by default.
+        heads: add a line per KV head.
+        layer, head: restrict the text to a layer, or to one KV head of it.
         whole: do not cut long runs of the text.
     """
     yield from summary(kept)
@@ -84,7 +84,7 @@ def view(
 
 
 def summary(kept: Kept) -> Iterator[str]:
-    """Policy, entries and bytes; why nothing was dropped, where that is so."""
+    """Policy, entries and bytes; or why the prompt was served in full."""
     facts, entries = kept.facts, kept.held.size
     held = int(kept.held.sum())
     line = f"{kept.title}: {kept.held.shape[2]:,} tokens, {held:,} of {entries:,} entries held"
@@ -118,7 +118,7 @@ REASONS = {
 
 
 def strips(kept: Kept, style: Style, heads: bool) -> Iterator[str]:
-    """A line per layer (and per KV head): share held, a bar of it, and where the positions are."""
+    """A line per layer (and per KV head): a bar of the share held, the share, and a map of it."""
     layers, kv_heads, tokens = kept.held.shape
     names = [f"{layer}" for layer in range(layers)]
     names += [f"{layers - 1}.{kv_heads - 1}"] if heads else []
@@ -142,21 +142,21 @@ def _line(name: str, label: int, held: np.ndarray, room: int, style: Style) -> s
 
 
 def binned(shares: np.ndarray, room: int) -> np.ndarray:
-    """Means of [N] over at most `room` ranges of positions of nearly equal length."""
+    """Means of [N] shares over at most `room` ranges of positions of nearly equal length."""
     count = min(room, len(shares))
     edges = np.arange(count) * len(shares) // count
     return np.add.reduceat(shares, edges) / np.diff([*edges, len(shares)])
 
 
 def level(share: float, levels: int) -> int:
-    """0 for nothing, the last for everything, and equal steps between them."""
+    """Level of a share: 0 for nothing, `levels - 1` for everything, and equal steps between."""
     if share <= 0:
         return 0
     return levels - 1 if share >= 1 else 1 + min(levels - 3, int(share * (levels - 2)))
 
 
 def bar(share: float, width: int, style: Style) -> str:
-    """A share as a bar of that many columns."""
+    """A share as a bar, padded to `width` columns."""
     if not style.unicode:
         return ("#" * round(share * width)).ljust(width, ".")
     eighths = round(share * width * 8)
@@ -164,7 +164,7 @@ def bar(share: float, width: int, style: Style) -> str:
 
 
 def text(tokens: Sequence[str], shares: np.ndarray, style: Style, whole: bool = False) -> str:
-    """The prompt with every token as bold as many lists hold it, long runs cut."""
+    """The prompt, each token marked by the share of lists that hold it, with long runs cut."""
     parts = []
     for run in runs(shares):
         pieces, length = tokens[run.start : run.stop], run.stop - run.start
@@ -180,7 +180,7 @@ def text(tokens: Sequence[str], shares: np.ndarray, style: Style, whole: bool = 
 
 
 def runs(shares: np.ndarray) -> Iterator[Run]:
-    """Neighbours of one level, in order."""
+    """Runs of neighbouring tokens of one level, in order."""
     start = 0
     for each, group in groupby(shares.tolist(), _word):
         stop = start + sum(1 for _ in group)
@@ -195,7 +195,7 @@ def _word(share: float) -> int:
 
 
 def _marked(words: str, level: int, style: Style) -> str:
-    """A run with its weight or its marks; a line's end stays outside of them."""
+    """A run with its weight or its marks around each line."""
     if not words:
         return ""
     before, after = (_ANSI[level], _RESET if level != SOME else "")
@@ -206,7 +206,7 @@ def _marked(words: str, level: int, style: Style) -> str:
 
 
 def printable(words: str) -> str:
-    """Text that cannot command the terminal: control characters are written out."""
+    """Text that cannot control the terminal: control characters are escaped."""
     safe = "\n\t"
     return "".join(
         c if c in safe or not unicodedata.category(c).startswith("C") else f"\\x{ord(c):02x}"
@@ -215,7 +215,7 @@ def printable(words: str) -> str:
 
 
 def _legend(style: Style, layer: int | None, head: int | None) -> str:
-    """What the marks of the text mean."""
+    """The legend of the marks in the text."""
     if head is not None:
         words = {NONE: "dropped", ALL: "held"}
         return f"text, by layer {layer}, KV head {head}: " + _samples(words, style)
@@ -228,12 +228,12 @@ def _samples(words: Mapping[int, str], style: Style) -> str:
 
 
 def percent(share: float) -> str:
-    """`12.5 %`."""
+    """A share in percent: `12.5 %`."""
     return f"{100 * share:.1f} %"
 
 
 def size(count: float) -> str:
-    """Bytes with a unit."""
+    """A number of bytes with its unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"

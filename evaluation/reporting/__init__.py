@@ -1,1 +1,1 @@
-"""What was answered: intervals, tables, pictures and one page."""
+"""Reports on the answers of a run: intervals, tables, pictures and one page."""

@@ -1,4 +1,4 @@
-"""Answers as arrays: those of one policy and budget to the questions of one task and length."""
+"""Answers as arrays: of one policy and budget to the questions of one task and length."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FIGURES = ("score", "kept", "held", "kv_bytes", "ttft", "tpot", "output_tokens")
 
 @dataclass(frozen=True)
 class Cell:
-    """B answers, in the order of samples and turns.
+    """Answers in the order of samples and turns; arrays have one value per answer.
 
     Attributes:
-        index, turn: [B] of which sample, and which of its questions.
-        figures: [B] by the names of FIGURES, as in `Record`; NaN where nothing is known.
-        reasons: [B] why a prompt was served in full, None elsewhere.
+        index, turn: int, the sample, and the question in it.
+        figures: name in FIGURES -> float64, as in `Record`; NaN where not known.
+        reasons: why a prompt was served in full; None if it was not.
     """
 
     index: np.ndarray
@@ -32,19 +32,19 @@ class Cell:
         return len(self.index)
 
     def where(self, mask: np.ndarray) -> Cell:
-        """Some of the answers."""
+        """The answers that a bool mask selects."""
         figures = {name: values[mask] for name, values in self.figures.items()}
         return Cell(self.index[mask], self.turn[mask], figures, self.reasons[mask])
 
     @cached_property
     def units(self) -> np.ndarray:
-        """Mean score of each sample, in the order of their indices."""
+        """Mean score of each sample, in the order of `index`: float64 [samples]."""
         _, sample = np.unique(self.index, return_inverse=True)
         return np.bincount(sample, self.figures["score"]) / np.bincount(sample)
 
 
 def cell(records: Iterable[Record]) -> Cell:
-    """The arrays of some records."""
+    """The cell of some records."""
     ordered = sorted(records, key=lambda record: (record.index, record.turn))
     return Cell(
         np.array([r.index for r in ordered], dtype=int),
@@ -55,7 +55,7 @@ def cell(records: Iterable[Record]) -> Cell:
 
 
 def both(first: Cell, second: Cell) -> tuple[Cell, Cell]:
-    """The answers of each to the questions that both answered, in the same order."""
+    """The answers of both cells to the questions that both have answered, in the same order."""
     if np.array_equal(first.index, second.index) and np.array_equal(first.turn, second.turn):
         return first, second
     turns = 1 + max(int(each.turn.max(initial=0)) for each in (first, second))
@@ -64,12 +64,12 @@ def both(first: Cell, second: Cell) -> tuple[Cell, Cell]:
 
 
 def figure(cells: Sequence[Cell], name: str) -> np.ndarray:
-    """What is known of a figure in all cells."""
+    """The known values of a figure in all cells: float64."""
     values = np.concatenate([each.figures[name] for each in cells]) if cells else np.empty(0)
     return values[~np.isnan(values)]
 
 
 def reasons(cells: Iterable[Cell]) -> dict[str, int]:
-    """How many prompts were served in full, by reason."""
+    """Reason -> number of prompts that were served in full."""
     counts = Counter(reason for each in cells for reason in each.reasons if reason)
     return dict(sorted(counts.items()))

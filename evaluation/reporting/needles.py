@@ -1,4 +1,4 @@
-"""Where in the prompt an answer may stand: scores by depth and length."""
+"""Scores by depth of the answer in the prompt and by length."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Needles:
     """Scores of a task's first questions.
 
     Attributes:
-        score: [depth, length] mean score by policy and budget, NaN where nothing was asked; depth 0
-            is the beginning of the prompt.
-        count: [depth, length] answers behind each.
+        score: policy and budget -> mean scores, float64 [depth, length]; depth 0 is the beginning
+            of the prompt. NaN where nothing was answered.
+        count: policy and budget -> numbers of answers, float64 [depth, length].
     """
 
     score: dict[Series, np.ndarray]
@@ -26,7 +26,7 @@ class Needles:
 
 
 def needles(results: Results) -> dict[str, Needles]:
-    """By task; tasks without a depth are left out."""
+    """Task -> scores; without tasks whose answers have no depth."""
     steps = FINE if results.plan["samples"] >= ENOUGH else COARSE
     column = {length: i for i, length in enumerate(results.lengths)}
     sums: dict[str, dict[Series, np.ndarray]] = {}

@@ -1,4 +1,4 @@
-"""report.html: one file that needs nothing else, with the figures as data beside the scripts."""
+"""report.html: one file that needs no network, with the figures as data for its scripts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OWN = (
     *("kept_map.css", "report.css"),
     *("kept_map.js", "policy_style.js", "report_charts.js", "report_tables.js", "report.js"),
 )
-MAP_BYTES = 1_500_000  # of all maps in the page
+MAP_BYTES = 1_500_000  # largest size of all maps in the page
 
 
 def text(summary: Summary) -> str:
-    """The page."""
+    """The page as HTML."""
     template = (SOURCES / "report.html").read_text(encoding="utf-8")
     body = offline_page.filled(template, {"HEADER": _header(summary)})
     own = [SOURCES / name for name in OWN]
@@ -35,7 +35,7 @@ def text(summary: Summary) -> str:
 
 
 def page_data(summary: Summary) -> dict[str, Any]:
-    """What the scripts read; rows are arrays in the order of `_row`, -1 means all."""
+    """The data that the scripts read; rows are arrays in the order of `_row`; -1 stands for all."""
     results = summary.results
     policies = list(dict.fromkeys(policy for policy, _ in results.series if policy != FULL))
     about = {entry["policy"]: entry.get("about") or "" for entry in results.plan["policies"]}
@@ -64,7 +64,7 @@ def page_data(summary: Summary) -> dict[str, Any]:
 
 
 def _series(series: Series, policies: list[str], entry: dict) -> dict[str, Any]:
-    """A policy (None: full KV) with its budget; `entry` is the plan's."""
+    """A policy (None for full KV) with its budget; `entry` is that of the plan."""
     setting = entry.get("setting") or {}
     return {
         "policy": None if series[0] == FULL else policies.index(series[0]),
@@ -108,7 +108,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _fronts(summary: Summary) -> dict[str, dict[str, list[list[int]]]]:
-    """By cost and `task,length`: the series that no other beats, by rising cost, and the named."""
+    """Cost -> `task,length` -> series on the front, by rising cost, and the series to name."""
     found: dict[str, dict[str, list[list[int]]]] = {cost: {} for cost in COSTS}
     places = dict.fromkeys((row.task, row.length) for row in summary.rows.values())
     for cost in COSTS:
@@ -127,7 +127,7 @@ def _fronts(summary: Summary) -> dict[str, dict[str, list[list[int]]]]:
 
 
 def _needles(summary: Summary) -> list[dict]:
-    """By task: for each series the scores [depth][length], and the answers behind each."""
+    """Per task: series -> scores [depth][length], and series -> numbers of answers."""
     results = summary.results
     found = []
     for task, heat in needles(results).items():
@@ -145,7 +145,7 @@ def _needles(summary: Summary) -> list[dict]:
 
 
 def _maps(summary: Summary) -> dict[str, Any]:
-    """Prompts once, and of each what the series keep, as many as MAP_BYTES hold."""
+    """The prompts, each once, and the entries that each series keeps, within MAP_BYTES."""
     prompts: dict[tuple, int] = {}
     tokens: list[dict] = []
     shown: list[list] = []
@@ -177,14 +177,14 @@ def _maps(summary: Summary) -> dict[str, Any]:
 
 
 def _known_maps(summary: Summary, numbers: dict[Series, int]) -> list[dict]:
-    """Those of the plan; of each prompt the best policies first, so that they fit."""
+    """The maps of the plan's series, by index of the sample, then the best policies first."""
     best = {policy: i for i, policy in enumerate(summary.prominent(len(numbers)))}
     own = [m for m in summary.results.maps if (m["policy"], m["budget"]) in numbers]
     return sorted(own, key=lambda m: (m["index"], best.get(m["policy"], -1)))
 
 
 def _header(summary: Summary) -> str:
-    """Command, machine, versions, stages, notes: HTML."""
+    """HTML with command, machine, versions, stages and notes."""
     plan = summary.results.plan
     server = plan.get("server") or {}
     layers, heads = server.get("L"), server.get("G")

@@ -1,4 +1,4 @@
-"""A picture of what policies keep of one prompt: positions across, layers and KV heads down."""
+"""A picture of the entries that policies keep of one prompt: positions across, heads down."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 MOST_PANELS = 8
 SHADES = ListedColormap(("#ffffff00", "#0072B2"))
 ASKED = "#E69F00"
-LABELLED = 16  # layers and heads with a label each
+LABELLED = 16  # largest number of rows with a label
 
 
 def mask(entry: dict) -> np.ndarray:
-    """[L, G, N] bool of a line of kept.jsonl."""
+    """The mask bool [L, G, N] in a line of kept.jsonl."""
     layers, heads, tokens = entry["shape"]
     packed = np.frombuffer(base64.b64decode(entry["bits"]), np.uint8)
     rows = packed.reshape(layers, heads, -(-tokens // 8))
@@ -26,7 +26,10 @@ def mask(entry: dict) -> np.ndarray:
 
 
 def kept(summary: Summary) -> Figure | None:
-    """The first prompt that has maps, at the budget where the policies differ most."""
+    """Draws the maps of one prompt, the first that has maps; None if there are none to draw.
+
+    Of several budgets, the one at which the policies' scores differ most is drawn if it has maps.
+    """
     maps = summary.results.maps
     if not maps:
         return None
@@ -60,11 +63,11 @@ def _panel(axis: pyplot.Axes, entry: dict) -> None:
     axis.set_facecolor("#eef1f5")
     axis.imshow(rows, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", zorder=1)
     for start, stop in entry.get("asked") or ():
-        # Below what is kept, with its edges above.
+        # The area is below the kept entries, its edges are above them.
         axis.axvspan(start - 0.5, stop - 0.5, color=ASKED, alpha=0.6, linewidth=0, zorder=0)
         axis.vlines((start - 0.5, stop - 0.5), -0.5, len(rows) - 0.5, color=ASKED, linewidth=0.8)
     step = max(1, -(-layers * heads // LABELLED))
-    if step > 1:  # whole layers
+    if step > 1:  # label whole layers only
         step = -(-step // heads) * heads
     ticks = range(0, layers * heads, step)
     axis.set_yticks(ticks, [f"{i // heads}.{i % heads}" for i in ticks], fontsize=6)

@@ -23,12 +23,12 @@ def annotate(
     others: Sequence[Point],
     line: Sequence[Point] = (),
 ) -> None:
-    """Writes `names` beside `points`; a far one gets a line to its point.
+    """Writes `names` beside `points`; a name far from its point gets a line to it.
 
-    They keep off each other, off `others` and off the steps of `line`. The figure must have been
-    laid out before.
+    Names avoid each other, `others` and the steps of `line`. The layout of the figure must be
+    final.
     """
-    axes.autoscale(False)  # lines to labels must not move what is placed
+    axes.autoscale(False)  # lines to labels must not move labels that are placed
     pixel = axes.figure.dpi / 72
     at = axes.transData.transform(others)
     covered = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in at]
@@ -45,7 +45,7 @@ def annotate(
 
 
 def _steps(points: np.ndarray) -> list[Bbox]:
-    """What a line of steps through the points covers."""
+    """The boxes that a line of steps through the points covers, in pixels."""
     boxes = []
     for (x, y), (x_next, y_next) in pairwise(points):
         boxes += [Bbox.from_extents(x, y - 1, x_next, y + 1),
@@ -56,7 +56,14 @@ def _steps(points: np.ndarray) -> list[Bbox]:
 def _place(
     axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
 ) -> tuple[Point, Bbox]:
-    """Offset in points of the label's lower left corner, and the pixels that it covers."""
+    """The best place of a label: offset of its lower left corner in points, and box in pixels.
+
+    Args:
+        at: the point in pixels.
+        size: size of the label in pixels.
+        covered: boxes to avoid, in pixels.
+        pixel: pixels per point of type.
+    """
     places = _places(axes, at, size, covered, pixel)
     best = next(places)
     for place in places:
@@ -70,7 +77,7 @@ def _place(
 def _places(
     axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
 ) -> Iterator[tuple[int, Point, Bbox]]:
-    """How much a label would cover at each place, the best places first; and as of `_place`."""
+    """Each place to try, the preferred ones first: how much it covers, then as in `_place`."""
     inside = axes.get_window_extent()
     for distance in DISTANCES:
         for angle in ANGLES:
@@ -85,7 +92,7 @@ def _places(
 
 
 def _line(axes: Axes, point: Point, box: Bbox) -> None:
-    """From the point to the nearest place of its label, where they are apart."""
+    """Draws a line from a point to its label if they are more than 12 pixels apart."""
     at = axes.transData.transform(point)
     near = np.clip(at, (box.x0, box.y0), (box.x1, box.y1))
     if np.hypot(*(near - at)) > 12:

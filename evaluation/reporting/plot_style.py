@@ -1,7 +1,7 @@
-"""How policies are told apart in every picture: by colour, by marker and by dashes.
+"""Styles that distinguish policies in every picture: colours, markers and dashes.
 
-The colours are those of Okabe and Ito, which colour-blind people can tell apart. There are fewer of
-them than policies: the best are drawn in colour, the others in grey.
+The colours are those of Okabe and Ito, which colour-blind people can distinguish. There are fewer
+colours than policies: the best policies are drawn in colour, the others in grey.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Style(NamedTuple):
-    """Of one line; `dash` as SVG and matplotlib have it, empty for a solid line."""
+    """Style of one line; `dash` as in SVG and matplotlib, empty for a solid line."""
 
     colour: str
     marker: str
@@ -25,7 +25,7 @@ OTHERS = "#9a9a9a"
 
 
 def style(number: int) -> Style:
-    """The `number`-th style; beyond the colours they come again with other markers and dashes."""
+    """The `number`-th style, from 0; colours repeat with other markers and dashes."""
     again, place = divmod(number, MOST)
     turned = (place + again) % MOST
     return Style(COLOURS[place], MARKERS[turned], DASHES[turned])

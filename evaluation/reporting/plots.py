@@ -28,8 +28,8 @@ DPI = 120
 MARKS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "down": "v", "cross": "X"}
 FULL_LINE = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.2}
 STAR = {"color": "black", "marker": "*", "markersize": 11, "linestyle": "none"}
-ASIDE = 2  # points between two curves at one share
-PANELS = 24  # needle maps in one picture
+ASIDE = 2  # horizontal distance between two curves at one share, in points
+PANELS = 24  # largest number of panels with several budgets in needle.png
 AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
         "tpot": "time per output token, ms"}  # fmt: skip
 SCALES = {"kv_bytes": 2**-20, "ttft": 1000, "tpot": 1000}
@@ -37,7 +37,11 @@ _Placed = list[tuple[Row, tuple[float, float]]]  # rows, and where they stand in
 
 
 def write(summary: Summary, folder: Path) -> list[Path]:
-    """accuracy.png, pareto.png, needle.png and kept.png, of what the run has figures for."""
+    """Writes accuracy.png, pareto.png, needle.png and kept.png, those that the run has figures for.
+
+    Returns:
+        The paths of the files written.
+    """
     written = []
     for name, draw in (
         ("accuracy.png", accuracy),
@@ -47,9 +51,9 @@ def write(summary: Summary, folder: Path) -> list[Path]:
     ):
         figure = draw(summary)
         if figure is None:
-            (folder / name).unlink(missing_ok=True)  # one of an earlier run would be taken for it
+            (folder / name).unlink(missing_ok=True)  # it would be that of an earlier report
         else:
-            # Without the version of matplotlib equal inputs give equal files.
+            # The version of matplotlib is left out, so that equal inputs give equal files.
             figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
             pyplot.close(figure)
             written.append(folder / name)
@@ -57,7 +61,7 @@ def write(summary: Summary, folder: Path) -> list[Path]:
 
 
 def _styles(summary: Summary) -> dict[str, Style]:
-    """Of the policies drawn in colour."""
+    """Styles of the policies drawn in colour."""
     return {policy: style(i) for i, policy in enumerate(summary.prominent(MOST))}
 
 
@@ -66,7 +70,7 @@ def _policies(summary: Summary) -> list[str]:
 
 
 def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: dict | None) -> None:
-    """Below the panels; `full` is the look of full KV."""
+    """Draws the legend below the panels; `full` has the line options of full KV, if shown."""
     handles = [
         pyplot.Line2D([], [], color=s.colour, marker=MARKS[s.marker], linestyle=_dash(s),
                       label=policy, markersize=5, linewidth=1.5)
@@ -88,7 +92,7 @@ def _dash(s: Style) -> str | tuple:
 
 
 def _grid(count: int, width: float, height: float, across: int, share: str = "all"):
-    """A figure with `count` panels; sizes of one in inches."""
+    """A figure with `count` panels of `width` x `height` inches, at most `across` in a row."""
     columns = min(across, count)
     rows = -(-count // columns)
     figure, axes = pyplot.subplots(
@@ -98,14 +102,14 @@ def _grid(count: int, width: float, height: float, across: int, share: str = "al
     panels = list(axes.flat)
     for axis in panels[count:]:
         axis.set_visible(False)
-    # The lowest panel of a column has the numbers, also above a place that is empty.
+    # The lowest panel of each column has the numbers, even if the place below it is empty.
     for axis in panels[max(0, count - columns) : count]:
         axis.tick_params(labelbottom=True)
     return figure, panels[:count]
 
 
 def accuracy(summary: Summary) -> Figure | None:
-    """Score against the share kept: a panel per task, a curve per policy."""
+    """Draws the score against the share kept: a panel per task, a curve per policy."""
     tasks = list(summary.results.tasks)
     across = [None, *tasks] if len(tasks) > 1 else tasks
     styles = _styles(summary)
@@ -133,7 +137,7 @@ def accuracy(summary: Summary) -> Figure | None:
 def _curve(
     axis: Axes, summary: Summary, policy: str, task: str | None, s: Style | None, aside: float
 ) -> None:
-    """One policy, moved `aside` by points, so that bars at one share do not cover each other."""
+    """Draws one policy, moved by `aside` points, so that bars at one share do not overlap."""
     rows = [summary.row(series, task) for series in summary.results.series if series[0] == policy]
     known = [(row.kept, row.score) for row in rows if row.score and row.kept]
     if not known:
@@ -151,9 +155,9 @@ def _curve(
 
 
 def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
-    """Logarithmic, with the shares that were asked for as ticks."""
+    """Makes the axis of shares logarithmic, with the budgets as ticks."""
     asked = {100 * budget for _, budget in summary.results.series if budget}
-    # Full KV is a line: its share is no point.
+    # Full KV is a horizontal line without a share.
     kept = [100 * row.kept for row in summary.rows.values() if row.kept and row.policy != FULL]
     ticks = sorted(asked | ({100} if max(kept, default=100) > 90 else set()))
     panels[0].set_xscale("log")
@@ -172,7 +176,7 @@ def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
 
 
 def pareto(summary: Summary) -> Figure | None:
-    """Mean score over all tasks against memory and times; the points that no other beats."""
+    """Draws the mean score over all tasks against memory and times, with the front of each."""
     rows = [summary.row(series) for series in summary.results.series]
     known = {cost: found for cost in COSTS if (found := _known(rows, cost))}
     if not known:
@@ -188,7 +192,7 @@ def pareto(summary: Summary) -> Figure | None:
     figure.suptitle("Score against memory and time; joined: what nothing beats in both; named: "
                     "the best of each cost", fontsize=10)  # fmt: skip
     _legend(figure, summary, styles, STAR if any(row.policy == FULL for row in rows) else None)
-    figure.canvas.draw()  # the layout must stand before labels are placed
+    figure.canvas.draw()  # the layout must be final before labels are placed
     figure.set_layout_engine("none")
     for axis, found in zip(panels, known.values(), strict=True):
         _name_front(axis, found)
@@ -196,7 +200,7 @@ def pareto(summary: Summary) -> Figure | None:
 
 
 def _known(rows: Sequence[Row], cost: str) -> _Placed:
-    """The rows that have a score and a cost."""
+    """The rows that have a score and a cost, with their points (scaled cost, score in percent)."""
     found = ((row, point(row, cost)) for row in rows)
     return [(row, (SCALES[cost] * at[0], 100 * at[1])) for row, at in found if at is not None]
 
@@ -228,7 +232,7 @@ def _name_front(axis: Axes, placed: _Placed) -> None:
 
 
 def needle(summary: Summary) -> Figure | None:
-    """Score by depth and length, a panel per policy and budget of the first task with needles."""
+    """Draws scores by depth and length for the first task with needles, a panel per series."""
     found = needles(summary.results)
     if not found:
         return None
@@ -263,7 +267,7 @@ def needle(summary: Summary) -> Figure | None:
 
 
 def _rows(shown: Sequence[Series], across: int) -> list[list[Series]]:
-    """Panels in rows: a policy's budgets side by side where there are several."""
+    """Rows of panels: one per policy if a policy has several budgets, else `across` per row."""
     policies = list(dict.fromkeys(policy for policy, _ in shown))
     if len(policies) < len(shown):
         return [[series for series in shown if series[0] == policy] for policy in policies]

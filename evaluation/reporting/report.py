@@ -1,4 +1,4 @@
-"""The report of a run: tables, pictures and one HTML page, from what `kvpolicy eval` wrote."""
+"""The report of a run: tables, pictures and one HTML page, from the files of `kvpolicy eval`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvpolicy.evaluation.reporting.summary import Summary, csv_text
 
 
 def write(folder: Path) -> list[Path]:
-    """Writes summary.md, summary.csv, report.html and the pictures; returns what was written.
+    """Writes summary.md, summary.csv, report.html and the pictures; returns their paths.
 
     Equal inputs give equal files.
 
     Raises:
-        PolicyError: the folder is none of `kvpolicy eval`'s, holds no answer yet, or cannot be
+        PolicyError: the folder is not one of `kvpolicy eval`, has no answers yet, or cannot be
             written.
     """
     folder = Path(folder)
@@ -46,7 +46,11 @@ def _tables(summary: Summary, folder: Path) -> list[Path]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """`kvpolicy report`: prints the main table and what was written."""
+    """Runs `kvpolicy report`: writes the report, prints the main table and the paths.
+
+    Raises:
+        PolicyError: as `write`.
+    """
     folder = Path(args.folder)
     summary = Summary(results.load(folder))
     written = _write(summary, folder)

@@ -1,4 +1,4 @@
-"""What a folder of `kvpolicy eval` holds, read for a report."""
+"""Reads a folder of `kvpolicy eval` for a report."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Results:
     """A run, complete or not.
 
     Attributes:
-        plan: what plan.json says.
+        plan: content of plan.json.
         records: the answered questions, each once.
-        maps: lines of kept.jsonl; empty where none were asked for.
+        maps: lines of kept.jsonl; empty without the file.
     """
 
     plan: dict
@@ -42,7 +42,7 @@ class Results:
 
     @property
     def tasks(self) -> dict[str, str]:
-        """Titles by name, in the plan's order."""
+        """Name -> title, in the plan's order."""
         return dict(self.plan["tasks"])
 
     @property
@@ -51,24 +51,24 @@ class Results:
 
     @cached_property
     def short(self) -> dict[str, str]:
-        """What tasks are called, by name."""
+        """Name of a task -> short name for tables."""
         parts = [_parts(task) for task in self.tasks]
         return {task: _short(task, parts) for task in self.tasks}
 
     @cached_property
     def samples(self) -> tuple[int, int]:
-        """Samples of a task and length, the least and the most: a file may have few."""
+        """Smallest and largest number of samples per task and length; files may have few."""
         counts = [self._questions(task, n)[0] for task in self.tasks for n in self.lengths]
         return min(counts), max(counts)
 
     def asked(self, series: Series, task: str, length: int) -> tuple[int, int]:
-        """How many samples a policy is asked about, and their questions; none at some lengths."""
+        """Number of samples that a series is asked, and of their questions; (0, 0) if not asked."""
         entry = next(e for e in self.plan["policies"] if (e["policy"], e["budget"]) == series)
         lengths = [n for own in entry.get("aliases", {}).values() for n in own]
         return self._questions(task, length) if length in lengths or not lengths else (0, 0)
 
     def _questions(self, task: str, length: int) -> tuple[int, int]:
-        """The plan's, or as many as the answers show to a plan that does not say."""
+        """As `asked` for all series: from the plan, or from the answers if the plan lacks it."""
         known = self.plan.get("questions", {}).get(task, {}).get(str(length))
         if known is not None:
             return tuple(known)
@@ -77,7 +77,7 @@ class Results:
 
     @cached_property
     def _turns(self) -> dict[str, int]:
-        """Questions of a sample, by task; one where nobody answered yet."""
+        """Task -> questions per sample, as far as the answers show."""
         turns = dict.fromkeys(self.tasks, 1)
         for record in self.records:
             turns[record.task] = max(turns[record.task], record.turn + 1)
@@ -94,13 +94,13 @@ class Results:
 
 
 def _parts(task: str) -> list[str]:
-    """Of the path of a user's own data; else the name."""
+    """The parts of the path of a task `data:PATH`; for other tasks the name alone."""
     kind, _, path = task.partition(":")
     return path.replace("\\", "/").split("/") if kind == "data" and path else [task]
 
 
 def _short(task: str, parts: list[list[str]]) -> str:
-    """A task's name; of a user's own data the file's, with the folders that others have not."""
+    """A task's name; for `data:PATH` the file's, with as many folders as make it unique."""
     own = _parts(task)
     for count in range(1, len(own) + 1):
         if [other[-count:] for other in parts].count(own[-count:]) == 1:
@@ -112,7 +112,8 @@ def load(folder: Path) -> Results:
     """Reads plan.json, samples.jsonl and, if there is one, kept.jsonl.
 
     Raises:
-        PolicyError: the folder is none of `kvpolicy eval`'s, or holds no answer yet.
+        PolicyError: the folder is not one of `kvpolicy eval`, a file is damaged, or there are no
+            answers yet.
     """
     plan = _plan(folder)
     path = folder / "samples.jsonl"
@@ -153,7 +154,7 @@ def _plan(folder: Path) -> dict:
 
 
 def _lines(path: Path) -> list[dict]:
-    """Lines of kept.jsonl; a last one that was cut off is left out."""
+    """Lines of kept.jsonl; a last line that was cut off is left out."""
     if not path.exists():
         return []
     found = []

@@ -1,18 +1,18 @@
-"""How sure a mean score is, and how sure its difference to full KV: 95 % intervals.
+"""95 % intervals of mean scores and of their differences to full KV.
 
-A *unit* is one sample: the mean score of its questions, since questions about one context rise and
-fall together. Units come in *strata*, one per task and length.
+A unit is one sample: the mean score of its questions, since questions about one context are
+correlated. Units come in strata, one per task and length.
 
-Of one stratum: where every unit is 0 or 1 the interval is Wilson's, and that of a paired difference
-Newcombe's, which is made of two such (Statistics in Medicine 17, 1998, p. 2635, method 10).
-Elsewhere samples are drawn again with replacement (a seeded bootstrap). Below FEW units, and where
-units do not differ at all, a bootstrap is too narrow; Wilson's and Newcombe's are taken there too,
-which for scores between 0 and 1 are wider than need be.
+In one stratum: if every unit is 0 or 1, the interval of the mean is Wilson's, and that of a paired
+difference Newcombe's, which combines two of Wilson's (Statistics in Medicine 17, 1998, p. 2635,
+method 10). Otherwise it is a seeded bootstrap over units. With fewer than FEW units, or units that
+are all equal, a bootstrap is too narrow; then Wilson's and Newcombe's are used too, which are wider
+than needed for scores between 0 and 1.
 
-Over several strata the mean of their means is taken, so that no task weighs more because it has
-more samples. Its distances to the ends of its interval are those of the strata, squared, added up
-and divided by the number of strata squared (as variances are; Zou and Donner, Statistics in
-Medicine 27, 2008, p. 1693): a stratum of few samples makes it wide, as it should.
+Over several strata the estimate is the mean of their means, so that no task weighs more because it
+has more samples. The squared distance to each end of its interval is the sum of the squared
+distances of the strata, divided by the squared number of strata (as for variances; Zou and Donner,
+Statistics in Medicine 27, 2008, p. 1693). So a stratum of few samples widens the interval.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-Z = 1.959964  # of the normal distribution, 2.5 % beyond it
-FEW = 20
-DRAWS = 2000
+Z = 1.959964  # 97.5 % quantile of the normal distribution
+FEW = 20  # units below which no bootstrap is used
+DRAWS = 2000  # samples of a bootstrap
 
 
 class Estimate(NamedTuple):
@@ -49,15 +49,16 @@ def wilson(share: float, count: float) -> Estimate:
     """Wilson's interval of a share of `count` units; `count` need not be whole."""
     middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count)
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count**2)) / (1 + Z * Z / count)
-    # At 0 and 1 the interval ends there; rounding may miss it by a hair.
+    # A share of 0 or 1 is an end of its interval, which rounding may miss.
     return Estimate(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
 
 def mean_score(strata: Sequence[np.ndarray], seed: int = 0) -> Estimate:
-    """The mean over strata of the units' scores.
+    """The mean over strata of the mean score of their units.
 
     Args:
-        strata: scores 0 to 1 of the units, an array per stratum; none of them empty.
+        strata: scores of the units, 0 to 1, a non-empty array per stratum.
+        seed: seed of the bootstrap.
     """
     return _together([_score(units, seed) for units in strata])
 
@@ -65,23 +66,24 @@ def mean_score(strata: Sequence[np.ndarray], seed: int = 0) -> Estimate:
 def paired_difference(
     strata: Sequence[np.ndarray], full: Sequence[np.ndarray], seed: int = 0
 ) -> Estimate:
-    """The mean over strata of score less score with full KV, unit by unit.
+    """The mean over strata of score minus score with full KV, unit by unit.
 
     Args:
-        strata, full: scores 0 to 1 of the same units in the same order, an array per stratum.
+        strata, full: scores of the same units in the same order, 0 to 1, an array per stratum.
+        seed: seed of the bootstrap.
     """
     return _together([_difference(*pair, seed) for pair in zip(strata, full, strict=True)])
 
 
 def _score(units: np.ndarray, seed: int) -> Estimate:
-    """Of one stratum."""
+    """The mean score of one stratum."""
     if _is_plain(units, units):
         return wilson(float(units.mean()), len(units))
     return _bootstrap(units, seed)
 
 
 def _difference(units: np.ndarray, full: np.ndarray, seed: int) -> Estimate:
-    """Of one stratum."""
+    """The mean paired difference of one stratum."""
     if _is_plain(units - full, np.concatenate((units, full))):
         own, whole = (wilson(float(scores.mean()), len(scores)) for scores in (units, full))
         return newcombe(own, whole, _correlation(units, full))
@@ -89,7 +91,7 @@ def _difference(units: np.ndarray, full: np.ndarray, seed: int) -> Estimate:
 
 
 def _is_plain(units: np.ndarray, scores: np.ndarray) -> bool:
-    """Whether units are too few or too much alike for a bootstrap, or scores are 0 and 1."""
+    """Whether units are too few or all equal, or all scores are 0 or 1: no bootstrap then."""
     return len(units) < FEW or np.ptp(units) == 0 or bool(np.isin(scores, (0, 1)).all())
 
 
@@ -122,7 +124,7 @@ def quartiles(values: Sequence[float] | np.ndarray) -> Spread:
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Newcombe's, with his correction of a positive one by half a pair; 0 where one is constant."""
+    """Newcombe's correlation, corrected for continuity if positive; 0 if one side is constant."""
     count = len(first)
     spread = count * first.std() * count * second.std()
     if spread == 0:
@@ -135,7 +137,7 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
 
 @lru_cache(maxsize=64)
 def _weights(count: int, seed: int) -> np.ndarray:
-    """[DRAWS, count]: how often each unit is drawn, divided by their number."""
+    """Number of times that each unit is drawn, divided by `count`: float32 [DRAWS, count]."""
     rng = np.random.default_rng([seed, count])
     return (rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count).astype(
         np.float32
@@ -143,7 +145,7 @@ def _weights(count: int, seed: int) -> np.ndarray:
 
 
 def _bootstrap(units: np.ndarray, seed: int) -> Estimate:
-    """Percentiles of the mean over drawn units."""
+    """The mean of units, with percentiles of the means of DRAWS bootstrap samples."""
     mean = float(units.mean())
     drawn = _weights(len(units), seed) @ units.astype(np.float32)
     low, high = np.percentile(drawn, (2.5, 97.5))

@@ -22,7 +22,7 @@ from kvpolicy.evaluation.reporting.statistics import (
 
 
 class Turns(StrEnum):
-    """Which questions of the samples a row is of."""
+    """The questions of the samples that a row counts."""
 
     ALL = "all"
     FIRST = "first"
@@ -31,15 +31,19 @@ class Turns(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One row; None where nothing is known.
+    """The figures of one policy and budget; None where not known.
 
     Attributes:
-        task, length: None: over all of them, each task and length with the same weight.
-        asked, answered: questions that the plan has, and those with an answer.
-        score: mean score; `difference` to full KV, over the `paired` questions that both answered.
-        kept, held, kv_bytes, output_tokens: means over the questions, as in `Record`.
-        ttft, tpot: seconds.
-        in_full: how many were served in full although a policy was asked for, by reason.
+        policy, budget: as in `Record`.
+        task, length: None for all.
+        turns: the questions that are counted.
+        asked, answered: number of questions in the plan, and number with an answer.
+        score: mean score, 0 to 1; each task and length has the same weight.
+        difference: `score` minus that of full KV, over the questions that both answered.
+        paired: number of these questions.
+        kept, held, kv_bytes, output_tokens: means over all answers, as in `Record`.
+        ttft, tpot: seconds, over all answers.
+        in_full: reason -> number of prompts served in full although a policy was asked for.
     """
 
     policy: str
@@ -70,7 +74,12 @@ class Row:
 
 
 class Summary:
-    """All rows of a run, found by what they are of."""
+    """All rows of a run.
+
+    Attributes:
+        results: the run.
+        rows: (series, task, length, turns) -> row.
+    """
 
     def __init__(self, results: Results) -> None:
         self.results = results
@@ -94,15 +103,18 @@ class Summary:
         self, series: Series, task: str | None = None, length: int | None = None,
         turns: Turns = Turns.ALL,
     ) -> Row:  # fmt: skip
-        """The row; with one length in the plan that of all lengths is that of the length."""
+        """The row of a series; None for all tasks or lengths.
+
+        If the plan has a single length, the row of all lengths is that of the length.
+        """
         if length is not None and len(self.results.lengths) == 1:
             length = None
         return self.rows[series, task, length, turns]
 
     def prominent(self, most: int) -> list[str]:
-        """The policies with the best scores over everything, best first; without full KV.
+        """The `most` policies with the best mean scores, best first; without full KV.
 
-        Those that no share can be asked of come last: most of them keep nearly everything.
+        Policies without a budget come last, since most of them keep nearly everything.
         """
         scores: dict[str, list[float]] = {}
         for series in self.results.series:
@@ -113,7 +125,7 @@ class Summary:
         return sorted(scores, key=lambda p: (p not in asked, -float(np.mean(scores[p]))))[:most]
 
     def telling_budget(self) -> float | None:
-        """The budget at which the policies' scores lie furthest apart."""
+        """The budget at which the policies' scores differ most; None without budgets."""
         scores: dict[float, list[float]] = {}
         for series in self.results.series:
             score = self.row(series).score
@@ -163,7 +175,7 @@ class Summary:
     def _difference(
         self, series: Series, places: Sequence[tuple[str, int]], turns: Turns
     ) -> tuple[Estimate | None, int]:
-        """To full KV, and over how many questions."""
+        """The difference to full KV, and the number of questions that both answered."""
         if self._full is None or series[0] == FULL:
             return None, 0
         policy, full, paired = [], [], 0
@@ -180,7 +192,7 @@ class Summary:
 
 
 def _parts(whole: Cell) -> Iterator[tuple[Turns, Cell]]:
-    """All answers; and where there are later questions, those of the first and of the later."""
+    """All answers; with several turns also those of the first, and those of the later turns."""
     yield Turns.ALL, whole
     if whole.turn.any():
         for turns in (Turns.FIRST, Turns.LATER):
@@ -202,13 +214,16 @@ COSTS: dict[str, Callable[[Row], float | None]] = {
 
 
 def point(row: Row, cost: str) -> tuple[float, float] | None:
-    """What a row costs and its mean score; None where either is not known."""
+    """Cost and mean score of a row; None if either is not known."""
     spent = COSTS[cost](row)
     return None if row.score is None or spent is None else (spent, row.score.mean)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points (cost, score) no other beats: none costs less and scores as much, or more."""
+    """Indices of the points (cost, score) on the Pareto front, equal points included.
+
+    No other point costs at most as much and scores at least as much, unless it is equal.
+    """
     best: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
         if not best or points[i][1] > points[best[-1]][1] or points[i] == points[best[-1]]:
@@ -216,11 +231,11 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     return sorted(best)
 
 
-ALIKE = 1.03  # costs this close are one for a reader
+ALIKE = 1.03  # largest ratio of costs that count as nearly the same
 
 
 def named(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points of the front to name: of those that cost nearly the same the best, by cost."""
+    """Indices of the points of the front to name, by cost: the best of those that cost alike."""
     best = sorted(front(points), key=lambda i: points[i])
     nexts = [*best[1:], None]
     return [
@@ -240,7 +255,7 @@ COLUMNS = (
 
 
 def values(row: Row) -> dict[str, object]:
-    """A row by the names of COLUMNS."""
+    """Name in COLUMNS -> value of a row."""
 
     def three(estimate: tuple | None) -> tuple:
         return tuple(estimate) if estimate is not None else (None,) * 3
@@ -256,7 +271,7 @@ def values(row: Row) -> dict[str, object]:
 
 
 def csv_text(summary: Summary) -> str:
-    """All rows, in the order of policies, tasks and lengths."""
+    """All rows as CSV, in the order of policies, tasks and lengths."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()

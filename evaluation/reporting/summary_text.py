@@ -1,4 +1,4 @@
-"""The summary as tables in Markdown, which a terminal shows as well."""
+"""The summary as Markdown tables that are also readable in a terminal."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EXPLAINED = (
 
 
 def percent(share: float | None) -> str:
-    """0.125 -> 12.5 %"""
+    """A share in percent: 12.5 % for 0.125; `-` for None."""
     return UNKNOWN if share is None else f"{digits(100 * share)} %"
 
 
 def name(series: Series) -> str:
-    """What a person calls a policy with its budget."""
+    """Name of a policy with its budget, for people."""
     policy, budget = series
     called = "full KV" if policy == FULL else policy
     return called if budget is None else f"{called} {percent(budget)}"
 
 
 def size(count: float | None) -> str:
-    """Bytes in a unit that leaves few digits."""
+    """A number of bytes in the largest fitting unit; `-` for None."""
     if count is None:
         return UNKNOWN
     for unit in ("B", "KiB", "MiB"):
@@ -41,12 +41,12 @@ def size(count: float | None) -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them that count: 0.0123, 12.3, 1230."""
+    """A number with three significant digits: 0.0123, 12.3, 1230."""
     return f"{float(f'{value:.3g}'):.12g}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose columns are aligned in plain text too; `left` of them to the left."""
+    """A Markdown table aligned in plain text too; the first `left` columns are left-aligned."""
     widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 
 def scored(row: Row) -> str:
-    """The score with its interval, and how many questions lack an answer."""
+    """The score with its interval; and `n = answered/asked` if questions lack an answer."""
     missing = "" if row.complete else f"n = {row.answered}/{row.asked}"
     if row.score is None:
         return missing or UNKNOWN
@@ -70,12 +70,12 @@ def scored(row: Row) -> str:
 
 
 def rounded(share: float, step: str = "1") -> Decimal:
-    """In percent, from the four digits that the page has; halves go away from zero in both."""
+    """A share in percent, rounded half away from zero from four digits, as on the page."""
     return (100 * Decimal(f"{share:.4g}")).quantize(Decimal(step), ROUND_HALF_UP) + 0  # no -0
 
 
 def signed(estimate: Estimate | None) -> str:
-    """A difference in points with its interval; in bold where the interval leaves zero out."""
+    """A difference in points with its interval; in bold if the interval excludes zero."""
     if estimate is None:
         return UNKNOWN
     mean, low, high = estimate
@@ -84,20 +84,20 @@ def signed(estimate: Estimate | None) -> str:
 
 
 def _points(share: float) -> str:
-    """Whole points; tenths near zero, which an interval beside it must not seem to touch."""
+    """Whole points; tenths near zero, so that an interval beside zero does not seem to touch it."""
     points = rounded(share) or rounded(share, "0.1")
     return f"{points:+}" if points else "0"
 
 
 def milliseconds(spread: Spread | None) -> str:
-    """Median and quartiles."""
+    """Median and quartiles in milliseconds."""
     if spread is None:
         return UNKNOWN
     return "{} ({} to {})".format(*(digits(1000 * value) for value in spread))
 
 
 def scores(summary: Summary, length: int | None = None) -> str:
-    """The main table: policies and budgets down, tasks across, what was kept."""
+    """The main table: scores with policies and budgets down and tasks across, and shares kept."""
     tasks = list(summary.results.tasks)
     across = [None, *tasks] if len(tasks) > 1 else tasks
     head = ["policy", "asked", "kept", *_names(summary, across)]
@@ -111,7 +111,7 @@ def scores(summary: Summary, length: int | None = None) -> str:
 
 
 def differences(summary: Summary) -> str:
-    """Against full KV, paired by question."""
+    """The table of differences to full KV, paired by question."""
     tasks = list(summary.results.tasks)
     across = [None, *tasks] if len(tasks) > 1 else tasks
     rows = [
@@ -123,12 +123,12 @@ def differences(summary: Summary) -> str:
 
 
 def _names(summary: Summary, tasks: Sequence[str | None]) -> list[str]:
-    """Of columns; None: over all tasks."""
+    """Titles of the columns of tasks; None stands for all tasks."""
     return [summary.results.short[task] if task else "all tasks" for task in tasks]
 
 
 def costs(summary: Summary) -> str:
-    """Entries, memory and times over all tasks and lengths."""
+    """The table of entries, memory and times over all tasks and lengths."""
     head = ["policy", "kept", "held at the end", "KV of the prompt", "TTFT, ms", "TPOT, ms",
             "output tokens", "served in full"]  # fmt: skip
     rows = []
@@ -144,7 +144,7 @@ def costs(summary: Summary) -> str:
 
 
 def conversations(summary: Summary) -> str:
-    """First and later questions of the tasks that ask several of one context."""
+    """The table of first and later questions, for tasks that ask several about one context."""
     kinds = [(task, turns) for task in summary.results.conversations()
              for turns in (Turns.FIRST, Turns.LATER)]  # fmt: skip
     head = ["policy", *(f"{summary.results.short[task]}: {turns}" for task, turns in kinds)]
@@ -156,7 +156,7 @@ def conversations(summary: Summary) -> str:
 
 
 def markdown(summary: Summary) -> str:
-    """All of summary.md."""
+    """The text of summary.md."""
     plan = summary.results.plan
     short = summary.results.short
     tasks = "\n".join(
@@ -187,7 +187,7 @@ _COSTS = (
 
 
 def samples(results: Results) -> str:
-    """How many a task and length have: `100`, or `12 to 100`."""
+    """Number of samples per task and length: `100`, or `12 to 100`."""
     least, most = results.samples
     return str(least) if least == most else f"{least} to {most}"
 
