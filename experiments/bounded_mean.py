@@ -112,7 +112,7 @@ class BoundedMean:
 
     @property
     def log_e_below(self) -> float:
-        """Log of the evidence that the mean is below the margin, likewise."""
+        """Log of the evidence that the mean is below the margin, with the same guarantee."""
         return log_mean_exp(self.below)
 
     def as_document(self) -> dict[str, Any]:

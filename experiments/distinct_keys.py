@@ -60,8 +60,8 @@ class DistinctKeys:
     def retire(self, arm: str) -> None:
         """Takes an arm out of the tests: it gets no further keys.
 
-        The other arms are compared among themselves from now on, with the keys that they have:
-        among themselves these too should be as the weights say.
+        The other arms are compared among themselves from now on. The keys that they have already
+        count, since their shares among these arms follow the weights too.
         """
         if arm in self.retired:
             return

@@ -1,4 +1,4 @@
-"""Where an experiment stands and what was seen of it, as one JSON value."""
+"""The state of an experiment and what was seen of it, as one JSON value."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Evidence:
     Attributes:
         analysis: the analysis of its requests.
         seconds: time since the analysis began.
-        shadowed: number of requests scored again so far; it numbers these requests from 1.
+        shadowed: number of requests scored again so far, which is also the number of the last.
     """
 
     analysis: Analysis
@@ -41,7 +41,7 @@ class Evidence:
 
     @classmethod
     def restored(cls, experiment: Experiment, saved: Mapping[str, Any]) -> Evidence | None:
-        """The evidence that the method `saved` gave as `saved`; None if it is of another revision.
+        """The evidence of a value that the method `saved` returned; None for another revision.
 
         Raises:
             ValueError: `saved` is of another format or damaged.

@@ -1,8 +1,8 @@
 """One canonical way to write an experiment file.
 
 Keys come in the order of the table, arms and metrics one per line, shares in percent, times in the
-largest unit. Comments stay with what they stand above or beside. The result is read again and must
-say the same; otherwise the file is left alone.
+largest unit. Comments stay with the key or value that they are above or beside. The result is read
+again, and the file is left alone if its meaning or its comments would change.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class Lifecycle:
         return True
 
     def document(self) -> dict[str, Any]:
-        """The state as operators are shown it, a JSON value."""
+        """The state as shown to operators, a JSON value."""
         coverage, index, wait = self._step()
         return {
             "state": self.state.value,

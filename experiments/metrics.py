@@ -15,7 +15,7 @@ Compared = Literal["margin", "control"]
 
 @dataclass(frozen=True)
 class MetricKind:
-    """A metric, as it is the same in every experiment.
+    """The properties of a metric, the same in every experiment.
 
     Attributes:
         name: its name in the file.

@@ -1,7 +1,7 @@
 // The charts of `kvpolicy fidelity`: KL and agreement by position, a line per policy.
 "use strict";
 
-// Where all agree to rounding, a logarithm would magnify noise.
+// Where distributions agree to rounding, a logarithmic scale would magnify noise.
 const NOISE = 1e-4; // nats
 const SCALES = {
   kl: (most) => ({ type: "symlog", constant: NOISE, domain: [0, most],

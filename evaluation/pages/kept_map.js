@@ -1,4 +1,4 @@
-// A map of what a policy kept: drawKeptMap(place, map).
+// A map of the entries that a policy kept: drawKeptMap(place, map).
 //
 // map = {
 //   tokens: [string],            the prompt, one text per position
@@ -6,7 +6,7 @@
 //   bits: string,                base64 of rows of bits, [L][G][N], each row padded to whole bytes,
 //                                the first position in the highest bit (numpy.packbits)
 //   title: string,
-//   asked: [[start, stop], ...]  positions to point at; may be empty or missing
+//   asked: [[start, stop], ...]  positions to mark; may be empty or missing
 // }
 //
 // Layers go down and positions across; the shade is the share of a layer's KV heads that hold the
@@ -17,15 +17,15 @@ globalThis.drawKeptMap = (() => {
 
   const TEXT_LEVELS = 4; // shades of the text
   const LEFT = 58, RIGHT = 52, BELOW = 22; // pixels beside and below the cells
-  const LEAST = 1e-6; // a share from which on a shade is told from "none"
-  const STRETCH = 0.7; // shares are small: most policies keep little, a pixel holds many positions
+  const LEAST = 1e-6; // smallest share with another colour than "none"
+  const STRETCH = 0.7; // exponent that spreads small shares, which are the usual ones
   const ALL = -1;
 
   const within = (value, count) => Math.max(0, Math.min(count - 1, Math.floor(value)));
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
   const number = (value) => value.toLocaleString("en");
 
-  // The mask as counts: of one list 0 or 1 by position, of a layer how many of its heads.
+  // The mask as counts by position: 0 or 1 for a list, the number of heads that hold it for a layer.
   class Mask {
     constructor(map) {
       [this.layers, this.heads, this.length] = [map.layers, map.kv_heads, map.tokens.length];
@@ -51,7 +51,7 @@ globalThis.drawKeptMap = (() => {
       return new Uint8Array(this.length).map((_, i) => bit(i));
     }
 
-    // {counts, most}: what the whole map, a layer or a head holds; most: the count of "all".
+    // {counts, most} of the whole map, a layer or a head; most: the count of a position held by all.
     of(layer, head) {
       if (layer === ALL) return { counts: this.everywhere, most: this.layers * this.heads };
       if (head === ALL) return { counts: this.byLayer[layer], most: this.heads };
@@ -65,7 +65,7 @@ globalThis.drawKeptMap = (() => {
     }
   }
 
-  // Colours of the theme: Plot paints cells into an image, which knows no variables of style sheets.
+  // Colours of the theme: Plot paints cells into an image, where CSS variables do not work.
   const colours = (...names) => {
     const theme = getComputedStyle(document.documentElement);
     return names.map((name) => theme.getPropertyValue(`--${name}`).trim());
@@ -96,7 +96,7 @@ globalThis.drawKeptMap = (() => {
 
     get height() { return Math.max(4, Math.min(22, Math.floor(360 / this.rows.length))); }
 
-    // Row and position under the mouse; a row outside the cells is the nearest one.
+    // Row and position under the mouse; outside the cells the nearest row.
     at(event) {
       const { left, top, width } = this.place.getBoundingClientRect();
       const position = (event.clientX - left - LEFT) / (width - LEFT - RIGHT) * this.length;
@@ -117,14 +117,14 @@ globalThis.drawKeptMap = (() => {
         top: `${row * this.height - 1}px`, height: `${this.height + 2}px` });
     }
 
-    // One cell per pixel at most, all in one image: as elements so many would take seconds.
+    // At most one cell per pixel, all in one image: an element per cell would take seconds.
     draw(width) {
       const { rows, length, asked } = this, high = rows.length * this.height;
       const cells = Math.max(1, Math.min(length, Math.floor(width - LEFT - RIGHT)));
       const edge = (cell) => Math.floor(cell * length / cells);
       const values = rows.flatMap(({ counts, most }) => d3.range(cells).map((cell) =>
         Mask.share({ counts: counts.subarray(edge(cell), edge(cell + 1)), most })));
-      // Names of low rows would overlap: only every so many are written.
+      // Names of low rows would overlap, so only every n-th row has one.
       const named = d3.range(0, rows.length, Math.ceil(12 / this.height));
       const side = (anchor, text) => Plot.axisY(named, { anchor, text, y: (row) => row + 0.5,
         tickSize: 0, color: "var(--dim)" });
@@ -138,7 +138,7 @@ globalThis.drawKeptMap = (() => {
           Plot.raster(values, { width: cells, height: rows.length, x1: 0, x2: length, y1: 0,
             y2: rows.length, imageRendering: "pixelated" }),
           Plot.ruleY(this.height > 6 ? d3.range(1, rows.length) : [], { stroke: "var(--page)" }),
-          // Square ends let what is short be seen.
+          // Square ends make short ranges visible.
           Plot.ruleY(asked, { x1: "0", x2: "1", y: () => rows.length, dy: 3, strokeWidth: 4,
             strokeLinecap: "square", stroke: "var(--mark)" }),
           Plot.axisX(positions, { tickSize: 4, tickFormat: number, color: "var(--dim)" }),
@@ -148,7 +148,7 @@ globalThis.drawKeptMap = (() => {
     }
   }
 
-  // The text, one span per token; `show` shades them by what is chosen.
+  // The text, one span per token; `show` shades the spans by the chosen lists.
   class Text {
     constructor(parent, map, events) {
       const own = { className: "kept-text", role: "region", tabIndex: 0 };
@@ -179,7 +179,7 @@ globalThis.drawKeptMap = (() => {
       this.here = position === null ? null : this.spans[position];
       this.here?.classList.add("kept-here");
       if (!this.here || !scroll) return;
-      // Within the box only: scrollIntoView would move the page as well.
+      // Scrolls the box only: scrollIntoView would move the page as well.
       this.box.scrollTop = this.here.offsetTop - this.box.offsetTop - this.box.clientHeight / 2;
     }
   }
@@ -239,7 +239,7 @@ globalThis.drawKeptMap = (() => {
       };
     }
 
-    // Arrows, Home, End and Escape; whether the key was used.
+    // Handles arrows, Home, End and Escape; returns whether the key was used.
     key(key, shift, ofHeads, choose) {
       const row = ofHeads ? this.head : this.layer;
       const rows = ofHeads ? this.mask.heads : this.mask.layers;
@@ -286,7 +286,7 @@ globalThis.drawKeptMap = (() => {
       plot.show(rows, this.mask.length, this.asked);
     }
 
-    // Points at a position in map and text; layer and head: where the mouse is, if not as chosen.
+    // Marks a position in map and text; layer and head under the mouse, by default the chosen ones.
     point(position, scroll, layer = this.layer, head = this.head) {
       this.position = position;
       this.layersPlot.point(position);

@@ -1,4 +1,4 @@
-// The report: what is chosen, and what is drawn again when that changes.
+// The report: the reader's choices, and the parts that are drawn again when they change.
 "use strict";
 
 const TURNS = { all: 0, first: 1, later: 2 };
@@ -7,8 +7,8 @@ class Page {
   constructor(data) {
     this.data = data;
     this.length = -1; // index into data.lengths; -1: all
-    this.styleOf = new Map(); // policies in colour, with the number of their style
-    this.sorting = { turns: { column: null, down: true } }; // by table: each view has its own
+    this.styleOf = new Map(); // policy in colour -> number of its style
+    this.sorting = { turns: { column: null, down: true } }; // view of a table -> its sorting
     const full = data.series.findIndex((series) => series.policy === null);
     this.full = full < 0 ? null : full;
     const shares = data.series.map((series) => series.budget).filter((share) => share !== null);
@@ -28,7 +28,7 @@ class Page {
     return this.rows.get([series, task, this.length, turns].join());
   }
 
-  // Series that no other beats, and those of them to name.
+  // The series on the front, and those of them to name.
   front(cost, task) {
     const [best, named] = this.data.fronts[cost][`${task},${this.length}`] || [[], []];
     return { best, named };
@@ -42,13 +42,13 @@ class Page {
     return task < 0 ? "mean over tasks and lengths, each with the same weight" : this.data.tasks[task].title;
   }
 
-  // Takes a policy into colour, with the first style that is free.
+  // Draws a policy in colour, with the first free style.
   choose(policy) {
     const used = new Set(this.styleOf.values());
     this.styleOf.set(policy, this.data.styles.findIndex((_, i) => !used.has(i)));
   }
 
-  // Whether a share was asked of a series, or none could be, as of full KV.
+  // Whether a series has a budget, or has none, as full KV.
   hasBudget(series, budget) {
     const own = this.data.series[series].budget;
     return own === null || String(own) === budget;
@@ -96,7 +96,7 @@ function drawTable(page) {
   sortable(byId("table"), made, page.sorting[view]);
 }
 
-// Fills a table, and again after a click, whose button keeps the keyboard's place.
+// Fills a table, and fills it again after a click; the clicked button keeps the focus.
 function sortable(table, made, sorting) {
   fillTable(table, made, sorting, (column) => {
     sortable(table, made, sorting);
@@ -111,7 +111,7 @@ function drawTurns(page) {
   sortable(byId("turns-table"), turnTable(page, [...page.data.series.keys()]), page.sorting.turns);
 }
 
-// A place for a chart of each task; what is drawn in it changes.
+// Makes a place for the chart of each task.
 function makePanels(page) {
   byId("accuracy-panels").replaceChildren(...page.tasks().map((task) => element("figure", {},
     element("figcaption", {}, task < 0 ? "All tasks" : `${page.taskName(task)}: ${page.taskTitle(task)}`),
@@ -144,7 +144,7 @@ function drawNeedle(page) {
   byId("needle-panels").replaceChildren(...shown.map((i) => needleChart(page, needle, i)));
 }
 
-// The map of the chosen prompt, policy and budget; what there is none of is not offered.
+// Draws the map of the chosen prompt, policy and budget; offers only those that have maps.
 function drawKept(page) {
   const { prompts, shown, left_out: leftOut } = page.data.maps;
   byId("kept").hidden = shown.length === 0;
@@ -167,7 +167,7 @@ function drawKept(page) {
     title: series.name, asked });
 }
 
-// Offers other options and keeps the chosen one if it is among them; returns what is chosen.
+// Offers other options and keeps the chosen one if it is among them; returns the choice.
 function keep(select, pairs) {
   const value = pairs.some(([key]) => key === select.value) ? select.value : pairs[0][0];
   fillSelect(select, pairs, value);

@@ -10,11 +10,11 @@ const COSTS = {
     of: (row) => row.tpot && row.tpot[0], scale: 1000 },
 };
 const LINE = 12; // pixels between two names
-const LETTER = 6.2; // pixels of a letter of a name, about
+const LETTER = 6.2; // approximate width of a letter of a name, in pixels
 const SCORES = { domain: [-3, 104], ticks: [0, 20, 40, 60, 80, 100], grid: true, label: "score, %",
   labelArrow: "none" };
 
-// How a policy is drawn; the chosen ones keep their style while others change.
+// The style of a policy; chosen policies keep their style when the choice changes.
 function looks(page, policy) {
   const place = page.styleOf.get(policy), chosen = place !== undefined;
   const style = chosen ? page.data.styles[place]
@@ -27,7 +27,7 @@ function pointText(page, row) {
   return `${series.name}: score ${scoreText(row)}, kept ${percent(row.kept)}`;
 }
 
-// Policies with their points by rising share; those in colour last, so that they lie on top.
+// Policies with their points by rising share; those in colour last, so that they are on top.
 function accuracyCurves(page, task) {
   const curves = page.data.policies.map(({ name }, policy) => {
     const rows = page.data.series.flatMap((series, i) => (series.policy === policy ? [i] : []))
@@ -39,14 +39,14 @@ function accuracyCurves(page, task) {
       low: 100 * row.score[1], high: 100 * row.score[2] }));
     return curve;
   }).filter((curve) => curve.points.length);
-  // Curves in colour lie a little aside, so that bars at one share do not cover each other.
+  // Curves in colour are moved a little, so that bars at one share do not overlap.
   const chosen = curves.filter((curve) => curve.look.chosen);
   const step = Math.min(3, 16 / chosen.length); // pixels
   chosen.forEach((curve, i) => { curve.aside = step * (i - (chosen.length - 1) / 2); });
   return d3.sort(curves, (curve) => curve.look.chosen);
 }
 
-// Line, points and intervals of a policy; intervals are seen where the style sheet says so.
+// Line, points and intervals of a policy; the style sheet decides which intervals are visible.
 function curveMarks({ points, about, look }) {
   const { colour, symbol, rotate, dash, chosen } = look, kind = chosen ? "chosen" : "other";
   return [
@@ -59,7 +59,7 @@ function curveMarks({ points, about, look }) {
   ];
 }
 
-// Names of the policies in colour in a column, each as near as may be to where its curve begins.
+// Names of the policies in colour in a column, each as near as possible to its curve's beginning.
 function nameMarks(curves, low, perScore) {
   const gap = LINE / perScore, first = (curve) => curve.points[0].y;
   if (curves.length * gap > SCORES.domain[1]) return []; // the choice of policies names them too
@@ -123,7 +123,7 @@ function accuracyAbout(page, task) {
     + (full && full.score ? scoreText(full) : "not asked");
 }
 
-// Points of "score against a cost", with what is told of each.
+// Points of "score against a cost", with the text of each.
 function paretoPoints(page, cost, task) {
   const kind = COSTS[cost], front = page.front(cost, task);
   return page.data.series.map((_, i) => page.row(i, task))
@@ -137,9 +137,9 @@ function paretoPoints(page, cost, task) {
     });
 }
 
-// Names above their points and left of them, where nothing lies that the front leaves behind; without
-// room on that side right of them. Each goes up until it covers neither point nor name, and a line
-// leads to those that went far.
+// Names above and left of their points, where there are no beaten points; without room there, right
+// of them. Each moves up until it covers neither point nor name; a line leads to names that moved
+// far.
 function frontNames(points, across, up) {
   const taken = points.map((point) => {
     const x = across.apply(point.x), y = up.apply(point.y);
@@ -161,7 +161,7 @@ function frontNames(points, across, up) {
     stroke: "var(--dim)" }), text(true), text(false)];
 }
 
-// Score against a cost; what no other point beats is joined and named.
+// Score against a cost; the points of the front are joined and named.
 function paretoChart(page, cost, task, width) {
   const points = paretoPoints(page, cost, task), margins = { left: 40, right: 14 };
   const [least, most] = d3.extent(points, (point) => point.x), room = 0.06 * (most - least) || 1;
@@ -193,7 +193,7 @@ function paretoChart(page, cost, task, width) {
   });
 }
 
-// Depth and length of each cell, with its score in percent; null: nothing was asked there.
+// Depth and length of each cell, with its score in percent; null where nothing was answered.
 function needleCells(page, needle, series) {
   const depths = needle.score[series].length;
   const edge = (depth) => Math.round((100 * depth) / depths);

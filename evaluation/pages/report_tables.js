@@ -3,7 +3,7 @@
 
 const UNKNOWN = "-";
 const percent = (share) => (share === null ? UNKNOWN : `${Number((100 * share).toPrecision(3))} %`);
-// A share in percent, or in `parts` of one; halves go away from zero, as in summary.md.
+// A share in percent, rounded to 1 / `parts` points, half away from zero as in summary.md.
 const rounded = (share, parts = 1) => Math.sign(share)
   * Math.round(Math.abs(Number((100 * parts * share).toPrecision(4)))) / parts;
 const number = (value) => (value === null ? UNKNOWN : String(Number(value.toPrecision(3))));
@@ -15,7 +15,7 @@ function scoreText(row) {
   return `${mean} (${low} to ${high})${missing}`;
 }
 
-// Whole points; tenths near zero, which an interval beside it must not seem to touch.
+// Whole points; tenths near zero, so that an interval beside zero does not seem to touch it.
 function points(share) {
   const value = rounded(share) || rounded(share, 10);
   return value > 0 ? `+${value}` : `${value}`;
@@ -38,7 +38,7 @@ function bytesText(count) {
 const milliseconds = (spread) => (spread
   ? `${number(1000 * spread[0])} (${number(1000 * spread[1])} to ${number(1000 * spread[2])})` : UNKNOWN);
 
-// A cell: what it shows, what it is sorted by (null: last), and its class.
+// A cell: its text, its sorting key (null comes last), and its class.
 const cell = (text, key, kind = "") => ({ text, key, kind });
 const scoreCell = (row) => cell(scoreText(row), row.score && row.score[0],
   row.answered < row.asked ? "missing" : "");
@@ -53,7 +53,7 @@ function nameCells(page, row) {
 
 const NAMES = [["policy", "text", "the policy"], ["asked", "", "share of the prompt's entries asked for"]];
 
-// Columns [name, class, title] and rows of cells of "all figures of a task".
+// Columns [name, class, title] and rows of cells with all figures of a task.
 function figureTable(page, rows) {
   const columns = [...NAMES,
     ["score, %", "", "mean with its 95 % interval"],

@@ -3,7 +3,7 @@
     from kvpolicy.evaluation.questions import catalog
     sample = catalog.sample("mk", form="embedded", length=512, index=0, seed=0, count=count)
 
-A sample depends on its arguments alone, whatever was made before it.
+A sample depends on its arguments alone, not on earlier calls.
 """
 
 from __future__ import annotations

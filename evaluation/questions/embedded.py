@@ -1,10 +1,10 @@
 """Facts and questions in the 512 words of the embedded models (numpy only).
 
-A *fact* gives a key of two words a value of three words; a *question* asks for the value of a key:
+A fact gives a key of two words a value of three words; a question asks for the value of a key:
 
     fact amber seven is oak river stone .   ...   ask amber seven answer   ->  oak river stone <end>
 
-The facts lie in filler text. Prompts are made as token ids, and every token is a word, so lengths
+The facts are in filler text. Prompts are made as token ids, and every token is a word, so lengths
 are exact. The same generator gives the same prompt; the models were trained on the same draws.
 """
 

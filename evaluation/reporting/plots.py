@@ -33,7 +33,7 @@ PANELS = 24  # largest number of panels with several budgets in needle.png
 AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
         "tpot": "time per output token, ms"}  # fmt: skip
 SCALES = {"kv_bytes": 2**-20, "ttft": 1000, "tpot": 1000}
-_Placed = list[tuple[Row, tuple[float, float]]]  # rows, and where they stand in the picture
+_Placed = list[tuple[Row, tuple[float, float]]]  # rows and their points in the picture
 
 
 def write(summary: Summary, folder: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def write(summary: Summary, folder: Path) -> list[Path]:
     ):
         figure = draw(summary)
         if figure is None:
-            (folder / name).unlink(missing_ok=True)  # it would be that of an earlier report
+            (folder / name).unlink(missing_ok=True)  # a picture left by an earlier report
         else:
             # The version of matplotlib is left out, so that equal inputs give equal files.
             figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
