@@ -20,7 +20,7 @@ setup:
 test: setup
 	$(TOGETHER)
 
-# Language, policies and kernels without SGLang and without what is slow, in two minutes.
+# Language, policies and kernels without SGLang and slow tests, in three minutes.
 check: setup
 	$(TOGETHER) PROCESSES=2 SELECTED='-m "not server and not slow" $(CHECKED)'
 
