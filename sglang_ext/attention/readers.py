@@ -125,11 +125,11 @@ class _Lists(NamedTuple):
     """Private lists of one request.
 
     Attributes:
-        held: int64 [l, g] entries of each list that is here.
+        entries: int64 [l, g] of each list that is here.
         average: mean entries of all lists of the model, so that all ranks have the same number.
     """
 
-    held: np.ndarray
+    entries: np.ndarray
     average: float
 
 
@@ -188,7 +188,7 @@ class FlashInferReader:
         Args:
             rows: int [B or more] of the table of slots.
         """
-        fitting = [size for size in self._sizes if size >= len(step.held)]
+        fitting = [size for size in self._sizes if size >= len(step.private_of_rows)]
         return bool(fitting) and self.ready(step, rows, captured=fitting[0])
 
     def chosen(self, step: DecodeStep) -> bool:
@@ -256,21 +256,21 @@ class FlashInferReader:
 
     def _wants(self, step: DecodeStep) -> bool:
         """Whether this is to read the step's batch; notes the lists of the batch."""
-        held = step.held
-        if not step.reads or any(x is not None and x.shared is not None for x in held):
+        private_of_rows = step.private_of_rows
+        if not step.reads or any(x is not None and x.shared is not None for x in private_of_rows):
             return False
         tables, storage = self._services.tables, self._services.arena.storage
-        versions = tuple(0 if x is None else tables.version(x.row) for x in held)
+        versions = tuple(0 if x is None else tables.version(x.row) for x in private_of_rows)
         if versions != self._versions:
-            known, pairs = self._lists, zip(versions, held, strict=True)
+            known, pairs = self._lists, zip(versions, private_of_rows, strict=True)
             self._lists = {v: known[v] if v in known else self._lists_of(x) for v, x in pairs}
-            self._counts = np.stack([self._lists[version].held for version in versions], 1)
+            self._counts = np.stack([self._lists[version].entries for version in versions], 1)
             self._versions = versions
         if self._always:
             return True
-        lists = len(held) * storage.shape[3]
+        lists = len(private_of_rows) * storage.shape[3]
         private = sum(self._lists[version].average for version in versions)
-        entries = int(private + step.tail) // len(held)
+        entries = int(private + step.tail) // len(private_of_rows)
         where = (self._dtype, storage.shape[4], self._group, lists, max(entries, 1))
         return tuned.choice("decode_reader", storage.device, *where).get("reader") == FLASHINFER
 
@@ -279,7 +279,7 @@ class FlashInferReader:
             layers, heads = (self._services.arena.storage.shape[i] for i in (0, 3))
             return _Lists(np.zeros((layers, heads), dtype=np.int64), 0.0)
         layout = private.layout
-        return _Lists(np.array(layout.held), float(np.mean(layout.laid_out)))
+        return _Lists(np.array(layout.laid_out_here), float(np.mean(layout.laid_out)))
 
     def decode(
         self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool

@@ -86,14 +86,14 @@ class DecodeStep:
         return bool(self._private)
 
     @property
-    def held(self) -> list[Private | None]:
+    def private_of_rows(self) -> list[Private | None]:
         """[B] private pages of each row; None for one that reads no compressed entries."""
         return [self._private.get(row) for row in range(len(self._all_lengths))]
 
     @property
     def tail_starts(self) -> list[int]:
         """[B] position from which each row reads ordinary slots."""
-        return [0 if each is None else each.tail_start for each in self.held]
+        return [0 if each is None else each.tail_start for each in self.private_of_rows]
 
     @property
     def tail(self) -> int:

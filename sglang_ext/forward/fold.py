@@ -143,7 +143,7 @@ class Fold:
             self.write_by_layer(left.kept)
         else:
             self.write_anew(left.kept)
-        private.full, seconds = left.fewest > 0, time.perf_counter() - started
+        private.every_list_lost, seconds = left.fewest > 0, time.perf_counter() - started
         services.reports.finished_fold(self._request, state, left.left, seconds)
 
     def _fits(self, counts: torch.Tensor) -> bool:
@@ -178,10 +178,10 @@ class Fold:
             first = to_device(services.store.lay_out(counts), torch.int32, device)
         self._place(self._rows(), first)
         services.ranks.meet()  # from here on slots change hands
-        self.leave_tail()
+        self.give_up_tail()
         if stays:
             own = services.store.here(counts)
-            services.store.shortened(private, counts, to_device(own, torch.int32, device))
+            services.store.resized_in_place(private, counts, to_device(own, torch.int32, device))
         else:
             services.store.fill(private, counts)
 
@@ -190,13 +190,13 @@ class Fold:
         store, private = self._services.store, self._state.compressed_copy
         layers = list(self._rows())
         self._services.ranks.meet()  # from here on slots change hands
-        self.leave_tail()
+        self.give_up_tail()
         if not store.grow(private, store.slots_for(counts), self._services.evict):
             raise RuntimeError(f"request {self._request.rid}: the slots for its fold are gone")
         store.fill(private, counts)
         self._place(layers, private.first_page)
 
-    def leave_tail(self) -> None:
+    def give_up_tail(self) -> None:
         """Give up the tail's slots: what stays of their entries has been read."""
         give_up_tail(self._services, self._request, self._state, self._length)
 

@@ -169,7 +169,7 @@ class GroupFold:
                     self._left[place] = Left.of(each.landed)
         self._write(fixed, started)
 
-    def settle(self, agreed: Mapping[int, Left]) -> None:
+    def carry_out(self, agreed: Mapping[int, Left]) -> None:
         """Write what stays, when all stages know how much that is.
 
         Args:
@@ -198,8 +198,8 @@ class GroupFold:
         for place in self._left:
             with failures.contained(members[place].request, FOLD):
                 if self._drops(place):
-                    stays, moves = self._where(place)
-                    (known if stays else moving if moves else others).append(place)
+                    in_place, moved = self._in_place_or_moved(place)
+                    (known if in_place else moving if moved else others).append(place)
         failures.agree(each.request for each in members)
         for places in (fixed, known, moving, others):
             places[:] = [place for place in places if not members[place].state.broken]
@@ -222,11 +222,11 @@ class GroupFold:
         """Private slots of a request after its fold, the same number on every stage."""
         store, private = self._services.store, self.members[place].state.private
         kept, now = self._left[place].kept, 0 if private is None else private.slots.numel()
-        stays, moves = self._where(place)
-        if stays or fits(store, private, kept):
+        in_place, moved = self._in_place_or_moved(place)
+        if in_place or fits(store, private, kept):
             return now
         needs = store.slots_for(kept)
-        return max(now, needs) if moves else needs
+        return max(now, needs) if moved else needs
 
     def _keep_pace(self, place: int, slots: int) -> None:
         """Have a request whose fold has failed here hold as many slots as on other stages.
@@ -243,22 +243,22 @@ class GroupFold:
     def _keeps_size(self, each: Member) -> bool:
         """Whether it is known without waiting that all lists keep their sizes, in their pages."""
         private = each.state.private
-        if private is None or not private.full:
+        if private is None or not private.every_list_lost:
             return False
         if private.keeps_size is None:
             private.keeps_size = each.memory.keeps_size(private.laid_out)
         return private.keeps_size and fits_again(self._services.store, private)
 
     def _drops(self, place: int) -> bool:
-        """Whether anything leaves; if not, the lists do not count as full any more."""
+        """Whether anything leaves; if not, notes that not every list lost entries."""
         private = self.members[place].state.private
         if self._left[place].left:
             return True
         if private is not None:
-            private.full = False
+            private.every_list_lost = False
         return False
 
-    def _where(self, place: int) -> tuple[bool, bool]:
+    def _in_place_or_moved(self, place: int) -> tuple[bool, bool]:
         """Whether what stays is written in place; whether to other pages, with other requests'."""
         store, private = self._services.store, self.members[place].state.private
         kept = self._left[place].kept
@@ -397,13 +397,13 @@ class GroupFold:
         if kept.tolist() == private.laid_out:
             store.tail_moved(private)
         else:
-            store.shortened(private, kept, self._written[place])
+            store.resized_in_place(private, kept, self._written[place])
         private.tail_start = each.length
         return self._end_moved(place, each)
 
     def _end_moved(self, place: int, each: Member) -> int:
         """Note lists that were written to other pages; return how many entries left."""
-        each.state.compressed_copy.full = self._left[place].fewest > 0
+        each.state.compressed_copy.every_list_lost = self._left[place].fewest > 0
         return self._left[place].left
 
     def _alone(self, place: int, each: Member) -> Fold:

@@ -31,23 +31,23 @@ class Room:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._promised = 0
+        self._reserved = 0
         self._free: int | None = None
 
-    def promise(self, request: Any, state: State, length: int) -> bool:
+    def reserve_all(self, request: Any, state: State, length: int) -> bool:
         """Whether there are slots for a fold even if nothing leaves; if so, they count as taken.
 
         Args:
             length: number of the request's tokens, the new one included.
         """
         slots = self._services.store.slots_with(state.private, length)
-        return self.take(request, state, length, slots)
+        return self.reserve(request, state, length, slots)
 
-    def take(self, request: Any, state: State, length: int, slots: int) -> bool:
+    def reserve(self, request: Any, state: State, length: int, slots: int) -> bool:
         """Whether a request may have `slots` slots after a fold; if so, the missing ones are taken.
 
         Args:
-            length: as of `promise`.
+            length: as of `reserve_all`.
             slots: private slots of the request after the fold.
         """
         store, tree = self._services.store, self._services.tree
@@ -60,9 +60,9 @@ class Room:
             need -= max(end - max(request.kv.cache_protected_len, state.prompt), 0)
             free += compat.locked_alone(tree, request)
         need = max(need, 0)
-        if self._promised + need > free:
+        if self._reserved + need > free:
             return False
-        self._promised += need
+        self._reserved += need
         return True
 
 
@@ -73,7 +73,7 @@ def check_last_fold(services: Services, request: Any, state: State) -> None:
         RuntimeError: it kept other numbers of entries than the host assumed.
     """
     landed, private, own = state.memory.land(), state.private, services.arena.own
-    if landed is None or not landed.finite or private is None or not private.full:
+    if landed is None or not landed.finite or private is None or not private.every_list_lost:
         return
     if landed.kept.tolist() != private.laid_out[own.start : own.stop]:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
@@ -92,7 +92,7 @@ def may_leave(services: Services, room: Room, request: Any, state: State, length
     step = length - state.prompt
     if not state.leaves_at(step):
         return False
-    if services.stages.size > 1 or room.promise(request, state, length):
+    if services.stages.size > 1 or room.reserve_all(request, state, length):
         return True
     services.reports.skipped_fold(request, state, step)
     return False

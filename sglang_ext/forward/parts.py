@@ -51,7 +51,7 @@ class Part(ABC):
     def counts(self, said: torch.Tensor) -> torch.Tensor:
         """int64 [L, G] entries that each list keeps, on the host.
 
-        `settle` has told the run whether the model's tensors were finite.
+        `Run.settle` has been told whether the model's tensors were finite.
 
         Args:
             said: int64 [L, `numbers_of_layer`] of all stages.

@@ -339,7 +339,7 @@ class PrefillStep:
         sure = all(map(bool, is_finite))
         return Comparing(scored.state, scored.run, sure, numbers, self._services.store.kv_heads)
 
-    def settle(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
+    def carry_out(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
         """Compress a request's prompt by what all stages have found.
 
         If that fails here, the request holds as many slots as on other stages and reads only its

@@ -78,7 +78,7 @@ class Outcome:
                 prompts, steps = found[: len(self._ending)], found[len(self._ending) :]
                 for (req, state), own in zip(self._ending, prompts, strict=True):
                     if id(req) in goes_on and not state.failed:
-                        self._settle(req, state, own)
+                        self._carry_out_prompt(req, state, own)
                 self._fold(goes_on, steps)
             for _, state in self._going_on():
                 state.under_way -= 1
@@ -125,11 +125,11 @@ class Outcome:
             if state.progress is progress and req.kv.holds_kv
         ]  # fmt: skip
 
-    def _settle(self, req: Any, state: State, own: torch.Tensor) -> None:
+    def _carry_out_prompt(self, req: Any, state: State, own: torch.Tensor) -> None:
         if self._prefill is None:
             return
         said = own[1:].view(self._services.arena.model_layers, -1)
-        self._prefill.settle(req, said, finite=not int(own[0]))
+        self._prefill.carry_out(req, said, finite=not int(own[0]))
         if state.published and state.private is not None and state.private.ready:
             self._services.detach([(req, state)])
 
@@ -149,7 +149,7 @@ class Outcome:
                 if left is not None:
                     agreed[id(each.request)] = left
         for fold in self._folds:
-            fold.settle(agreed)
+            fold.carry_out(agreed)
         self._services.forget_rows()
 
     def _left(self, leaving: Leaving, own: torch.Tensor, room: Room) -> Left | None:
@@ -161,7 +161,7 @@ class Outcome:
         kept = own[1:].view(-1, store.kv_heads)
         there = torch.from_numpy(store.entries_with(state.private, length))
         left = Left.between(there, kept)
-        if left.left and not room.take(request, state, length, store.slots_for(kept)):
+        if left.left and not room.reserve(request, state, length, store.slots_for(kept)):
             state.memory.withdraw(finite=True)
             self._services.reports.skipped_fold(request, state, length - state.prompt)
             return None

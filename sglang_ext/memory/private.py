@@ -39,7 +39,7 @@ class Layout:
             device.
         laid_out: [L][G] entries of each list, those of other ranks and stages included, which hold
             as many slots.
-        held: [l][g] of `laid_out`, the lists that are here.
+        laid_out_here: [l][g] of `laid_out`, the lists that are here.
         room: int64 [L, G] entries for which each list has pages.
         layer_starts: [l] `first_page` of each layer's first list, on the host.
         needs: number of further tokens -> slots that all entries then take, as far as asked.
@@ -49,7 +49,7 @@ class Layout:
     counts: torch.Tensor
     first_page: torch.Tensor
     laid_out: list[list[int]]
-    held: list[list[int]]
+    laid_out_here: list[list[int]]
     room: np.ndarray
     layer_starts: list[int]
     needs: dict[int, int] = field(default_factory=dict, init=False)
@@ -68,9 +68,9 @@ class Private:
             copy was last written. The request may still own slots of some tokens before it, since
             it gives up whole pages of SGLang's.
         shared: layers that are stored in pairs, if any.
-        full: whether every list lost entries at the last fold.
-        keeps_size: whether its lists, if they are full, keep their sizes at every fold; None: not
-            asked since they were laid out.
+        every_list_lost: whether every list lost entries at the last fold.
+        keeps_size: whether its lists, if each lost entries, keep their sizes at every fold; None:
+            not asked since they were laid out.
         borrowed: number of its first slots that the request's row still owns: the prompt was
             compacted within them, and the row has not been given up yet.
     """
@@ -80,7 +80,7 @@ class Private:
     slots: torch.Tensor
     tail_start: int
     shared: Shared | None = None
-    full: bool = False
+    every_list_lost: bool = False
     keeps_size: bool | None = None
     borrowed: int = 0
     _layout: Layout | None = None
@@ -122,9 +122,9 @@ class Private:
 
     def entries(self, layer: int) -> list[int]:
         """[g] entries that each KV head reads in private pages at a layer, known to the host."""
-        held = self.layout.held[layer]
+        here = self.layout.laid_out_here[layer]
         # Two layers of a pair read one list, each as many entries as the prompt has tokens.
-        return held if self.shared is None else [self.tail_start] * len(held)
+        return here if self.shared is None else [self.tail_start] * len(here)
 
     @property
     def table_bytes(self) -> int:

@@ -258,23 +258,23 @@ class Store:
             Tables whose row i says where the lists of the i-th request lie.
         """
         device, page = self.arena.storage.device, self.arena.kv_heads
-        held = [self.here(each) for each in counts]
-        firsts = [_before(self._pages(own.numpy())) for own in held]
+        here = [self.here(each) for each in counts]
+        firsts = [_before(self._pages(own.numpy())) for own in here]
         starts = itertools.accumulate((each.slots.numel() for each in requests[:-1]), initial=0)
-        lists = np.stack([np.stack([own.numpy() for own in held]), np.stack(firsts)])
+        lists = np.stack([np.stack([own.numpy() for own in here]), np.stack(firsts)])
         rows = np.array([[each.tail_start for each in requests], list(starts)])
         sent = to_device(np.concatenate([lists, rows], None).tolist(), torch.int32, device)
         of_lists, of_rows = sent.split([lists.size, rows.size])
         of_all, firsts_of_all = of_lists.view(lists.shape).unbind(0)
         tails, slots_start = of_rows.view(rows.shape).unbind(0)
         for each, whole, own, first, counts_of_it, firsts_of_it in zip(
-            requests, counts, held, firsts, of_all, firsts_of_all, strict=True
+            requests, counts, here, firsts, of_all, firsts_of_all, strict=True
         ):
             each.layout = Layout(
                 counts=counts_of_it,
                 first_page=firsts_of_it,
                 laid_out=whole.tolist(),
-                held=own.tolist(),
+                laid_out_here=own.tolist(),
                 room=-(-whole.numpy() // page) * page,
                 layer_starts=first[:, 0].tolist(),
             )
@@ -293,16 +293,18 @@ class Store:
         """
         return torch.tensor(_before(self._pages(self.here(counts).numpy())))
 
-    def shortened(self, private: Private, counts: torch.Tensor, written: torch.Tensor) -> None:
+    def resized_in_place(
+        self, private: Private, counts: torch.Tensor, written: torch.Tensor
+    ) -> None:
         """Note that the lists of a request have other sizes, in the pages that they had.
 
         Args:
             counts: int64 [L, G] entries that they hold, on the host.
             written: int32 [l, g] of `counts`, the lists that are here, on the device.
         """
-        held = self.here(counts).tolist()
+        here = self.here(counts).tolist()
         private.layout = replace(
-            private.layout, laid_out=counts.tolist(), held=held, counts=written
+            private.layout, laid_out=counts.tolist(), laid_out_here=here, counts=written
         )
         if self._tables is not None:
             self._tables.note(private)

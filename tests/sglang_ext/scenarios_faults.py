@@ -58,7 +58,7 @@ POINTS = {
     "fold elsewhere": ("sglang_ext.forward.group_fold", "GroupFold._move"),
     "fold by layer": ("sglang_ext.forward.fold", "Fold.write_by_layer"),
     "fold anew": ("sglang_ext.forward.fold", "Fold.write_anew"),
-    "tail": ("sglang_ext.forward.fold", "Fold.leave_tail"),
+    "tail": ("sglang_ext.forward.fold", "Fold.give_up_tail"),
     "report of a fold": ("sglang_ext.report.reports", "Reports.finished_fold"),
     "attention": ("sglang_ext.forward.decode_step", "DecodeStep.overwrite"),
     "chosen rows": ("sglang_ext.forward.prefill_step", "Scored.narrow"),

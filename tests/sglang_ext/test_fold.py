@@ -187,7 +187,7 @@ class World:
         if whole_model is None:
             fold.finish()
         else:
-            fold.settle({id(self.request): whole_model})
+            fold.carry_out({id(self.request): whole_model})
         self.waits += waits
         self.store.check_integrity(self.store.allocator.free_slots)
         self.grow(1)

@@ -155,7 +155,7 @@ def test_lists_that_are_moved_together_hold_what_each_holds_by_itself(
     for together in (True, False):
         if not together:
             alone = lambda *_: (False, False)  # noqa: E731
-            monkeypatch.setattr(group_fold.GroupFold, "_where", alone)
+            monkeypatch.setattr(group_fold.GroupFold, "_in_place_or_moved", alone)
         crowd = Crowd(Case(name, given, [64, 65, 66], ModelShape(4, 4, 2, 8), INTERVAL), 16)
         for _ in range(4 * INTERVAL):
             crowd.step()

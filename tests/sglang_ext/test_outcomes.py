@@ -52,7 +52,7 @@ class Stage:
         self.batch = SimpleNamespace(reqs=[self.request])
         landed = SimpleNamespace(kept=torch.tensor(kept), finite=finite)
         own = SimpleNamespace(request=self.request, landed=landed)
-        fold = SimpleNamespace(members=[own], settle=self.settle)
+        fold = SimpleNamespace(members=[own], carry_out=self.carry_out)
         leaving = Leaving(self.request, self.state, LENGTH)
         part = SimpleNamespace(leaving=[leaving], folds=[fold])
         self.step = SimpleNamespace(prefill=None, resume=None, decode=part)
@@ -70,7 +70,7 @@ class Stage:
     def learn(self, request, state, code):
         state.failed |= code > 0
 
-    def settle(self, agreed):
+    def carry_out(self, agreed):
         self.folded += [(each.kept.tolist(), each.left, each.fewest) for each in agreed.values()]
 
     def over(self):

@@ -92,14 +92,14 @@ def prompt():
     return [torch.randn((5, heads, PROMPT, 8), generator=random) for heads in (4, 2, 2)]
 
 
-def settled(name, finite=True, before=lambda stages: None, **given):
+def carried_out(name, finite=True, before=lambda stages: None, **given):
     stages = [Stage(i, name, **given) for i in range(len(SPANS))]
     said = torch.cat([each.part.said() for each in stages])
     assert said.shape == (5, numbers_of_layer(stages[0].state, 2))
     assert (said >= 0).all()
     before(stages)
     for each in stages:
-        each.step.settle(each.request, said, finite=finite)
+        each.step.carry_out(each.request, said, finite=finite)
     return stages
 
 
@@ -121,7 +121,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "given", "kind"), CASES)
 def test_each_stage_holds_what_one_process_keeps_and_as_many_slots_as_the_others(name, given, kind):
-    stages, whole = settled(name, **given), whole_model(name, **given)
+    stages, whole = carried_out(name, **given), whole_model(name, **given)
     keys = prompt()[1]
     assert len({each.state.private.slots.numel() for each in stages}) == 1
     for each, layers in zip(stages, SPANS, strict=True):
@@ -143,7 +143,7 @@ def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(caplog):
         failing = kind(part.state, part.run, part.finite, part.numbers, part.kv_heads)
         stages[1].step.parts[id(stages[1].request)] = failing
 
-    stages = settled("cake", before=fail, capacity="12", window="3")
+    stages = carried_out("cake", before=fail, capacity="12", window="3")
     assert [bool(each.state.failing) for each in stages] == [False, True, False]
     assert len({each.state.private.slots.numel() for each in stages}) == 1
     assert len({each.store.allocator.free_slots.numel() for each in stages}) == 1
@@ -180,7 +180,7 @@ def test_a_stage_that_fails_to_copy_holds_as_many_slots_as_the_others(name, give
             ))  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patches:
-        stages = settled(name, before=fail, **given)
+        stages = carried_out(name, before=fail, **given)
     assert [bool(each.state.failing) for each in stages] == [False, True, False]
     assert len({each.state.private.slots.numel() for each in stages}) == 1
     assert len({each.store.allocator.free_slots.numel() for each in stages}) == 1
@@ -198,7 +198,7 @@ def once(first, then):
 
 
 def test_everything_stays_where_tensors_of_one_stage_are_not_finite():
-    for each in settled("cake", finite=False, capacity="12", window="3"):
+    for each in carried_out("cake", finite=False, capacity="12", window="3"):
         assert each.state.private is None
         assert each.store.held == 0
 
@@ -208,6 +208,6 @@ def test_a_stage_that_keeps_more_than_others_reckoned_fails(monkeypatch):
         run = stages[0].part.run
         monkeypatch.setattr(run, "entries_kept", lambda: [13] * 5)
 
-    first, *others = settled("cake", before=wrong, capacity="12", window="3")
+    first, *others = carried_out("cake", before=wrong, capacity="12", window="3")
     assert first.state.failing
     assert not any(each.state.failing for each in others)

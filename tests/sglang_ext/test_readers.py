@@ -34,8 +34,8 @@ class Step:
 
     def __init__(self, *rows, entries=5, shared=None, tail=0, reads=None):
         counts = [[entries] * KV_HEADS] * LAYERS
-        layout = SimpleNamespace(held=counts, laid_out=counts)
-        self.held = [
+        layout = SimpleNamespace(laid_out_here=counts, laid_out=counts)
+        self.private_of_rows = [
             None if row is None else SimpleNamespace(row=row, shared=shared, layout=layout)
             for row in rows
         ]
@@ -196,7 +196,7 @@ def test_ranks_with_lists_of_other_lengths_choose_alike(services, measured):
     for here in (2000, 0):
         given = (services, Attention(), None, HEADS // KV_HEADS, torch.float16)
         step = Step(1, 2, entries=here)
-        for each in step.held:
+        for each in step.private_of_rows:
             each.layout.laid_out = [[2000, 2000, 0, 0]] * LAYERS  # of two ranks
         chosen.append(readers.FlashInferReader(*given, always=False).ready(step, ROWS))
     assert chosen == [True, True]
@@ -285,7 +285,7 @@ def test_sglangs_plans_begin_at_tails():
 def test_counts_are_those_of_the_layouts(reader):
     step = Step(1, None, 2)
     lists = [[1, 0], [0, 0], [2, 3]]
-    step.held[2].layout = SimpleNamespace(held=lists, laid_out=lists)
+    step.private_of_rows[2].layout = SimpleNamespace(laid_out_here=lists, laid_out=lists)
     counts = []
     reader._attention.plan = lambda tables, rows, found, captured: counts.append(found)
     assert reader.ready(step, ROWS)
