@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import DECODING, FOLD, READING, met
-from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member, parts_of
+from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member, portions_of
 from kvpolicy.sglang_ext.forward.leaving import Leaving, Room, check_last_fold, may_leave
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.private import Private
@@ -166,8 +166,8 @@ class DecodeStep:
         folds = [
             fold
             for (_, leaves), members in groups.items()
-            for part in parts_of(members, self._arena)
-            for fold in self._advance(part, leaves=leaves)
+            for portion in portions_of(members, self._arena)
+            for fold in self._advance(portion, leaves=leaves)
         ]
         if self._services.stages.size > 1:
             self.folds, folds = folds, []

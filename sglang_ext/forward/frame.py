@@ -24,7 +24,7 @@ class Frame:
         """Rows of a request; None if it has none at this layer."""
         return self._rows.get(id(request))
 
-    def there(self, request: Any) -> slice:
+    def required_rows(self, request: Any) -> slice:
         """Rows of a request that must have some.
 
         Raises:

@@ -77,8 +77,8 @@ class Member:
         return self.memory.numbers()
 
 
-def parts_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
-    """The requests of a group in parts, within `LARGEST` and `MOST_LISTS`."""
+def portions_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
+    """The requests of a group in portions, within `LARGEST` and `MOST_LISTS`."""
     widest = max(each.memory.width + len(each.positions) for each in members)
     lists = arena.layers * arena.kv_heads  # of a request
     size = max(min(LARGEST // (lists * widest * 8), MOST_LISTS // lists), 1)

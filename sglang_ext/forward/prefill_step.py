@@ -243,8 +243,8 @@ class PrefillStep:
         return q, lse[0] if lse else None
 
     def _observe(self, scored: Scored, layer: Any, queries: Queries) -> None:
-        state, there = scored.state, scored.slots.numel()
-        wanted = min(scored.queries, there)
+        state, tokens = scored.state, scored.slots.numel()
+        wanted = min(scored.queries, tokens)
         queries = queries.last(wanted)
         earlier = state.seen.window.get(layer.layer_id, [])
         if earlier and queries.number < wanted:

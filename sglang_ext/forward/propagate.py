@@ -36,7 +36,7 @@ Layer = Callable[..., torch.Tensor]
 
 
 @dataclass
-class _Part:
+class _Batched:
     """One request of the forward, here one that keeps all its rows."""
 
     request: Any
@@ -48,7 +48,7 @@ class _Part:
 
 
 @dataclass
-class _Leaving(_Part):
+class _Propagating(_Batched):
     """A request whose rows leave, or may."""
 
     state: State
@@ -100,21 +100,21 @@ class PropagateStep:
         self._rows = 0  # at the current layer
         self._reached = -1
         scored = {id(each.request): each for each in prefill.scored}
-        self._parts = [
-            self._part(i, request, length, scored.get(id(request)))
+        self._batched = [
+            self._batched_at(i, request, length, scored.get(id(request)))
             for i, (request, length) in enumerate(
                 zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
             )
         ]
         self._scratch = iter(services.scratch_rows)
 
-    def _part(self, index: int, request: Any, length: int, scored: Scored | None) -> _Part:
-        state, own = state_of(request), self._frame.there(request)
+    def _batched_at(self, index: int, request: Any, length: int, scored: Scored | None) -> _Batched:
+        state, own = state_of(request), self._frame.required_rows(request)
         plan = None if state is None else state.followed_plan
         row = request.kv.req_pool_idx
         if state is None or plan is None or length > state.prompt:
-            return _Part(request, index, own, row, length)
-        return _Leaving(request, index, own, row, length, state, plan, scored)
+            return _Batched(request, index, own, row, length)
+        return _Propagating(request, index, own, row, length, state, plan, scored)
 
     @staticmethod
     def wanted(batch: Any) -> bool:
@@ -145,10 +145,10 @@ class PropagateStep:
         else:
             compat.await_loaded(self._services.runner, number)
         layers = self._services.arena.layers
-        if any(part.leaves(number, layers) for part in self._leaving):
+        if any(batched.leaves(number, layers) for batched in self._propagating):
             hidden = self._narrow(number, hidden, current)
         last = number == layers - 1
-        changed = self._view is not None or any(part.lost for part in self._parts)
+        changed = self._view is not None or any(batched.lost for batched in self._batched)
         return self._widen(hidden) if last and changed else hidden
 
     def finish(self) -> None:
@@ -159,18 +159,18 @@ class PropagateStep:
             f"a prefill with --kv-policy ended at layer {self._reached}: SGLang did not call the "
             f"wrapped layers; start it with --disable-cuda-graph"
         )
-        for part in self._leaving:
-            self._services.failures.note(part.request, PROPAGATION, error, whole=False)
+        for batched in self._propagating:
+            self._services.failures.note(batched.request, PROPAGATION, error, whole=False)
 
     @property
-    def _leaving(self) -> Iterator[_Leaving]:
-        return (part for part in self._parts if isinstance(part, _Leaving))
+    def _propagating(self) -> Iterator[_Propagating]:
+        return (batched for batched in self._batched if isinstance(batched, _Propagating))
 
     def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
         rows, update = view.rows_of(hidden, batch)
         pieces = self._pieces(layer, rows)
         earlier = self._view, self._rows
-        there = {id(p.request): w for p in self._parts if (w := self._frame.rows(p.request))}
+        frame = {id(x.request): w for x in self._batched if (w := self._frame.rows(x.request))}
         error, joined = None, hidden
         try:
             joined = self._join(pieces, rows, update)
@@ -182,17 +182,17 @@ class PropagateStep:
         # One operation for the whole batch has failed. All rows go on as they are; those of the
         # requests that propagate are void from now on.
         self._view, self._rows = earlier
-        self._frame.replace(there)
-        lost = [x for x, _ in pieces if isinstance(x, _Leaving) and not x.keeps_rows]
-        for part in lost:
-            part.lost = True
-            self._services.failures.note(part.request, PROPAGATION, error, whole=False)
-        self._services.failures.agree(part.request for part in lost)
+        self._frame.replace(frame)
+        lost = [x for x, _ in pieces if isinstance(x, _Propagating) and not x.keeps_rows]
+        for batched in lost:
+            batched.lost = True
+            self._services.failures.note(batched.request, PROPAGATION, error, whole=False)
+        self._services.failures.agree(batched.request for batched in lost)
         # Attention may already have been planned for other rows.
         compat.prepare(self._services.runner, batch)
         return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
-    def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Part, Rows]]:
+    def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Batched, Rows]]:
         """The requests that have rows deeper than a layer, with these rows.
 
         Args:
@@ -200,28 +200,32 @@ class PropagateStep:
         """
         again, layers = self._again(layer), self._services.arena.layers
         pieces = []
-        for part in self._parts:
-            where = self._frame.rows(part.request)
+        for batched in self._batched:
+            where = self._frame.rows(batched.request)
             piece = None if where is None else rows.take(where)
-            if id(part.request) in again:
-                piece = again[id(part.request)]
-            elif not part.lost and isinstance(part, _Leaving) and part.leaves(layer, layers):
-                piece, part.lost = None, True  # unless it succeeds
-                stopped = part.state.failed
-                with self._contained(part):
-                    own = rows.take(self._frame.there(part.request))
-                    piece, part.lost = self._chosen(part, layer, own), False
-                part.lost |= part.state.failed and not stopped  # maybe on another rank
-            if not part.lost and piece is not None and piece.ids.numel():
-                pieces.append((part, piece))
+            if id(batched.request) in again:
+                piece = again[id(batched.request)]
+            elif (
+                not batched.lost
+                and isinstance(batched, _Propagating)
+                and batched.leaves(layer, layers)
+            ):
+                piece, batched.lost = None, True  # unless it succeeds
+                stopped = batched.state.failed
+                with self._contained(batched):
+                    own = rows.take(self._frame.required_rows(batched.request))
+                    piece, batched.lost = self._chosen(batched, layer, own), False
+                batched.lost |= batched.state.failed and not stopped  # maybe on another rank
+            if not batched.lost and piece is not None and piece.ids.numel():
+                pieces.append((batched, piece))
         return pieces
 
-    def _contained(self, part: _Leaving) -> Contained:
+    def _contained(self, batched: _Propagating) -> Contained:
         """A block for one request, after which its rows are the same on all ranks."""
         failures = self._services.failures
-        return failures.contained(part.request, PROPAGATION, whole=False, joint=True)
+        return failures.contained(batched.request, PROPAGATION, whole=False, joint=True)
 
-    def _join(self, pieces: Sequence[tuple[_Part, Rows]], rows: Rows, update: Any) -> Any:
+    def _join(self, pieces: Sequence[tuple[_Batched, Rows]], rows: Rows, update: Any) -> Any:
         """Let only the rows in `pieces` go on; return what the next layer is called with.
 
         Args:
@@ -229,10 +233,10 @@ class PropagateStep:
             update: how output and residual are added up.
         """
         extents, frame, end = [], {}, 0
-        for part, piece in pieces:
+        for batched, piece in pieces:
             count = piece.ids.numel()
-            extents.append(view.Extent(part.row, part.length, count, part.index))
-            frame[id(part.request)] = slice(end, end + count)
+            extents.append(view.Extent(batched.row, batched.length, count, batched.index))
+            frame[id(batched.request)] = slice(end, end + count)
             end += count
         joined = Rows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
         self._view = self._make_view(extents, joined.ids, joined.positions, joined.slots)
@@ -240,15 +244,15 @@ class PropagateStep:
         self._rows = end
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
 
-    def _chosen(self, part: _Leaving, layer: int, piece: Rows) -> Rows | None:
+    def _chosen(self, batched: _Propagating, layer: int, piece: Rows) -> Rows | None:
         """The rows of a request that go deeper; None: none. Notes which tokens are left."""
-        progress, scored = part.state.progress, part.scored
-        if scored is not None and part.state.failed:
+        progress, scored = batched.state.progress, batched.scored
+        if scored is not None and batched.state.failed:
             # Earlier chunks stopped at this layer: without chosen tokens nothing can go deeper.
             return None
         if scored is None:  # the prompt goes on in a later chunk
             progress.stopped = True
-            if not part.plan.restarts:
+            if not batched.plan.restarts:
                 # A layer may change its input in place.
                 progress.held.append(Rows(*(each.clone() for each in piece)))
             return None
@@ -259,8 +263,8 @@ class PropagateStep:
         chosen, scored.chosen = scored.chosen, None
         without = scored.slots.numel() - piece.ids.numel()
         scored.narrow(chosen)
-        self._note(part, layer, chosen.numel())
-        self._point(part, scored.slots)
+        self._note(batched, layer, chosen.numel())
+        self._point(batched, scored.slots)
         if without:
             # Tokens from the radix cache have no rows; data decide how many of them were chosen.
             (found,) = to_host([(chosen < without).sum()])
@@ -268,39 +272,41 @@ class PropagateStep:
         return Rows(*self._kernels.take_rows(piece, chosen))
 
     @staticmethod
-    def _note(part: _Leaving, layer: int, tokens: int) -> None:
-        progress = part.state.progress
+    def _note(batched: _Propagating, layer: int, tokens: int) -> None:
+        progress = batched.state.progress
         progress.layer = layer if progress.layer is None else progress.layer
         progress.tokens = tokens
 
-    def _point(self, part: _Part, slots: torch.Tensor) -> None:
+    def _point(self, batched: _Batched, slots: torch.Tensor) -> None:
         """Write the slots of the tokens that are left to a scratch row of the table of slots."""
-        if part.row not in self._services.scratch_rows:
-            part.row = next(self._scratch)
-        part.length = slots.numel()
+        if batched.row not in self._services.scratch_rows:
+            batched.row = next(self._scratch)
+        batched.length = slots.numel()
         table = compat.slot_table(self._services.runner)
-        table[part.row, : part.length] = slots.to(table.dtype)
+        table[batched.row, : batched.length] = slots.to(table.dtype)
 
     def _again(self, layer: int) -> dict[int, Rows]:
         """Start second prefills; return their rows after `layer`, by `id` of the request."""
         layers = self._services.arena.layers
-        parts = [
-            (part, part.scored)
-            for part in self._leaving
-            if part.scored is not None and part.leaves(layer, layers)
-            if part.plan.restarts and not part.state.failed
+        starting = [
+            (batched, batched.scored)
+            for batched in self._propagating
+            if batched.scored is not None and batched.leaves(layer, layers)
+            if batched.plan.restarts and not batched.state.failed
         ]
         starts, extents, frame, end = [], [], {}, 0
-        for part, scored in parts:
-            part.lost = True  # unless it succeeds
+        for batched, scored in starting:
+            batched.lost = True  # unless it succeeds
             start = None
-            with self._contained(part):
-                start = self._start(part, scored, layer)
-            if start is not None and not part.state.failed:
+            with self._contained(batched):
+                start = self._start(batched, scored, layer)
+            if start is not None and not batched.state.failed:
                 starts.append(start)
-                extents.append(view.Extent(part.row, part.length, part.length, part.index))
-                frame[id(part.request)] = slice(end, end + part.length)
-                end += part.length
+                extents.append(
+                    view.Extent(batched.row, batched.length, batched.length, batched.index)
+                )
+                frame[id(batched.request)] = slice(end, end + batched.length)
+                end += batched.length
         if not starts:
             return {}
         error, begun, again = None, None, {}
@@ -317,12 +323,12 @@ class PropagateStep:
                 error = raised
             error = met(self._services.ranks, error)
         if error is not None:
-            for part, _ in parts:
-                self._services.failures.note(part.request, PROPAGATION, error, whole=False)
-            self._services.failures.agree(part.request for part, _ in parts)
+            for batched, _ in starting:
+                self._services.failures.note(batched.request, PROPAGATION, error, whole=False)
+            self._services.failures.agree(batched.request for batched, _ in starting)
             return {}
-        for part, _ in parts:
-            part.lost = id(part.request) not in again
+        for batched, _ in starting:
+            batched.lost = id(batched.request) not in again
         return again
 
     def _begun(
@@ -364,38 +370,36 @@ class PropagateStep:
         return view.make(self._services.runner, self._batch, extents, *tokens)
 
     def _start(
-        self, part: _Leaving, scored: Scored, layer: int
+        self, batched: _Propagating, scored: Scored, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int64 [m] ids, positions and slots of the tokens that a request starts again with."""
-        progress = part.state.progress
+        progress = batched.state.progress
         chosen, scored.chosen = scored.chosen, None
         if chosen is None:  # all: rows of earlier chunks did not go beyond this layer
-            chosen = torch.arange(part.state.prompt, device=scored.slots.device)
+            chosen = torch.arange(batched.state.prompt, device=scored.slots.device)
         tokens = chosen.numel()
         progress.held.clear()
-        progress.shift = part.state.prompt - tokens
-        self._note(part, layer, tokens)
+        progress.shift = batched.state.prompt - tokens
+        self._note(batched, layer, tokens)
         # The request owns the prompt's last slots; the first ones may be the radix cache's.
         scored.restart(chosen)
-        self._point(part, scored.slots)
-        ids = to_device(part.request.origin_input_ids, torch.int64, chosen.device)[chosen]
+        self._point(batched, scored.slots)
+        ids = to_device(batched.request.origin_input_ids, torch.int64, chosen.device)[chosen]
         return ids, torch.arange(tokens, device=chosen.device), scored.slots
 
     def _widen(self, hidden: Any) -> Any:
         """All rows of SGLang's batch again; zeros for tokens that left, and for lost requests."""
         rows, update = view.rows_of(hidden, self._batch if self._view is None else self._view)
         own, where = [], []
-        for part in self._parts:
-            found, rows_of_part = self._frame.rows(part.request), part.own
-            if found is None or part.lost:
+        for batched in self._batched:
+            found, own_rows = self._frame.rows(batched.request), batched.own
+            if found is None or batched.lost:
                 continue
-            if isinstance(part, _Leaving):  # only its last row is read
-                found, rows_of_part = (
-                    slice(each.stop - 1, each.stop) for each in (found, rows_of_part)
-                )
+            if isinstance(batched, _Propagating):  # only its last row is read
+                found, own_rows = (slice(each.stop - 1, each.stop) for each in (found, own_rows))
             where.append(torch.arange(found.start, found.stop))
-            own.append(torch.arange(rows_of_part.start, rows_of_part.stop))
-        total = self._parts[-1].own.stop
+            own.append(torch.arange(own_rows.start, own_rows.stop))
+        total = self._batched[-1].own.stop
         stream = [rows.hidden, rows.residual]
         wide, residual = (each.new_zeros((total, *each.shape[1:])) for each in stream)
         if own:

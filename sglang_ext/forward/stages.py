@@ -49,9 +49,9 @@ class Outcome:
         for _, state, _ in self._concerned:
             state.under_way += 1
         self._ending = [] if step.prefill is None else step.prefill.ending
-        parts = [part for part in (step.resume, step.decode) if part is not None]
-        self._leaving = [each for part in parts for each in part.leaving]
-        self._folds = [fold for part in parts for fold in part.folds]
+        steps = [each for each in (step.resume, step.decode) if each is not None]
+        self._leaving = [leaving for each in steps for leaving in each.leaving]
+        self._folds = [fold for each in steps for fold in each.folds]
         found = [self._found(req, state) for req, state in self._ending]
         landed = {id(own.request): own.landed for fold in self._folds for own in fold.members}
         found += [self._lists_of(landed.get(id(each.request))) for each in self._leaving]

@@ -43,11 +43,11 @@ class Step:
         """Rows of an extend forward that decode, at the current layer; None if there are none."""
         if not self._decoding or self._frame.rows(self._decoding[0]) is None:
             return None
-        first, last = (self._frame.there(self._decoding[each]) for each in (0, -1))
+        first, last = (self._frame.required_rows(self._decoding[each]) for each in (0, -1))
         return slice(first.start, last.stop)
 
     def finish(self) -> None:
         """After the forward: compress the prompts that ended in it, and fold."""
-        for part in (self.propagate, self.prefill, self.resume, self.decode):
-            if part is not None:
-                part.finish()
+        for step in (self.propagate, self.prefill, self.resume, self.decode):
+            if step is not None:
+                step.finish()

@@ -14,7 +14,7 @@ from kvpolicy.dsl.execute.layout import Choice
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward.fold import Fold, Left
-from kvpolicy.sglang_ext.forward.group_fold import GroupFold, Member, parts_of
+from kvpolicy.sglang_ext.forward.group_fold import GroupFold, Member, portions_of
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
@@ -455,7 +455,7 @@ def test_a_group_has_no_more_lists_than_a_grid_has_programs():
     """CUDA starts at most 65,535 programs along the second axis of a grid."""
     arena = SimpleNamespace(layers=32, kv_heads=8)
     narrow = SimpleNamespace(memory=SimpleNamespace(width=20), positions=[1, 2])
-    parts = [len(part) for part in parts_of([narrow] * 600, arena)]
-    assert parts == [255, 255, 90]
+    sizes = [len(portion) for portion in portions_of([narrow] * 600, arena)]
+    assert sizes == [255, 255, 90]
     wide = SimpleNamespace(memory=SimpleNamespace(width=2**20), positions=[1])
-    assert [len(part) for part in parts_of([wide, narrow], arena)] == [1, 1]
+    assert [len(portion) for portion in portions_of([wide, narrow], arena)] == [1, 1]

@@ -54,8 +54,8 @@ class Stage:
         own = SimpleNamespace(request=self.request, landed=landed)
         fold = SimpleNamespace(members=[own], carry_out=self.carry_out)
         leaving = Leaving(self.request, self.state, LENGTH)
-        part = SimpleNamespace(leaving=[leaving], folds=[fold])
-        self.step = SimpleNamespace(prefill=None, resume=None, decode=part)
+        decode = SimpleNamespace(leaving=[leaving], folds=[fold])
+        self.step = SimpleNamespace(prefill=None, resume=None, decode=decode)
         self.services = SimpleNamespace(
             arena=arena, store=self.store, stages=meeting, streams=Streams(), evict=no_cache,
             forget_rows=lambda: None,
