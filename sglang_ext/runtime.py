@@ -29,10 +29,10 @@ from kvpolicy.sglang_ext.experiment.raw import Raw
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward.failures import ADMISSION
-from kvpolicy.sglang_ext.forward.foreseen import Foreseen
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.forward.step import Step
+from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.request import admission, internal, request
 from kvpolicy.sglang_ext.request.force import Forcing
@@ -60,7 +60,7 @@ class Runtime:
         self.forcing = Forcing()
         self.raw = Raw()
         self._under_way: deque[Outcome] = deque()
-        self._foreseen: list[Foreseen] = []  # until the host has read how much stays
+        self._unconfirmed: list[Unconfirmed] = []  # until the host has read how much stays
         # Most tokens of a prompt that `propagate:` needs in one piece; None: any number.
         self.one_piece: int | None = None
         # Set by `start`, which binds the policies to the model.
@@ -247,7 +247,7 @@ class Runtime:
         finally:
             self.services.step = None
         if step.prefill is not None:
-            self._foreseen += step.prefill.foreseen
+            self._unconfirmed += step.prefill.unconfirmed
         finishing = list(iterate_finishing(batch)) if batch.forward_mode.is_extend() else []
         if self.services.stages.size > 1:
             self._under_way.append(Outcome(self.services, batch, step, finishing))
@@ -260,11 +260,11 @@ class Runtime:
 
         With several stages, that is what it found on all of them: they compute a batch at different
         times, but all compute, schedule and process results in the same order. With one stage, it
-        is how much stays, where the host did not wait for the device (forward/foreseen.py).
+        is how much stays, where the host did not wait for the device (forward/unconfirmed.py).
         """
         if self.services.stages.size > 1:
             self._under_way.popleft().take_up(batch)
-        elif self._foreseen and batch.forward_mode.is_extend():
+        elif self._unconfirmed and batch.forward_mode.is_extend():
             # The forward that ends a prompt may run while the chunk before it is processed.
             rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
             ended = [req for req, prefix, new in rows if prefix + new >= len(req.origin_input_ids)]
@@ -272,14 +272,14 @@ class Runtime:
 
     def _confirm(self, processed: Collection[int]) -> None:
         """Read from the device what stays of prompts; `processed` has the ids of their requests."""
-        waiting, self._foreseen = self._foreseen, []
+        waiting, self._unconfirmed = self._unconfirmed, []
         for each in waiting:
             if not each.goes_on:
                 continue
             if id(each.request) in processed:
                 each.confirm(self.services)
             else:
-                self._foreseen.append(each)
+                self._unconfirmed.append(each)
 
     def awaits(self, adder: Any, req: Any) -> bool:
         """Whether a request in chunks cannot go on in a pass.

@@ -56,7 +56,7 @@ def entries_kept(keep: Node, prompt: int, number: Callable[[Node], Number]) -> i
     return min(prompt, max(count(ends.first) + count(ends.last), count(ends.budget)))
 
 
-def foreseen(bound: Bound, prompt: int) -> list[int] | None:
+def known_counts(bound: Bound, prompt: int) -> list[int] | None:
     """[L] number of entries that each list of a layer keeps of a prompt of N tokens.
 
     Valid if the model's tensors are finite; else everything stays. None if data decide, and for

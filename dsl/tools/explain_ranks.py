@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import Bounds
-from kvpolicy.dsl.bind.entries import foreseen
+from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
@@ -67,7 +67,7 @@ def _known_to_hosts(bound: Bound, length: int, roots: list[Node | None]) -> int:
     reads = any(node.operation.reads_tensors for node in nodes_of(roots))
     finite = shape.kv_heads * _TRUTH * reads
     goes_on = bound.folded.decode is not None
-    if foreseen(bound, length) is not None and not (goes_on and heads_differ(bound.lowered)):
+    if known_counts(bound, length) is not None and not (goes_on and heads_differ(bound.lowered)):
         return finite
     return finite + shape.layers * shape.kv_heads * _NUMBER
 

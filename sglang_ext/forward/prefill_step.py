@@ -1,6 +1,6 @@
 """Prompts in one extend forward: which rows the policies see, what is kept when a prompt ends.
 
-Where a prompt's length does not decide how many entries each list keeps (foreseen.py), the host
+Where a prompt's length does not decide how many entries each list keeps (unconfirmed.py), the host
 waits for the device once after the last layer, for all such prompts that end in the forward: it
 needs to know these numbers, and whether the tensors were finite. It also waits for:
 
@@ -30,9 +30,9 @@ from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import compress, give_back, slots_of_copy, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.fold import begun
-from kvpolicy.sglang_ext.forward.foreseen import Foreseen, foreseen, launched, taken_over
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part
+from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed, known_counts, launched, taken_over
 from kvpolicy.sglang_ext.report.kept import described
 from kvpolicy.sglang_ext.request.request import Queries, Seen, State, iterate_rows
 
@@ -55,7 +55,7 @@ class Scored:
             observed; None: all.
         origin: int64 [m] positions in the prompt of a second prefill's tokens, if the request asks
             which are kept; None: positions of `run` are those of the prompt.
-        foreseen: [L] entries that each list of a layer keeps; None: wait for the device.
+        known_counts: [L] entries that each list of a layer keeps; None: wait for the device.
     """
 
     request: Any
@@ -67,7 +67,7 @@ class Scored:
     tokens: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     origin: torch.Tensor | None = None
-    foreseen: list[int] | None = None
+    known_counts: list[int] | None = None
 
     def narrow(self, chosen: torch.Tensor) -> None:
         """Leave out all but the chosen tokens, int64 [m] indices into the n."""
@@ -124,7 +124,7 @@ class PrefillStep:
 
     Attributes:
         ending: requests whose prompt ends in it, failed ones included.
-        foreseen: those of them compressed before the device has said how many entries stay.
+        unconfirmed: those of them compressed before the device has said how many entries stay.
         parts: with several stages, what this one has found, by `id` of the request.
     """
 
@@ -135,7 +135,7 @@ class PrefillStep:
         self._accumulated: list[_Accumulated] = []
         self._concerned: list[Any] = []
         self.ending: list[tuple[Any, State]] = []
-        self.foreseen: list[Foreseen] = []
+        self.unconfirmed: list[Unconfirmed] = []
         self.parts: dict[int, Part] = {}
         table = batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
@@ -168,8 +168,10 @@ class PrefillStep:
             if run is None:
                 run = state.served.program.start(state.prompt)
             else:
-                queries = max(state.prompt - prefix, state.served.tail(state.prompt))
-            scored = Scored(request, state, slots, slots, run, queries, foreseen=foreseen(state))
+                queries = max(state.prompt - prefix, state.served.single_queries(state.prompt))
+            scored = Scored(
+                request, state, slots, slots, run, queries, known_counts=known_counts(state)
+            )
             self.scored.append(scored)
 
     @property
@@ -215,9 +217,9 @@ class PrefillStep:
         k, v = self._entries(state, layer, chunk.slots)
         q, lse = self._of_heads(queries, layer)
         state.seen.run.accumulate(layer.layer_id, q, k, v, lse=lse)
-        tail = state.served.tail(state.prompt)
+        single = state.served.single_queries(state.prompt)
         earlier = state.seen.window.get(layer.layer_id, [])
-        latest = Queries.joined([*earlier, queries]).last(tail)
+        latest = Queries.joined([*earlier, queries]).last(single)
         state.seen.window[layer.layer_id] = [latest.copied()]
 
     def _entries(
@@ -287,9 +289,9 @@ class PrefillStep:
                     found.append((each, self._choose(each)))
         chosen = [(each, own) for each, own in found if not each.state.broken]
         for each, own in chosen:
-            if each.foreseen is not None:
-                self._compress_at_once(each, own, each.foreseen)
-        chosen = [(each, own) for each, own in chosen if each.foreseen is None]
+            if each.known_counts is not None:
+                self._compress_at_once(each, own, each.known_counts)
+        chosen = [(each, own) for each, own in chosen if each.known_counts is None]
         # Work of all requests has been launched before the host waits for numbers.
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
@@ -318,11 +320,11 @@ class PrefillStep:
         counts = torch.tensor(layers)[:, None].expand(-1, store.kv_heads).contiguous()
         with failures.contained(request, COMPACTION, joint=True), timed(state):
             scored.run.settle(finite=True)
-            asked = launched(request, state, store.here(counts), own.counts, own.finite)
-            self._compress(scored, asked.fitting(own.kept), counts)
+            unconfirmed = launched(request, state, store.here(counts), own.counts, own.finite)
+            self._compress(scored, unconfirmed.fitting(own.kept), counts)
             state.remember(scored.run, taken_over(state, layers))
             if state.private is not None:
-                self.foreseen.append(asked)
+                self.unconfirmed.append(unconfirmed)
         self._ended(scored, counts)
 
     def _ended(self, scored: Scored, counts: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.bind.entries import foreseen
+from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.bind.kept import heads_differ, keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode import Known, Memory
@@ -100,12 +100,12 @@ class Served:
         return propagation.plan(self.bound, prompt)
 
     @once.at_most(_PROMPTS)
-    def foreseen(self, prompt: int) -> list[int] | None:
+    def known_counts(self, prompt: int) -> list[int] | None:
         """[L] entries that each list of a layer keeps of a prompt; None if data decide."""
-        return foreseen(self.bound, prompt)
+        return known_counts(self.bound, prompt)
 
     @once.at_most(_PROMPTS)
-    def tail(self, prompt: int) -> int:
+    def single_queries(self, prompt: int) -> int:
         """Number of a prompt's last queries that are read singly, not only in sums over all."""
         bound = self.bound
         windows = [node for node in bound.nodes() if node.operation.is_window]

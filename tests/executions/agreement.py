@@ -2,7 +2,7 @@
 
 Steps between which nothing leaves are taken at once (`follow_together`), of all layers at once or
 layer by layer. All must keep what the interpreter keeps, no more than was promised before any
-tensor was seen, and as much as was foreseen.
+tensor was seen, and as much as was known ahead.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.bind.entries import foreseen
+from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result, Steps
 from kvpolicy.dsl.execute.steps import Steps as DecodeSteps
@@ -69,7 +69,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
     expected, _ = both(bound, q, k, v, steps, frequencies(k.shape[-1]))
     kept, most = sum(int(x.sum()) for x in expected.kept), max_entries(bound, k.shape[2])
     assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
-    numbers = foreseen(bound, k.shape[2])
+    numbers = known_counts(bound, k.shape[2])
     if numbers is not None:
         assert [set(x.sum(1)) for x in expected.kept] == [{number} for number in numbers]
     if bound.folded.decode is not None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from agreement import written
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.bind.entries import foreseen
+from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -41,7 +41,7 @@ def test_shipped_policies(name):
     given = {key: x for key, x in SETTINGS.items() if key in program.params}
     bound = bind(program, ModelShape(*SHAPE), given)
     for tokens in (1, 2, 5, 13, 40):
-        numbers = foreseen(bound, tokens)
+        numbers = known_counts(bound, tokens)
         assert (numbers is None) == (name in UNFORESEEN)
         if numbers is not None:
             assert kept(bound, tokens) == [{number} for number in numbers]
@@ -62,7 +62,7 @@ def test_numbers_of_the_host(rules):
     bound = written(rules + "\n", SHAPE)
     for tokens in (1, 2, 6, 9, 31):
         for ties in (False, True):
-            numbers = foreseen(bound, tokens)
+            numbers = known_counts(bound, tokens)
             assert numbers is not None
             assert kept(bound, tokens, ties) == [{number} for number in numbers]
 
@@ -80,4 +80,4 @@ def test_numbers_of_the_host(rules):
     ],
 )
 def test_what_only_the_device_knows(rules):
-    assert foreseen(written(rules + "\n", SHAPE), 20) is None
+    assert known_counts(written(rules + "\n", SHAPE), 20) is None

@@ -70,7 +70,7 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
             for end in range(CHUNK, first + 1, CHUNK):
                 k, v = parts.arena.at_slots(layer, slots[:end])
                 run.accumulate(layer, heads[end - CHUNK : end].transpose(0, 1), k, v)
-            queries = heads[min(first, tokens - policy.tail(tokens)) :]
+            queries = heads[min(first, tokens - policy.single_queries(tokens)) :]
         else:
             queries = heads[number - min(run.queries, number) :]
         k, v = parts.arena.at_slots(layer, own)

@@ -1,4 +1,4 @@
-"""Scenarios for `test_foreseen.py`: `python scenarios_foreseen.py NAME OUT.json MODEL '{...}'`.
+"""Scenarios for `test_unconfirmed.py`: `python scenarios_unconfirmed.py NAME OUT.json MODEL '{}'`.
 
 Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
 the tests'.
@@ -63,11 +63,11 @@ def chunks(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _events(driver: Driver) -> list[str]:
     """Forwards as they begin, and confirmations with what is private to the request then."""
-    from kvpolicy.sglang_ext.forward.foreseen import Foreseen
+    from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
     from kvpolicy.sglang_ext.runtime import Runtime
 
     events: list[str] = []
-    forward, confirm = Runtime.forward, Foreseen.confirm
+    forward, confirm = Runtime.forward, Unconfirmed.confirm
 
     def noting_forward(self, run, batch):
         events.append("decode" if batch.forward_mode.is_decode() else "extend")
@@ -79,12 +79,12 @@ def _events(driver: Driver) -> list[str]:
         after = self.state.private is not None
         events.append(f"{self.request.rid.split()[0]}: {before} to {after}")
 
-    Runtime.forward, Foreseen.confirm = noting_forward, noting_confirm
+    Runtime.forward, Unconfirmed.confirm = noting_forward, noting_confirm
     return events
 
 
 def misjudged(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """A request whose lists keep another number of entries than was foreseen."""
+    """A request whose lists keep another number of entries than was known ahead."""
     from kvpolicy.sglang_ext.request.request import Served
 
     said: list[str] = []
@@ -93,14 +93,14 @@ def misjudged(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("kvpolicy.sglang_ext.forward.failures").addHandler(handler)
     driver = start(model, {"snapkv": ["capacity=48", "window=16"]}, flags)
     (served,) = _served(driver, Served)
-    foreseen = served.foreseen
+    known_counts = served.known_counts
     driver.send("sound", prompt(100, 1), policy="snapkv", max_new_tokens=OUTPUT)
     driver.finish()
     driver.flush()
-    served.foreseen = lambda prompt: [number + 1 for number in foreseen(prompt)]
+    served.known_counts = lambda prompt: [number + 1 for number in known_counts(prompt)]
     driver.send("misjudged", prompt(100, 1), policy="snapkv", max_new_tokens=OUTPUT)
     driver.finish()
-    served.foreseen = foreseen
+    served.known_counts = known_counts
     driver.flush()
     driver.send("after", prompt(100, 1), policy="snapkv", max_new_tokens=OUTPUT)
     driver.finish()

@@ -17,8 +17,10 @@ NOTHING_LEFT = {"used": 0, "private": 0, "missing_after_flush": 0}
 
 @pytest.fixture(scope="module")
 def run(scenario):
-    """Runs a scenario of scenarios_foreseen.py."""
-    return partial(scenario, "scenarios_foreseen.py", env={"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"})
+    """Runs a scenario of scenarios_unconfirmed.py."""
+    return partial(
+        scenario, "scenarios_unconfirmed.py", env={"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}
+    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["overlap", "one after the other"])

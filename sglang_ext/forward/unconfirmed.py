@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
 
 
-def foreseen(state: State) -> list[int] | None:
+def known_counts(state: State) -> list[int] | None:
     """[L] entries that each list of a layer keeps of a request's prompt; None: wait for the device.
 
     None if data decide the numbers; if the prompt's own slots are overwritten, which could not be
@@ -39,7 +39,7 @@ def foreseen(state: State) -> list[int] | None:
         return None
     if state.folds and served.heads_differ:
         return None
-    return served.foreseen(state.prompt)
+    return served.known_counts(state.prompt)
 
 
 def taken_over(state: State, layers: list[int]) -> Known:
@@ -49,8 +49,8 @@ def taken_over(state: State, layers: list[int]) -> Known:
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """A request whose copy has been launched.
+class Unconfirmed:
+    """A request whose copy was launched before the device has said how many entries stay.
 
     Attributes:
         progress: its state's at the launch; the state has another one after a retraction.
@@ -106,7 +106,7 @@ class Foreseen:
 
 def launched(
     request: Any, state: State, counts: torch.Tensor, kept: torch.Tensor, finite: torch.Tensor
-) -> Foreseen:
+) -> Unconfirmed:
     """Ask the device for a request's numbers.
 
     Args:
@@ -115,4 +115,4 @@ def launched(
         finite: 0-d, whether the model's tensors were finite, on the device.
     """
     numbers = torch.cat([kept.flatten(), finite.long()[None]])
-    return Foreseen(request, state, state.progress, counts, numbers, Arriving(numbers))
+    return Unconfirmed(request, state, state.progress, counts, numbers, Arriving(numbers))
