@@ -184,7 +184,7 @@ class Crowd:
     @property
     def folds(self) -> int:
         """Of all requests so far."""
-        return sum(getattr(each, _OWN_STATE).told.folded for each in self.requests)
+        return sum(getattr(each, _OWN_STATE).reported.folded for each in self.requests)
 
     def _begin(self) -> None:
         kernels, shape = in_use(self.watch), self.case.shape
@@ -216,7 +216,7 @@ class Crowd:
             state.published = True
             request = SimpleNamespace(
                 rid=str(row), kv=kv, length=0, lock=None, output_ids=[], send_token_offset=0,
-                customized_info={"kv_policy": [state.told.facts]},
+                customized_info={"kv_policy": [state.reported.facts]},
             )  # fmt: skip
             setattr(request, _OWN_STATE, state)
             self._grow(request, prompt)

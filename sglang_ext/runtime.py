@@ -364,4 +364,4 @@ class Runtime:
             state.was_compressed = len(req.output_ids) > 0
         state.private = state.decoding = None
         state.published = state.detached = state.in_place = False
-        state.told.folded = state.told.dropped = 0
+        state.reported.folded = state.reported.dropped = 0

@@ -139,4 +139,4 @@ class timed:
         self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._state.told.seconds += time.perf_counter() - self._started
+        self._state.reported.seconds += time.perf_counter() - self._started

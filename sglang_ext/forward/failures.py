@@ -91,9 +91,9 @@ class Failures:
         self._log(state.served, req, stage, error)
         alone = self.ranks.size == 1 and not self._in_stages
         if alone or stage == ADMISSION:  # at admission all schedulers fail alike
-            self._take_up(req, state, stage, whole=whole)
+            self._fail_request(req, state, stage, whole=whole)
         else:
-            state.failing = 1 + 2 * _STAGES.index(stage) + (not whole)
+            state.failure_code = 1 + 2 * _STAGES.index(stage) + (not whole)
 
     def agree(self, requests: Iterable[Any]) -> None:
         """Take up what has failed on any rank; all ranks call it for the same requests.
@@ -103,28 +103,28 @@ class Failures:
         if self.ranks.size == 1:
             return
         known = [(req, state) for req in requests if (state := state_of(req)) is not None]
-        worst = self.ranks.worst([state.failing for _, state in known])
+        worst = self.ranks.worst([state.failure_code for _, state in known])
         for (req, state), code in zip(known, worst, strict=True):
             if not self._in_stages:
-                self.learn(req, state, code)
+                self.take_up_failure(req, state, code)
             elif code and not state.failed:
-                self._hear(req, state, code, "rank")
-                state.failing = code
+                self._log_elsewhere(req, state, code, "rank")
+                state.failure_code = code
 
-    def learn(self, req: Any, state: State, code: int) -> None:
+    def take_up_failure(self, req: Any, state: State, code: int) -> None:
         """Take up that a request's policy has failed on some rank or stage.
 
         Args:
-            code: the largest `State.failing` of all ranks and stages; 0: it has not.
+            code: the largest `State.failure_code` of all ranks and stages; 0: it has not.
         """
         if not code or state.failed:
             return
-        self._hear(req, state, code, "stage" if self._in_stages else "rank")
+        self._log_elsewhere(req, state, code, "stage" if self._in_stages else "rank")
         # Its prompt may have been given up since it failed.
-        self._take_up(req, state, _stage(code), whole=code % 2 == 1 and state.is_whole)
+        self._fail_request(req, state, _stage(code), whole=code % 2 == 1 and state.is_whole)
 
-    def _hear(self, req: Any, state: State, code: int, where: str) -> None:
-        if not state.failing:
+    def _log_elsewhere(self, req: Any, state: State, code: int, where: str) -> None:
+        if not state.failure_code:
             logger.warning(
                 "KV-cache policy %s failed at %s on another %s, whose log says why. rid=%s",
                 state.served.name,
@@ -138,8 +138,8 @@ class Failures:
         self._steps += 1
         return self.ranks.size > 1 and self._steps % _AGREE == 0
 
-    def _take_up(self, req: Any, state: State, stage: str, *, whole: bool) -> None:
-        state.failed, state.failing = True, 0
+    def _fail_request(self, req: Any, state: State, stage: str, *, whole: bool) -> None:
+        state.failed, state.failure_code = True, 0
         self._failed()
         if whole:
             serve_in_full(self._store, self._reports, req, Reason.POLICY_ERROR)
@@ -232,12 +232,12 @@ def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> N
             req.skip_radix_cache_insert = True
         store.free(private.row)
     state.give_up(reason)
-    if state.told.counted:
+    if state.reported.counted:
         reports.gave_up(req, state, reason)
 
 
 def _stage(code: int) -> str:
-    """What a policy failed at, by `State.failing`."""
+    """What a policy failed at, by `State.failure_code`."""
     return _STAGES[(code - 1) // 2]
 
 

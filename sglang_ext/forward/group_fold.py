@@ -181,7 +181,7 @@ class GroupFold:
         self._write([], time.perf_counter())
         self._services.failures.agree(each.request for each in self.members)
         for place, number in slots.items():
-            if self.members[place].state.failing:
+            if self.members[place].state.failure_code:
                 self._keep_pace(place, number)
 
     def _write(self, fixed: list[int], started: float) -> None:

@@ -27,7 +27,7 @@ def numbers_of_layer(state: State, kv_heads: int) -> int:
     exchanged = state.served.program.exchanged
     if exchanged:
         return len(exchanged) * PARTS
-    return kv_heads * (1 + state.prompt * state.told.shows_kept)
+    return kv_heads * (1 + state.prompt * state.reported.shows_kept)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Scored:
     def restart(self, chosen: torch.Tensor) -> None:
         """Begin again on the chosen tokens, int64 [m]; their entries go to the last m slots."""
         tokens = chosen.numel()
-        if self.state.told.shows_kept:
+        if self.state.reported.shows_kept:
             self.origin = chosen
         self.slots = self.prompt_slots = self.slots[self.slots.numel() - tokens :]
         self.run = self.run.again(tokens)
@@ -296,7 +296,7 @@ class PrefillStep:
         numbers = self._numbers([own for _, own in chosen])
         if self._services.stages.size > 1:
             for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
-                shown = self._of_all_heads(own.kept) if each.state.told.shows_kept else None
+                shown = self._of_all_heads(own.kept) if each.state.reported.shows_kept else None
                 given = (each.state, each.run, bool(finite), own.kept, counts)
                 self.parts[id(each.request)] = Chosen(*given, _known(held, widest), shown)
             return
@@ -374,8 +374,8 @@ class PrefillStep:
             return
         with failures.contained(request, COMPACTION, whole=False):
             positions = part.positions(said)
-            if positions is not None and state.private is not None and not state.told.counted:
-                state.told.kept = described(positions, None, state.prompt)
+            if positions is not None and state.private is not None and not state.reported.counted:
+                state.reported.kept = described(positions, None, state.prompt)
             self._note(scored, int(counts.sum()))
         if state.resumes and state.decoding is not None:
             # Keep what it computes next from the radix cache, which might put other slots in its
@@ -439,10 +439,15 @@ class PrefillStep:
 
     def _describe(self, scored: Scored, kept: torch.Tensor) -> None:
         """Note which entries were copied, bool [l, g, N], if the answer is to say it."""
-        state, told = scored.state, scored.state.told
+        state, reported = scored.state, scored.state.reported
         paired = bool(state.served.upper_layers)  # they hold everything
-        if told.shows_kept and not told.counted and state.private is not None and not paired:
-            told.kept = described(self._of_all_heads(kept), scored.origin, state.prompt)
+        if (
+            reported.shows_kept
+            and not reported.counted
+            and state.private is not None
+            and not paired
+        ):
+            reported.kept = described(self._of_all_heads(kept), scored.origin, state.prompt)
 
     def _of_all_heads(self, kept: torch.Tensor) -> torch.Tensor:
         """bool [l, G, N] kept on all ranks, from this rank's [l, g, N]."""

@@ -56,7 +56,7 @@ class Outcome:
         landed = {id(own.request): own.landed for fold in self._folds for own in fold.members}
         found += [self._lists_of(landed.get(id(each.request))) for each in self._leaving]
         # Read last: what precedes may fail.
-        found.insert(0, torch.tensor([state.failing for _, state, _ in self._concerned]))
+        found.insert(0, torch.tensor([state.failure_code for _, state, _ in self._concerned]))
         self._sizes = [each.numel() for each in found]
         self._receive = None
         if self._concerned:  # on all stages, or on none
@@ -71,9 +71,9 @@ class Outcome:
         if batch is not self._batch:
             raise RuntimeError("results are not processed in the order of their forwards")
         if self._receive is not None:
-            failing, *found = self._receive().split(self._sizes)
+            codes, *found = self._receive().split(self._sizes)
             with self._services.streams.forwarding():
-                self._learn(failing.tolist())
+                self._take_up_failures(codes.tolist())
                 goes_on = {id(req) for req, _ in self._going_on()}
                 prompts, steps = found[: len(self._ending)], found[len(self._ending) :]
                 for (req, state), own in zip(self._ending, prompts, strict=True):
@@ -113,10 +113,10 @@ class Outcome:
     def _part(self, req: Any) -> Part | None:
         return None if self._prefill is None else self._prefill.parts.get(id(req))
 
-    def _learn(self, failing: Sequence[int]) -> None:
-        codes = {id(req): code for (req, *_), code in zip(self._concerned, failing, strict=True)}
+    def _take_up_failures(self, codes: Sequence[int]) -> None:
+        known = {id(req): code for (req, *_), code in zip(self._concerned, codes, strict=True)}
         for req, state in self._going_on():
-            self._services.failures.learn(req, state, codes[id(req)])
+            self._services.failures.take_up_failure(req, state, known[id(req)])
 
     def _going_on(self) -> list[tuple[Any, State]]:
         """Requests that have been neither aborted nor retracted since."""

@@ -35,7 +35,7 @@ def known_counts(state: State) -> list[int] | None:
     that only their positions say how wide a layer is.
     """
     served = state.served
-    if state.in_place or state.resumes or state.told.shows_kept or served.in_stages:
+    if state.in_place or state.resumes or state.reported.shows_kept or served.in_stages:
         return None
     if state.folds and served.heads_differ:
         return None

@@ -36,7 +36,7 @@ class Reports:
         if not shows_kept or req.to_finish is not None:
             return
         if state is not None:
-            state.told.shows_kept = True
+            state.reported.shows_kept = True
             return
         # Nothing will leave, and no policy will report it.
         prompt = len(req.origin_input_ids)
@@ -67,9 +67,9 @@ class Reports:
             if not finite:
                 state.uncompressed = Reason.NOT_FINITE
             return
-        if state.told.counted:
+        if state.reported.counted:
             return
-        state.told.counted = True
+        state.reported.counted = True
         facts = self._of_compressed(state, state.private, entries)
         self._report(req, state, facts)
         self._metrics.compressed(
@@ -77,7 +77,7 @@ class Reports:
             prompt=state.prompt,
             entries=(facts["entries_before"], entries),
             size=(facts["kv_bytes_before"], facts["kv_bytes_after"]),
-            seconds=state.told.seconds,
+            seconds=state.reported.seconds,
         )
 
     def _of_compressed(self, state: State, private: Private, entries: int) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class Reports:
             "kv_bytes_before": self._slot_bytes * state.prompt,
             "kv_bytes_after": self._slot_bytes * after,
             "slots_freed": state.prompt - after,
-            "compression_seconds": round(state.told.seconds, 6),
+            "compression_seconds": round(state.reported.seconds, 6),
         }
         if state.propagates:
             facts |= state.progress.facts(state.prompt)
             self._metrics.propagated(name, facts["propagated_tokens"])
-        if state.told.shows_kept:
-            facts["kept"] = state.told.kept or self._everything(state.prompt)
+        if state.reported.shows_kept:
+            facts["kept"] = state.reported.kept or self._everything(state.prompt)
         return facts
 
     def finished(self, requests: Iterable[tuple[Any, State | None]]) -> None:
@@ -111,17 +111,18 @@ class Reports:
     def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
         """Note that the prompt of a request has ended and all of it stays."""
         state.seen = Seen()
-        if state.told.counted:
-            if "uncompressed" not in state.told.facts:  # it was compressed before it was retracted
+        if state.reported.counted:
+            # It was compressed before it was retracted.
+            if "uncompressed" not in state.reported.facts:
                 self.gave_up(req, state, reason)
             return
-        state.told.counted = True
+        state.reported.counted = True
         facts = {
             "policy": state.served.name,
             "prompt_tokens": state.prompt,
             "uncompressed": reason.value,
         }
-        if state.told.shows_kept:
+        if state.reported.shows_kept:
             facts["kept"] = self._everything(state.prompt)
         self._report(req, state, facts)
         self._metrics.uncompressed(state.served.name, reason)
@@ -133,9 +134,9 @@ class Reports:
 
     def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
         """Note a fold of a request: `dropped` entries have left, in `seconds`."""
-        state.told.folded += 1
-        state.told.dropped += dropped
-        now = {"folds": state.told.folded, "entries_dropped_in_decode": state.told.dropped}
+        state.reported.folded += 1
+        state.reported.dropped += dropped
+        now = {"folds": state.reported.folded, "entries_dropped_in_decode": state.reported.dropped}
         self._report_again(req, state, now)
         self._metrics.folded(state.served.name, dropped, seconds)
 
@@ -149,7 +150,7 @@ class Reports:
         return kept.everything(self._layers, self._kv_heads, prompt)
 
     def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
-        state.told.facts = facts
+        state.reported.facts = facts
         if state.folds:
             facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
         self._send(req, facts)
@@ -171,6 +172,6 @@ class Reports:
             # The last element has been sent; the next token's has not.
             values += [None] * (len(req.output_ids) - len(values))
             # What is kept of the prompt has been sent, and the tokenizer remembers it.
-            values.append({name: x for name, x in state.told.facts.items() if name != "kept"})
-            state.told.facts = values[-1]
-        state.told.facts.update(changes)
+            values.append({name: x for name, x in state.reported.facts.items() if name != "kept"})
+            state.reported.facts = values[-1]
+        state.reported.facts.update(changes)

@@ -197,7 +197,7 @@ class Seen:
 
 
 @dataclass
-class Told:
+class Reported:
     """What is reported of a request.
 
     Attributes:
@@ -252,12 +252,12 @@ class State:
         was_compressed: whether it decoded under its policy before it was retracted.
         skipped: decode steps whose folds had no slots for what would have stayed.
         seen: what earlier chunks of its prompt have shown to its policy.
-        told: what is reported of it.
+        reported: what is reported of it.
         plan: how its tokens leave the prefill; None if all go through every layer.
         progress: how far that has come.
         failed: whether the policy has failed in its work for the request.
-        failing: with several ranks or stages, code of the failure on this one that the others do
-            not know of yet (forward/failures.py); 0 if there is none.
+        failure_code: with several ranks or stages, code of the failure on this one that the others
+            do not know of yet (forward/failures.py); 0 if there is none.
         under_way: number of forwards with it whose outcome not all stages know yet.
     """
 
@@ -274,17 +274,17 @@ class State:
     was_compressed: bool = False
     skipped: set[int] = field(default_factory=set)
     seen: Seen = field(default_factory=Seen)
-    told: Told = field(default_factory=Told)
+    reported: Reported = field(default_factory=Reported)
     plan: Plan | None = None
     progress: Progress = field(default_factory=Progress)
     failed: bool = False
-    failing: int = 0
+    failure_code: int = 0
     under_way: int = 0
 
     @property
     def broken(self) -> bool:
         """Whether the policy has failed here, even if other ranks do not know yet."""
-        return self.failed or self.failing > 0
+        return self.failed or self.failure_code > 0
 
     @property
     def is_whole(self) -> bool:
@@ -366,7 +366,7 @@ class State:
     @property
     def goes_on_elsewhere(self) -> bool:
         """Whether its policy goes on on other stages, which do not know yet that it failed here."""
-        return self.failing > 0 and self.decoding is None and self.folds
+        return self.failure_code > 0 and self.decoding is None and self.folds
 
     @property
     def _present(self) -> Decoding:

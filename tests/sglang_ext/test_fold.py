@@ -65,9 +65,9 @@ class World:
         return run
 
     def report(self, request, state, dropped, seconds):
-        told = state.told
-        told.folded, told.dropped = told.folded + 1, told.dropped + dropped
-        self.reported.append((told.folded, told.dropped))
+        reported = state.reported
+        reported.folded, reported.dropped = reported.folded + 1, reported.dropped + dropped
+        self.reported.append((reported.folded, reported.dropped))
 
     def detach(self, requests):
         """What has been copied, or is about to be overwritten, is free; a read would show."""
@@ -393,7 +393,7 @@ def noted(state):
     try:
         yield
     except RuntimeError:
-        state.failing = 1
+        state.failure_code = 1
 
 
 def raising(*given):
@@ -405,7 +405,7 @@ def folded(world, counts, monkeypatch, fails=None, *, changed=False):
     state = world.state
     world.runtime.failures = SimpleNamespace(
         contained=lambda request, stage, **_: noted(state), agree=lambda requests: None,
-        note=lambda request, stage, error: setattr(state, "failing", 1),
+        note=lambda request, stage, error: setattr(state, "failure_code", 1),
     )  # fmt: skip
     world.grow(30)
     own, wanted = world.arena.own, None
@@ -440,7 +440,7 @@ def test_stages_hold_as_many_slots_also_where_a_fold_fails_on_one(
             private = world.state.private
             free = world.store.allocator.free_slots.numel()
             held[stage, fails] = private.slots.numel(), private.tail_start, world.freed, free
-            assert bool(world.state.failing) == bool(fails)
+            assert bool(world.state.failure_code) == bool(fails)
             if fails:
                 assert int(private.counts.sum()) == 0  # nobody reads what is half written
                 continue

@@ -60,14 +60,14 @@ class Stage:
             arena=arena, store=self.store, stages=meeting, streams=Streams(), evict=no_cache,
             forget_rows=lambda: None,
             tree=SimpleNamespace(evictable_size=lambda: 0, page_size=1),
-            failures=SimpleNamespace(learn=self.learn),
+            failures=SimpleNamespace(take_up_failure=self.take_up_failure),
             reports=SimpleNamespace(
                 finished=lambda requests: None,
                 skipped_fold=lambda request, state, step: self.told.append(("skipped", step)),
             ),
         )  # fmt: skip
 
-    def learn(self, request, state, code):
+    def take_up_failure(self, request, state, code):
         state.failed |= code > 0
 
     def carry_out(self, agreed):
@@ -126,7 +126,7 @@ def test_nothing_leaves_where_one_stage_has_no_room_for_what_stays(slots, room):
 
 def test_nothing_is_written_of_what_has_failed_on_one_stage():
     def fail(stages):
-        stages[1].state.failing = 3
+        stages[1].state.failure_code = 3
 
     for each in run(before=fail):
         assert each.state.failed
@@ -149,12 +149,12 @@ class OneOfTwo(Ranks):
 def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(in_stages, monkeypatch, caplog):
     """Without stages what fails on one rank is taken up where they agree."""
 
-    def take_up(self, req, state, stage, *, whole):
+    def fail_request(self, req, state, stage, *, whole):
         taken.append((stage, whole))
-        state.failed, state.failing = True, 0
+        state.failed, state.failure_code = True, 0
 
     taken = []
-    monkeypatch.setattr(Failures, "_take_up", take_up)
+    monkeypatch.setattr(Failures, "_fail_request", fail_request)
     failures = Failures(*[SimpleNamespace()] * 3, OneOfTwo(3), 0, in_stages=in_stages)
     request = Stage(0, Meeting(), [[5, 6], [7, 20]]).request
     request.rid = "r"
@@ -165,7 +165,7 @@ def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(in_stages, monkeypa
     assert "failed at scoring on another rank, whose log says why" in caplog.text
     failures.agree([request])
     if in_stages:
-        failures.learn(request, state, 4)  # a stage says it was worse
+        failures.take_up_failure(request, state, 4)  # a stage says it was worse
     assert taken == [("scoring", not in_stages)]
     assert caplog.text.count("on another") == 1
 

@@ -144,16 +144,16 @@ def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(caplog):
         stages[1].step.parts[id(stages[1].request)] = failing
 
     stages = carried_out("cake", before=fail, capacity="12", window="3")
-    assert [bool(each.state.failing) for each in stages] == [False, True, False]
+    assert [bool(each.state.failure_code) for each in stages] == [False, True, False]
     assert len({each.state.private.slots.numel() for each in stages}) == 1
     assert len({each.store.allocator.free_slots.numel() for each in stages}) == 1
     # All take it up with the next result; the request ends, because its prompt is not whole.
-    assert stages[1].state.failing % 2 == 0
+    assert stages[1].state.failure_code % 2 == 0
     assert not stages[1].reported
     other = stages[0]
     failures = other.step._services.failures
-    failures._take_up = lambda *given, whole: None
-    failures.learn(other.request, other.state, stages[1].state.failing)
+    failures._fail_request = lambda *given, whole: None
+    failures.take_up_failure(other.request, other.state, stages[1].state.failure_code)
     assert "failed at choosing on another stage, whose log says why. rid=r" in caplog.text
 
 
@@ -181,13 +181,13 @@ def test_a_stage_that_fails_to_copy_holds_as_many_slots_as_the_others(name, give
 
     with pytest.MonkeyPatch.context() as patches:
         stages = carried_out(name, before=fail, **given)
-    assert [bool(each.state.failing) for each in stages] == [False, True, False]
+    assert [bool(each.state.failure_code) for each in stages] == [False, True, False]
     assert len({each.state.private.slots.numel() for each in stages}) == 1
     assert len({each.store.allocator.free_slots.numel() for each in stages}) == 1
     assert {each.state.private.tail_start for each in stages} == {PROMPT}
     assert all(each.state.private.ready for each in stages)  # so all leave the prompt to others
     assert int(stages[1].state.private.counts.sum()) == 0
-    assert stages[1].state.failing % 2 == 0
+    assert stages[1].state.failure_code % 2 == 0
     assert stages[1].state.goes_on_elsewhere == (stages[0].state.decoding is not None)
 
 
@@ -209,5 +209,5 @@ def test_a_stage_that_keeps_more_than_others_reckoned_fails(monkeypatch):
         monkeypatch.setattr(run, "entries_kept", lambda: [13] * 5)
 
     first, *others = carried_out("cake", before=wrong, capacity="12", window="3")
-    assert first.state.failing
-    assert not any(each.state.failing for each in others)
+    assert first.state.failure_code
+    assert not any(each.state.failure_code for each in others)
