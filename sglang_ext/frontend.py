@@ -145,7 +145,7 @@ async def _generate(
         custom = body.get("custom_params")
         if custom is not None:
             obj.sampling_params = {**(obj.sampling_params or {}), "custom_params": custom}
-        adapter = compat.adapter_read_over(request, body)
+        adapter = compat.ignored_adapter(request, body)
         if adapter is not None and server.traffic.is_policy(adapter) and obj.lora_path is None:
             obj.lora_path = adapter  # as SGLang's other routes have it
     await server.arrived(manager, obj, request)

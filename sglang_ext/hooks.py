@@ -276,7 +276,7 @@ def _around_add_one(runtime: Runtime) -> Function:
         def add() -> Any:
             return original(adder, req, has_chunked_req, *args, **kw)
 
-        if asked.scores(req):
+        if asked.is_scoring(req):
             return internal.admit(runtime.services.store.set_aside, adder, req, add)
         result = add()
         admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
@@ -295,10 +295,10 @@ def _around_add_chunked(runtime: Runtime) -> Function:
         if adder.rem_chunk_tokens is None:
             # Chunked prefill is off: this is a resumed request, and its last chunk has no limit.
             adder.rem_chunk_tokens = max(adder.rem_input_tokens, req.seqlen)
-        if runtime.awaits(adder, req):
+        if runtime.chunk_must_wait(adder, req):
             adder.rem_chunk_tokens = 0
             return req
-        with compat.uncounted(adder) if asked.scores(req) else nullcontext():
+        with compat.uncounted(adder) if asked.is_scoring(req) else nullcontext():
             unfinished = original(adder, req)
         if not runtime.end_early(req):
             return unfinished
@@ -311,7 +311,7 @@ def _around_add_chunked(runtime: Runtime) -> Function:
 
 def _around_match_prefix(original: Function, tree: Any, params: Any) -> Any:
     """Around UnifiedRadixCache.match_prefix; what internal requests find is not marked as used."""
-    if params.req is None or tree.disable or not asked.scores(params.req):
+    if params.req is None or tree.disable or not asked.is_scoring(params.req):
         return original(tree, params)
     return compat.found_unnoticed(tree, params.key)
 
@@ -320,7 +320,7 @@ def _around_prefill_stats(
     original: Function, reporter: Any, batch: Any, *args: Any, **kw: Any
 ) -> None:
     """Around SchedulerMetricsReporter.report_prefill_stats."""
-    if batch is None or not batch.reqs or not all(asked.scores(req) for req in batch.reqs):
+    if batch is None or not batch.reqs or not all(asked.is_scoring(req) for req in batch.reqs):
         original(reporter, batch, *args, **kw)
 
 
@@ -367,7 +367,7 @@ def _around_end_output(runtime: Runtime) -> Function:
         """Around Req.update_finish_state: prescribed tokens end nothing."""
         if not force.goes_on(req):
             original(req, *args, **options)
-            if runtime.ends(req):
+            if runtime.ends_with_error(req):
                 compat.end_again(req)
 
     return around

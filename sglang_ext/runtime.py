@@ -110,7 +110,7 @@ class Runtime:
         top = asked.assigned(req).get("top")
         if top and req.beam_group is None:  # each beam has its own distributions
             self.raw.note(req, top)
-        if asked.scores(req):
+        if asked.is_scoring(req):
             internal.queue(req)
 
     def limit_prefix(self, req: Any, matched: int) -> int:
@@ -281,7 +281,7 @@ class Runtime:
             else:
                 self._unconfirmed.append(each)
 
-    def awaits(self, adder: Any, req: Any) -> bool:
+    def chunk_must_wait(self, adder: Any, req: Any) -> bool:
         """Whether a request in chunks cannot go on in a pass.
 
         It cannot while some stage does not know what stays of its prompt, or where its next chunk
@@ -308,7 +308,7 @@ class Runtime:
         if state.private is not None and state.private.ready:
             self.services.detach([(req, state)])
 
-    def ends(self, req: Any) -> bool:
+    def ends_with_error(self, req: Any) -> bool:
         """Whether a request that SGLang has ended has to end with an error instead.
 
         Its policy may have failed on some rank since the ranks agreed last. Stages have agreed

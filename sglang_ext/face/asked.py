@@ -57,7 +57,7 @@ def assigned(request: Any) -> Mapping[str, Any]:
     return {} if found is None else found
 
 
-def scores(request: Any) -> bool:
+def is_scoring(request: Any) -> bool:
     """Whether a request is an internal one that scores another's tokens."""
     return bool(assigned(request).get("scores"))
 

@@ -143,7 +143,7 @@ def drops_custom_params(request: Any) -> bool:
     return _route(request) in _WITHOUT_CUSTOM_PARAMS
 
 
-def adapter_read_over(request: Any, body: Mapping[str, Any]) -> str | None:
+def ignored_adapter(request: Any, body: Mapping[str, Any]) -> str | None:
     """The text after `:` in the model's name on `/v1/responses`, which ignores it; else None."""
     model = body.get("model")
     if _route(request) != "/v1/responses" or not isinstance(model, str):
@@ -838,7 +838,7 @@ def passed_over() -> Any:
     return AddReqResult.CONTINUE
 
 
-def simulates_output(adder: Any, request: Any) -> bool:
+def ignores_eos_without_cache(adder: Any, request: Any) -> bool:
     """Whether the prefill adder follows a request's output step by step instead of adding it."""
     return request.sampling_params.ignore_eos and getattr(adder.tree_cache, "disable", True)
 

@@ -150,11 +150,12 @@ class DecodeStep:
         failures, rows, lengths = self._services.failures, self._rows, self._lengths
         if len(self._noted):
             rows.note(self._noted, lengths, len(self._all_lengths))
-        may, full = rows.leaving(lengths).tolist(), rows.full(lengths, self._most).tolist()
+        may = rows.leaving(lengths).tolist()
+        must = rows.must_advance(lengths, self._most).tolist()
         leaving, due = self._leaving(may), failures.due()
-        ends = sorted({*leaving, *full})
+        ends = sorted({*leaving, *must})
         going = self._going_on(ends, leaving)
-        if may or full or due:  # the same on all ranks, even if one fails
+        if may or must or due:  # the same on all ranks, even if one fails
             failures.agree(self._concerned)
         if self._services.stages.size > 1:
             self.leaving = self._known_to_leave(leaving)

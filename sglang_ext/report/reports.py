@@ -46,7 +46,7 @@ class Reports:
     def without_policy(self, req: Any) -> None:
         """Note that the prompt of a request to which no policy applies has ended."""
         # A retracted request comes again, with its output so far.
-        internal = compat.is_health_check(req) or asked.scores(req)
+        internal = compat.is_health_check(req) or asked.is_scoring(req)
         if not req.output_ids and not internal and req.to_finish is None:
             self._metrics.without_policy()
 

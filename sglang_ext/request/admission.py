@@ -56,22 +56,23 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     # What the prompt has in the radix cache is not its own.
     own = max(state.prompt - prefix, 0)
     may_move = state.may_move(store.arena.slot_bytes) and slots + page <= own
-    if _most(slots, state.prompt, grows, in_place=may_move) + 2 * page >= store.dense_capacity:
+    peak = _peak_slots(slots, state.prompt, grows, in_place=may_move)
+    if peak + 2 * page >= store.dense_capacity:
         # It would wait for ever: even an empty pool has no room for prompt and copy.
         state.uncompressed = Reason.NO_SLOTS
         state.forget()
         return 0
-    if compat.simulates_output(adder, req):
+    if compat.ignores_eos_without_cache(adder, req):
         state.in_place = may_move  # there is no radix cache
         return 0 if may_move else slots
     # The copy takes the prompt's place: the request holds both when its prefill ends, and the copy
     # with its output later. Where both have no room, the prompt is compacted within its slots.
     for in_place in (False, True) if may_move else (False,):
-        state.in_place, needs = in_place, _most(slots, own, grows, in_place=in_place)
+        state.in_place, needs = in_place, _peak_slots(slots, own, grows, in_place=in_place)
         if needs + page < _room(adder):
             break
-        held = _held(slots, own, in_place=in_place)
-        everything = _for_a_moment(adder, req, held + page, slots + grows + page)
+        at_prefill_end = _slots_at_prefill_end(slots, own, in_place=in_place)
+        everything = _borrowed_reserve(adder, req, at_prefill_end + page, slots + grows + page)
         if everything is not None:
             needs = everything - page
             break
@@ -117,7 +118,7 @@ def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
     return True
 
 
-def _for_a_moment(adder: Any, req: Any, now: int, later: int) -> int | None:
+def _borrowed_reserve(adder: Any, req: Any, now: int, later: int) -> int | None:
     """Slots to reserve for the only request of a pass if it can borrow from others' reserves.
 
     Slots that running requests reserve for output to come are still free, and the new request gives
@@ -130,7 +131,7 @@ def _for_a_moment(adder: Any, req: Any, now: int, later: int) -> int | None:
         The most that SGLang still admits; None where the request does not fit even so.
     """
     alone = all(each is req for each in adder.can_run_list)
-    if not alone or req.output_ids or asked.scores(req):
+    if not alone or req.output_ids or asked.is_scoring(req):
         return None
     # SGLang pins what the request found in the radix cache before it looks at its budget.
     pinned = 0 if adder.can_run_list else req.prefix_len
@@ -152,7 +153,7 @@ def _folds(req: Any) -> bool:
     return state is not None and state.folds
 
 
-def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
+def _peak_slots(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
     """Slots that a request holds at most: when its prefill ends, or with all of its output.
 
     Args:
@@ -160,11 +161,11 @@ def _most(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
         prompt, grows: slots of its prompt that are its own, and slots that its output takes.
         in_place: whether the copy is made within the prompt's slots.
     """
-    return max(_held(slots, prompt, in_place=in_place), slots + grows)
+    return max(_slots_at_prefill_end(slots, prompt, in_place=in_place), slots + grows)
 
 
-def _held(slots: int, prompt: int, *, in_place: bool) -> int:
-    """Slots that a request holds when its prefill ends; arguments as in `_most`."""
+def _slots_at_prefill_end(slots: int, prompt: int, *, in_place: bool) -> int:
+    """Slots that a request holds when its prefill ends; arguments as in `_peak_slots`."""
     return prompt + IN_FLIGHT + (0 if in_place else slots)
 
 

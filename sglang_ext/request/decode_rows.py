@@ -99,7 +99,7 @@ class DecodeRows:
         """Rows whose entries may leave at a step; `lengths` as in `noted`."""
         return np.flatnonzero(self._leaves <= lengths)
 
-    def full(self, lengths: np.ndarray, most: int) -> np.ndarray:
+    def must_advance(self, lengths: np.ndarray, most: int) -> np.ndarray:
         """Rows whose policies have to be taken through steps before more than `most` gather."""
         return np.flatnonzero(self._takes_all & (lengths - self._first_pending >= most - 1))
 

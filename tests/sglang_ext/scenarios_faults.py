@@ -221,10 +221,10 @@ def borrowed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     full = driver.alone([(rid, ids, "none", new) for rid, ids, _, new in cases])
     alone = driver.alone(cases)
     lent: list[str] = []
-    for_a_moment, compress = admission._for_a_moment, prefill_step.compress
+    borrowed_reserve, compress = admission._borrowed_reserve, prefill_step.compress
 
     def noting(adder: Any, req: Any, now: int, later: int) -> int | None:
-        found = for_a_moment(adder, req, now, later)
+        found = borrowed_reserve(adder, req, now, later)
         if found is not None and req.rid not in lent:
             lent.append(req.rid)
         return found
@@ -234,7 +234,7 @@ def borrowed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             raise Fault("compaction on purpose")
         compress(services, req, *arguments)
 
-    admission._for_a_moment, prefill_step.compress = noting, faulty
+    admission._borrowed_reserve, prefill_step.compress = noting, faulty
     stages, result = _record_failures(), {}
     for fails in (False, True):
         driver.flush()

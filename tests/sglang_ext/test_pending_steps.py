@@ -270,7 +270,7 @@ def test_of_a_window_only_the_last_queries_are_held():
     batches.rows.hand_over()
     assert sum(len(part.steps) for part in batches.pending("a").parts) == 2
     lengths = np.array([batches.requests["a"].length])
-    assert not len(batches.rows.full(lengths, 1))  # they are not more than it holds anyway
+    assert not len(batches.rows.must_advance(lengths, 1))  # they are not more than it holds anyway
     assert torch.equal(batches.shown("a")[0], batches.wanted("a"))
 
 
@@ -289,8 +289,8 @@ def test_steps_that_gather_are_bounded_in_number_and_in_bytes(monkeypatch):
     for _ in range(4):
         batches.forward()
         lengths = np.array([batches.requests[name].length for name in "ab"])
-        assert not len(batches.rows.full(lengths, 5))
+        assert not len(batches.rows.must_advance(lengths, 5))
     batches.forward()
-    assert batches.rows.full(lengths + 1, 5).tolist() == [0, 1]
+    assert batches.rows.must_advance(lengths + 1, 5).tolist() == [0, 1]
     batches.followed("b")
-    assert batches.rows.full(lengths + 1, 5).tolist() == [0]
+    assert batches.rows.must_advance(lengths + 1, 5).tolist() == [0]
