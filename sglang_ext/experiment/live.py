@@ -67,7 +67,7 @@ class Live:
         self.file = file
         self._served, self._state = dict(served), state
         self.lifecycle = self._restored(experiment)
-        self._number = 0  # number of requests that were shadowed
+        self._shadowed_requests = 0  # their number, those before a restart included
         self._begin(Analysis(experiment))
         self._resume()
         self.series = Series(experiment)
@@ -75,15 +75,16 @@ class Live:
         self.series.reloaded(True)
         self.series.saved(True)
         self._unsaved: set[Path] = set()  # files that could not be written
-        self._changes = 0  # number of changes of where it stands, those by time left out
-        self._stood = (0.0, 0)  # seconds it had run, and its step, when last written
+        self._change_count = 0  # number of changes of where it stands, those by time left out
+        self._state_written = (0.0, 0)  # seconds it had run, and its step, when last written
         self._writing = threading.Lock()
-        self._kept = (-math.inf, 0)  # time of the last write of evidence, and the counts in it
+        # Time of the last write of evidence, and the sum of the counts in it.
+        self._evidence_written = (-math.inf, 0)
         self._problem = ""  # what is wrong with the file as last seen
         self._seen = self._digest(file.read_bytes())
         self._looked = 0.0
         self._warned: set[str] = set()
-        self._changing: set[str] = set()  # names of policies that are being changed
+        self._changing_policies: set[str] = set()  # names of policies that are being changed
         self.save()
 
     def _restored(self, experiment: Experiment) -> Lifecycle:
@@ -114,7 +115,7 @@ class Live:
             return
         if found is not None:
             self._begin(found.analysis, found.seconds)
-            self._number = found.shadowed
+            self._shadowed_requests = found.shadowed
 
     @property
     def experiment(self) -> Experiment:
@@ -230,13 +231,13 @@ class Live:
         arm = assigned["arm"]
         drift = drift if math.isfinite(drift) else self.clip
         top1 = top1 if math.isfinite(top1) else 1.0
-        self._number += 1
+        self._shadowed_requests += 1
         logger.log(
             logging.INFO if drift > self._margin() else logging.DEBUG,
             "KV-cache experiment %s: scored request %d of arm %s drifts by %.3f nats per token. "
             "rid=%s",
             self.experiment.name,
-            self._number,
+            self._shadowed_requests,
             arm,
             drift,
             rid,
@@ -249,7 +250,7 @@ class Live:
             drift=drift,
             top1=top1,
             tokens=tokens,
-            number=self._number,
+            number=self._shadowed_requests,
             key_hash=assigned["key"],
         )
         self.look()
@@ -355,11 +356,11 @@ class Live:
         self.series.standing(self.lifecycle)
         if self._state is None:
             return
-        self._kept = (-math.inf, self._kept[1])
-        self._changes += 1
-        self._stood = (self.lifecycle.elapsed, self.lifecycle.step)
+        self._evidence_written = (-math.inf, self._evidence_written[1])
+        self._change_count += 1
+        self._state_written = (self.lifecycle.elapsed, self.lifecycle.step)
         try:
-            self._write(self._state, self.lifecycle.saved(), self._changes)
+            self._write(self._state, self.lifecycle.saved(), self._change_count)
         except StateFileError as error:
             self._not_saved(self._state, error)
         else:
@@ -368,7 +369,7 @@ class Live:
     def _write(self, file: Path, saved: Mapping[str, Any], changes: int) -> None:
         """Write where the experiment stood after `changes` changes, unless there is a later one."""
         with self._writing:
-            if changes == self._changes:
+            if changes == self._change_count:
                 state_file.save(file, saved)
 
     async def keep_state(self) -> None:
@@ -377,15 +378,15 @@ class Live:
         What could not be written is tried again.
         """
         elapsed, step = self.lifecycle.elapsed, self.lifecycle.step
-        since, before = self._stood
+        since, before = self._state_written
         if self._state is None or (
             elapsed < since + _KEEP_EVERY and step == before and self._state not in self._unsaved
         ):
             return
-        self._stood = (elapsed, step)
+        self._state_written = (elapsed, step)
         saved = self.lifecycle.saved()
         try:
-            await asyncio.to_thread(self._write, self._state, saved, self._changes)
+            await asyncio.to_thread(self._write, self._state, saved, self._change_count)
         except StateFileError as error:
             self._not_saved(self._state, error)
         else:
@@ -394,15 +395,16 @@ class Live:
     async def keep_evidence(self) -> None:
         """Write what was seen, if it is time to and there is something new."""
         now, seen = time.monotonic(), sum(self._counts())
-        if self._state is None or now < self._kept[0] + _KEEP_EVERY or seen == self._kept[1]:
+        since, before = self._evidence_written
+        if self._state is None or now < since + _KEEP_EVERY or seen == before:
             return
-        self._kept = (now, seen)
+        self._evidence_written = (now, seen)
         file = state_file.evidence_file(self._state)
-        saved = Evidence(self.analysis, now - self._analysed, self._number).saved()
+        saved = Evidence(self.analysis, now - self._analysed, self._shadowed_requests).saved()
         try:
             await asyncio.to_thread(state_file.save, file, saved)
         except StateFileError as error:
-            self._kept = (now, -1)
+            self._evidence_written = (now, -1)
             self._not_saved(file, error)
         else:
             self._saved(file)
@@ -446,11 +448,11 @@ class Live:
         """
         if self.uses(name):
             raise InUse(f"experiment `{self.experiment.name}` has begun to use `{name}` meanwhile")
-        self._changing.add(name)
+        self._changing_policies.add(name)
         try:
             yield
         finally:
-            self._changing.remove(name)
+            self._changing_policies.remove(name)
         if withdrawn:
             self._served.pop(name, None)
         else:
@@ -494,7 +496,7 @@ class Live:
                 "send the experiment again when the change is done",
             )
             for path, names in named
-            for name in self._changing.intersection(names)
+            for name in self._changing_policies.intersection(names)
         ]
         if problems:
             raise PolicyError(problems, found.source)
@@ -506,7 +508,7 @@ class Live:
         if anew:
             self._begin(Analysis(experiment))
             self._warned.clear()
-            self.series.began(experiment)
+            self.series.begin_revision(experiment)
         logger.info(
             "KV-cache experiment %s: %s.",
             experiment.name,
@@ -525,7 +527,7 @@ class Live:
             self.replace(self.read(content.decode("utf-8"), str(self.file)))
         except (PolicyError, UnicodeDecodeError) as error:
             self._failed(str(error))
-            if self._changing:
+            if self._changing_policies:
                 self._seen = ""  # it may be right once these policies are served
         else:
             self.reloaded, self._problem = True, ""

@@ -113,7 +113,7 @@ class Series:
             self._show(name, own, value)
         self._count_nothing()
 
-    def began(self, experiment: Experiment) -> None:
+    def begin_revision(self, experiment: Experiment) -> None:
         """A revision begins: series of its arms are created, gauges of others reset."""
         renamed = experiment.name != self._experiment.name
         before = dict(self._gauges)
