@@ -67,7 +67,7 @@ class Live:
         self.file = file
         self._served, self._state = dict(served), state
         self.lifecycle = self._restored(experiment)
-        self._shadowed_requests = 0  # their number, those before a restart included
+        self._shadowed_requests = 0  # those before a restart included
         self._begin(Analysis(experiment))
         self._resume()
         self.series = Series(experiment)
