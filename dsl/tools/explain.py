@@ -229,7 +229,8 @@ def _written(checked: Checked, node: Node) -> str:
 def _entries(bound: Bound, length: int) -> Iterator[str]:
     size, layers = Bounds(bound, length).kept, bound.shape.layers
     mean = size.total / (layers * bound.shape.kv_heads)
-    if _is_exact(bound, length):
+    # Where heads or layers compete, the total is exact while `size.head` is only a bound.
+    if _is_exact(bound, length) and bound.shape.kv_heads * sum(size.head) == size.total:
         top = max(1, *size.head)
         for first, last in runs(size.head):
             name = layers_text(first, last)

@@ -284,13 +284,17 @@ def _assumptions(full: _Way, own: _Policy) -> list[str]:
     if own.load.batch > full.at_once:
         fit = f"{full.at_once:,} with full KV, {own.at_once:,} with the policy"
         found.append(f"TPOT is of {own.load.batch:,} requests whether they fit or not ({fit})")
-    if own.asked.fold is not None:
+    decode, fold = bound.folded.decode, own.fold(1)
+    if decode is not None and fold is not None:
+        when = f"every {bound.fold_interval}"
+        if decode.when is not None:
+            when = f"{fold.times:,} of {own.new:,}"
         found.append(
-            f"entries leave at every {bound.fold_interval} steps, all requests at one step, which "
+            f"entries leave at {when} steps, all requests at one step, which "
             "waits for the host; " + ("the size is held" if own.steady else "answers stay whole")
         )
     if bound.upper_layers:
         found.append("layers that share a direction are counted as if each held its own")
-    if not own.steady and own.asked.fold is None:
+    if not own.steady and fold is None:
         found.append("nothing leaves while decoding: what is generated stays")
     return found

@@ -54,6 +54,19 @@ def test_budgets_that_depend_on_data_are_bounded(model, capsys):
     assert "everything may stay" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("axes", ["kv, token", "layer, kv, token"])
+def test_a_head_that_competes_has_no_number_of_its_own(model, tmp_path, capsys, axes):
+    policy = tmp_path / "x.yaml"
+    keep = f"top[{axes}](norm1[dim](key), 64)"
+    policy.write_text(f"policy: x\nlanguage: 1\nkeep: {keep}\n")
+    assert explain(model, str(policy)) == 0
+    text = capsys.readouterr().out
+    kept = section(text, "Entries kept per KV head")
+    assert "depend on the prompt's content" in kept[0]
+    assert "on average over layers and KV heads at most " in kept[1]
+    assert "at most" not in " ".join(section(text, "Memory"))
+
+
 EXCHANGED = "Exchanged between ranks, where the model is divided over them (--tp-size)"
 
 

@@ -99,6 +99,11 @@ def test_a_policy_that_holds_a_size_holds_it_and_folds():
     assert policy.at_once == int((pool - (32768 * TOKEN - each)) / each)
 
 
+@pytest.mark.parametrize(("name", "when"), [("h2o", "every 16"), ("simlayerkv", "1 of 512")])
+def test_it_is_said_when_entries_leave(name, when):
+    assert f"entries leave at {when} steps" in " ".join(expected(name).assumptions)
+
+
 def test_layers_that_fewer_tokens_reach_take_less_of_a_prefill():
     found = expected("fastkv", tsp_layer="15", tsp_rate="0.2")
     own = sum(
