@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
 from kvpolicy.dsl.syntax.comments import Comment, find_comments
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
@@ -26,6 +27,7 @@ WIDTH = 120
 
 _EXPRESSIONS = ("expression", "default", "either", "expressions", "same")
 _PLAIN = re.compile(r"[A-Za-z0-9(][^\n]*|-[^ \n][^\n]*")
+_RESOLVER, _STRING = yaml.resolver.Resolver(), "tag:yaml.org,2002:str"
 
 
 def format_file(path: Path, write: bool = True) -> bool:
@@ -212,6 +214,7 @@ class _Writer:
             return text
         safe = _PLAIN.fullmatch(text) and ": " not in text and " #" not in text
         safe = safe and text.isprintable()  # some other characters end a line in YAML
+        safe = safe and _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)) == _STRING
         if flow or not safe or text != text.strip() or text.endswith(":"):
             return _quoted(text)
         return text
@@ -264,8 +267,6 @@ def _joined(pieces: Iterable[_Piece]) -> str:
 
 def _expression_text(value: Scalar) -> str:
     """An expression, number or word on one line in canonical spacing."""
-    if re.fullmatch(r"-?[0-9][^ ]*", value.text.strip()):
-        return value.text.strip()
     return _joined(_pieces(value.text))
 
 

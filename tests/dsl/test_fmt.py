@@ -115,6 +115,21 @@ def test_laid_out_expressions_keep_their_lines():
     assert "budget: |\n  4 * prompt\n  where layer < 2\n  else -8\nkeep" in formatted(text)
 
 
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [("0.2*prompt", "0.2 * prompt"), ("-8+heads", "-8 + heads"), ("-1e-3", "-1e-3"), ("8", "8")],
+)
+def test_expressions_that_begin_with_a_digit(expression, expected):
+    text = "policy: x\nlanguage: 1\nbudget: {}\nkeep: recent(4)\n"
+    assert formatted(text.format(expression)) == text.format(expected)
+
+
+@pytest.mark.parametrize("text", ["2404.14469", "yes", "null", "12", "2024-04-22"])
+def test_texts_that_yaml_reads_as_something_else_keep_their_quotes(text):
+    text = f'policy: x\nlanguage: 1\nabout: "{text}"\nkeep: recent(4)\n'
+    assert formatted(text) == text
+
+
 @pytest.mark.parametrize("character", ["\\u2028", "\\x85", "\\x07", "\\ufeff", "\\U000e0001"])
 def test_texts_that_cannot_be_shown_are_kept(character):
     """Some of these end a line in YAML, where they stand as they are."""
