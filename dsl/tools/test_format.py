@@ -54,6 +54,7 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _AFTER_KEYS = ("kept", "merged", "thresholds", "reported")
 _EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "after")
 _STEP_TENSORS = ("q_step", "k_step", "v_step")
+_STEPS = "give `steps: N`; the first step is 1"
 _CASE_KEYS = (
     *("name", "about", "set", "model", "tokens", "q", "k", "v"),
     *("steps", *_STEP_TENSORS, "inv_freq", "fold_interval", "refused"),
@@ -134,7 +135,7 @@ class _Reader:
             try:
                 keys = self.mapping(root, ("policy", "tests"), required=("policy", "tests"))
                 policy = self.text(keys["policy"])
-                for node in self.sequence(keys["tests"], "tests").items:
+                for node in self.sequence(self.filled(keys["tests"], "tests"), "tests").items:
                     cases.extend(self.case(node))
             except PolicyError as error:
                 self.diagnostics += error.diagnostics
@@ -162,6 +163,9 @@ class _Reader:
         settings = self.mapping(keys["set"]) if "set" in keys else {}
         if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
             raise self.defect("a test says either what is `kept` or how it is `refused`", node)
+        for name in _STEP_TENSORS:
+            if name in keys and not steps:
+                raise self.defect(f"`{name}` is read at steps; the test has 0", keys[name], _STEPS)
         inv_freq = self.given(keys, "inv_freq", self.inv_freq, None)
         return PolicyTest(
             name=self.text(keys["name"]),
@@ -175,7 +179,7 @@ class _Reader:
             fold_interval=fold_interval,
             expected=self.expected(keys, shape),
             after=self.after(keys["after"], shape, steps) if "after" in keys else {},
-            refused=self.given(keys, "refused", self.text, None),
+            refused=self.given(keys, "refused", self.refusal, None),
         )
 
     def given(
@@ -187,6 +191,13 @@ class _Reader:
     def inv_freq(self, node: YamlNode) -> list[float]:
         return [self.number(item) for item in self.sequence(node, "inv_freq").items]
 
+    def refusal(self, node: YamlNode) -> str:
+        return self.text(self.filled(node, "refused"))
+
+    def reported(self, node: YamlNode, read: Reads[_T]) -> dict[str, _T]:
+        values = self.mapping(self.filled(node, "reported"))
+        return {name: read(value) for name, value in values.items()}
+
     def expected(self, keys: dict[str, YamlNode], shape: ModelShape) -> dict[str, object]:
         """What is expected of the prefill or of a step, by key."""
         per_layer = partial(self.layers, shape=shape, read=self.value)
@@ -194,7 +205,7 @@ class _Reader:
             "kept": partial(self.heads, shape=shape, read=self.positions),
             "budgets": partial(self.heads, shape=shape, read=self.whole),
             "thresholds": per_layer,
-            "reported": lambda node: {n: per_layer(x) for n, x in self.mapping(node).items()},
+            "reported": partial(self.reported, read=per_layer),
             "merged": partial(self.layers, shape=shape, read=self.difference),
             "selected_layer": lambda node: None if self.is_none(node) else self.whole(node),
             "propagated": self.propagated,
@@ -205,15 +216,18 @@ class _Reader:
         """What is expected after decode steps, by step."""
         if not isinstance(node, yaml_nodes.Mapping):
             raise self.defect("`after` says by step what is cached", node)
+        self.filled(node, "after")
         found: dict[int, dict[str, object]] = {}
         for key, value in node.entries:
             step = self.whole(key)
             if not 1 <= step <= steps:
                 message = f"`{key.text}` is no step; the test has {steps}"
-                raise self.defect(message, key, "give `steps: N`; the first step is 1")
+                raise self.defect(message, key, _STEPS)
+            if step in found:
+                raise self.defect(f"step {step} is given twice", key)
             entry = {"kept": value}
             if isinstance(value, yaml_nodes.Mapping):
-                entry = self.mapping(value, _AFTER_KEYS)
+                entry = self.mapping(self.filled(value, f"after.{step}"), _AFTER_KEYS)
             found[step] = self.expected(entry, shape)
         return found
 
@@ -236,10 +250,12 @@ class _Reader:
             raise self.defect(message, node)
         return [read(item) for item in node.items]
 
-    def value(self, node: YamlNode) -> LayerValue:
-        """A number, `none`, or a list of values, one level of lists for each axis."""
+    def value(self, node: YamlNode) -> LayerValue | str:
+        """A number, `inf`, `none`, or a list of values, one level of lists for each axis."""
         if isinstance(node, yaml_nodes.Sequence):
             return [self.value(item) for item in node.items]
+        if self.text(node) in ("inf", "-inf"):
+            return self.text(node)
         return None if self.is_none(node) else self.number(node)
 
     def difference(self, node: YamlNode) -> dict[str, float]:
@@ -290,6 +306,18 @@ class _Reader:
         return found
 
     # YAML values.
+
+    def filled(self, node: YamlNode, key: str) -> YamlNode:
+        """The value of a key that may not be empty: nothing would be compared."""
+        if isinstance(node, yaml_nodes.Mapping):
+            empty = not node.entries
+        elif isinstance(node, yaml_nodes.Sequence):
+            empty = not node.items
+        else:
+            empty = not self.text(node)
+        if empty:
+            raise self.defect(f"`{key}` is empty, so that nothing is compared", node)
+        return node
 
     def mapping(
         self, node: YamlNode, known: Sequence[str] = (), required: Sequence[str] = ()

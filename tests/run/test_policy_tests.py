@@ -124,6 +124,24 @@ def test_what_is_reported(tmp_path, capsys):
     assert "the policy has no sise to compare" in capsys.readouterr().out
 
 
+def test_what_is_reported_may_be_infinite(tmp_path, capsys):
+    policy = "let: {size: 'log(norm1[token, dim](key))'}\nkeep: all where size > 0 else recent(1)\n"
+    case = """
+    model: {layers: 1, heads: 1, kv_heads: 1, head_size: 1}
+    tokens: 3
+    reported: {size: [[-inf]]}
+"""
+    assert outcome(tmp_path, policy + "report: [size]\n", case) == 0
+    assert outcome(tmp_path, policy + "report: [size]\n", case.replace("-inf", "inf")) == 1
+    assert "size is [['-inf']], not [['inf']]" in capsys.readouterr().out
+
+
+def test_no_tests_are_a_defect(tmp_path, capsys):
+    (tmp_path / "p.test.yaml").write_text("policy: p\ntests: []\n")
+    assert main(["test", str(tmp_path / "p.test.yaml")]) == 2
+    assert "`tests` is empty, so that nothing is compared" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -134,6 +152,12 @@ def test_what_is_reported(tmp_path, capsys):
         (f"    {MODEL}\n    thresholds: [1, 2]\n", "2 layers are listed, the model has 1"),
         (f"    {MODEL}\n    propagated: x\n", "`x` is no position"),
         (f"    {MODEL}\n    steps: 2\n    q_step: {{seed: 1}}\n", "either what is `kept`"),
+        (f"    {MODEL}\n    after: {{}}\n", "`after` is empty, so that nothing is compared"),
+        (f"    {MODEL}\n    steps: 1\n    after: {{1: {{}}}}\n", "`after.1` is empty"),
+        (f'    {MODEL}\n    steps: 1\n    after: {{1: "3", 01: "3"}}\n', "step 1 is given twice"),
+        (f"    {MODEL}\n    reported: {{}}\n", "`reported` is empty"),
+        (f'    {MODEL}\n    refused: ""\n', "`refused` is empty"),
+        (f'    {MODEL}\n    q_step: {{seed: 1}}\n    kept: ""\n', "`q_step` is read at steps"),
         (f'    {MODEL}\n    inv_freq: [1]\n    kept: ""\n', "it has half the head size, 4"),
     ],
 )
