@@ -13,10 +13,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
+from kvpolicy.dsl.syntax import parse
 from kvpolicy.experiments.metrics import METRICS, MetricKind, Role
 from kvpolicy.experiments.quantities import duration_text, percent_text
 
-NO_POLICY = "none"  # serves a request with full KV
+NO_POLICY = parse.NO_POLICY  # serves a request with full KV
 
 # Keys that may change while an experiment runs: no request's key moves to another arm, and what
 # was seen stays valid.

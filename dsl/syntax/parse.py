@@ -21,6 +21,7 @@ from kvpolicy.dsl.syntax.yaml_nodes import POLICY, Mapping, Scalar, Sequence, Ya
 MAX_NAMES = 64
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,4})?")
+NO_POLICY = "none"  # names full KV in requests
 POLICY_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -138,6 +139,10 @@ class _Reader:
         return node.text
 
     def name(self, node: Scalar, key: Key, path: str) -> str | None:
+        if node.text == NO_POLICY:
+            help = "requests with this name are served with full KV; choose another one"
+            self.error("key", f"`{NO_POLICY}` stands for no policy", node.span, help)
+            return None
         if POLICY_NAME.fullmatch(node.text) and len(node.text) <= 64:
             return node.text
         help = "lower case letters and digits in groups joined by `-`, at most 64 characters"
