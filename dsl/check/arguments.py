@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpolicy.dsl.check.expressions import UNIT_WORDS, Typer
-from kvpolicy.dsl.check.names import Context, Wrong
+from kvpolicy.dsl.check.names import Context, Wrong, sound
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.nodes import AXES, Node, When, brackets
 from kvpolicy.dsl.ir.ranges import shown
@@ -29,7 +31,8 @@ def written_axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...
         what = f"the axis that it looks {_LOOKS[only]}" if only else "axes"
         if function.rule == "reduction":
             what = "the axes to remove"
-        message = f"`{call.name}` needs {what}, as in `{call.name}[{only or 'query'}](...)`"
+        axis = only or _example_axis(typer, call)
+        message = f"`{call.name}` needs {what}, as in `{call.name}[{axis}](...)`"
         raise typer.error("arguments", message, call.name_span)
     span = call.axes[0].span
     if function.axes == "none":
@@ -40,6 +43,12 @@ def written_axes(typer: Typer, call: Call, function: Function) -> tuple[str, ...
         message = f"`{call.name}` looks {_LOOKS[only]} {only}s only, as in `{function.signature}`"
         raise typer.error("arguments", message, span)
     return axes
+
+
+def _example_axis(typer: Typer, call: Call) -> str:
+    """An axis of the first argument: `query` if it has that or none."""
+    x = sound(partial(typer.expr, call.arguments[0].value)) if call.arguments else None
+    return "query" if x is None or not x.type.axes or "query" in x.type.axes else x.type.axes[-1]
 
 
 def _named_axes(typer: Typer, written: tuple[Axis, ...]) -> tuple[str, ...]:

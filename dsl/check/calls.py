@@ -26,7 +26,7 @@ from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
 from kvpolicy.dsl.ops.forms import form
 from kvpolicy.dsl.ops.operations import Function, Operation
-from kvpolicy.dsl.ops.table import FUNCTIONS, OPERATIONS
+from kvpolicy.dsl.ops.table import FUNCTIONS, OPERATIONS, RESERVED
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.expression import parse_expression
 from kvpolicy.dsl.syntax.tree import Axis, Call, Expr, Name
@@ -103,7 +103,7 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node:
     if function is None:
         raise _unknown_function(typer, call)
     row = OPERATIONS.get(call.name)
-    if row is not None and row.of_two and call.axes is None and len(call.arguments) == 2:
+    if row is not None and row.of_two and call.axes is None and len(call.arguments) > 1:
         return _pair(typer, call, row.of_two)
     axes = sound(partial(written_axes, typer, call, function))
     exprs = bind_arguments(typer, call, function)
@@ -114,7 +114,7 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node:
         message = f"`{typer.shown(call)}` has no count"
         help = (
             "without a count, `top` fills the budget, which it can only in `keep` and "
-            "`propagate.tokens`, in last place"
+            "`propagate.tokens`, alone or last after `then`"
         )
         raise typer.error("arguments", message, call.span, help)
     if function.rule in _NOT_READ_AT_ONCE:
@@ -127,6 +127,8 @@ def type_call(typer: Typer, call: Call, fills: bool = False) -> Node:
 def _unknown_function(typer: Typer, call: Call) -> Wrong:
     for argument in call.arguments:
         sound(partial(typer.expr, argument.value))
+    if RESERVED.get(call.name) == "an axis":
+        return typer.scope.unknown(Name(call.name_span, call.name), typer.context)
     if typer.scope.knows(call.name, typer.context):
         message = f"`{call.name}` is a value, not a function"
         help = "write it without brackets and parentheses"
@@ -138,6 +140,9 @@ def _unknown_function(typer: Typer, call: Call) -> Wrong:
 
 def _pair(typer: Typer, call: Call, op: str) -> Node:
     """`max(a, b)` and `min(a, b)`."""
+    if len(call.arguments) > 2:
+        help = f"write `{call.name}(a, {call.name}(b, c))`"
+        raise typer.error("arguments", f"`{call.name}` compares two numbers", call.span, help)
     written = tuple(argument.value for argument in call.arguments)
     numbers = (partial(typer.number, expr, f"`{call.name}`") for expr in written)
     nodes = sound(partial(all_sound, numbers))

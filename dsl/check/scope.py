@@ -15,7 +15,7 @@ from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Key, Names, 
 from kvpolicy.dsl.check.states import States
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS, RESERVED
-from kvpolicy.dsl.syntax.blocks import Block, Item
+from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
 from kvpolicy.dsl.syntax.parse import MAX_NAMES
 from kvpolicy.dsl.syntax.source import Source, Span
@@ -111,9 +111,14 @@ class Scope(Names):
             places = [s for s, names in self.definitions.items() if name in names]
             if places:
                 message = f"`{name}` is defined under `{places[0]}` and exists only there"
+            elif name in TRUTHS:
+                help = f"write `{'true' if TRUTHS[name] else 'false'}`"
             else:
-                candidates = [*RESERVED, *(n for names in self.definitions.values() for n in names)]
-                help = did_you_mean(name, candidates)
+                values = [
+                    n for n, what in RESERVED.items() if what not in ("an axis", "a function")
+                ]
+                own = (n for names in self.definitions.values() for n in names)
+                help = did_you_mean(name, [*values, *own])
         return self.error("name", message, expr.span, help)
 
     def _unknown_default(self, expr: Name) -> Wrong:

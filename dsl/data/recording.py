@@ -101,7 +101,9 @@ def _stored(where: str) -> dict[str, np.ndarray]:
             return arrays or {name: np.empty(0) for name in stored.files}
     except FileNotFoundError:
         raise refused(where, "data", "no such file") from None
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+    except ValueError:  # numpy proposes to unpickle it
+        raise refused(where, "data", "not a readable npz of numbers") from None
+    except (OSError, zipfile.BadZipFile, EOFError, KeyError) as error:
         raise refused(where, "data", f"not a readable npz of numbers: {error}") from None
 
 

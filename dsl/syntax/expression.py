@@ -58,7 +58,7 @@ _FOREIGN = {
     "{": "use `(` and `)`",
     "}": "use `(` and `)`",
     "\t": "use spaces",
-    "#": "a YAML comment needs a space before `#`",
+    "#": "a comment has a space before `#` and stands neither in quotes nor in a `|` block",
     "\N{MULTIPLICATION SIGN}": "multiplication is written `*`",
     "\N{MIDDLE DOT}": "multiplication is written `*`",
     "\N{DOT OPERATOR}": "multiplication is written `*`",
@@ -81,7 +81,12 @@ _KINDS = {"Pd": "the minus sign is `-`", "Zs": _SPACE, "Cf": _SPACE, "Pi": _QUOT
 
 
 class ExpressionError(Exception):
-    """An expression that cannot be read; offsets count characters of its text."""
+    """An expression that cannot be read; offsets count characters of its text.
+
+    `unbalanced`: whether a bracket is never closed, or closes nothing.
+    """
+
+    unbalanced = False
 
     def __init__(self, code: str, message: str, start: int, end: int, help: str | None = None):
         super().__init__(message)
@@ -263,7 +268,7 @@ def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
     read = [t for t in tokens if at_end or t.start_pos < token.start_pos]
     last = read[-1] if read else None
     before = f"after `{last}`" if last else "at the start"
-    place, help = token, None
+    place, help, unbalanced = token, None, False
     if at_end:  # a caret needs something to stand under
         place = last or Token("$END", "", start_pos=0, end_pos=0)
     if at_end and not last:
@@ -283,14 +288,14 @@ def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
     elif at_end and ("RPAR" in expected or "RSQB" in expected):
         opening = _open_bracket(tokens)
         message = f"`{opening}` is never closed"
-        place = opening
+        place, unbalanced = opening, True
     elif token.type == "LSQB":
         message = "`[` may follow only the name of a function, as in `sum[query](x)`"
     elif expected == {"LPAR"}:
         message = f"expected `(` {before}"
         help = "axes belong to a function call, as in `sum[query](x)`"
     elif token.type in ("RPAR", "RSQB"):
-        message = f"`{token}` closes nothing"
+        message, unbalanced = f"`{token}` closes nothing", True
     elif token.type == "EQUAL":
         message = "`=` is not part of an expression here"
         help = "comparison is `==`; a name before `=` gives an argument of a function"
@@ -300,7 +305,9 @@ def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
     else:
         message = f"`{token}` cannot follow `{last}`"
         help = _follow_help(token, expected)
-    return _error(message, place, help)
+    found = _error(message, place, help)
+    found.unbalanced = unbalanced
+    return found
 
 
 def _percent(number: Token, sign: Token) -> ExpressionError:
@@ -321,10 +328,14 @@ def _operator_help(last: Token, token: Token) -> str | None:
 def _follow_help(token: Token, expected: set[str]) -> str | None:
     if token.type == "RELATION":
         return "a chain has at most two comparisons; join more with `and`"
-    if token.type in ("WHERE", "THEN", "ELSE"):
+    if token.type == "ELSE":
+        return "each `else` belongs to a `where` before it: `x where c else y`"
+    if token.type in ("WHERE", "THEN"):
         return f"put what stands before `{token}` in parentheses"
+    if token.type == "COMMA":
+        return "`,` stands between arguments; join sets with `then`, write `2048` for 2,048"
     signs = sorted(text for name, text in literals().items() if name in expected)
-    return f"expected one of {' '.join(f'`{s}`' for s in signs)}" if len(signs) < 4 else None
+    return f"expected one of {' '.join(f'`{s}`' for s in signs)}" if 0 < len(signs) < 4 else None
 
 
 def _open_bracket(tokens: list[Token]) -> Token:

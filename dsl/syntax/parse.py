@@ -197,6 +197,8 @@ class _Reader:
         return self.expression(node, key, path)
 
     def expression(self, node: Scalar, key: Key, path: str) -> Expr | None:
+        if node.tagged:  # as `!recent(8) and c`, of which the text is `and c`
+            return None
         if not node.text.strip():
             self.error("key", f"`{path}` has no value", _visible(node))
             return None
@@ -205,7 +207,7 @@ class _Reader:
         except ExpressionError as error:
             span = Span(node.place(error.start), node.place(max(error.end - 1, error.start)) + 1)
             help = error.help
-            if node.flow and node.style is None:
+            if error.unbalanced and node.flow and node.style is None:  # YAML cuts at `,`
                 help = "an expression with `[` or `,` inside `{}` or `[]` must stand in quotes"
             self.error(error.code, error.message, span, help)
             return None

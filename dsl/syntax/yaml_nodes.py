@@ -40,12 +40,16 @@ class YamlNode:
 
 @dataclass(frozen=True, eq=False)
 class Scalar(YamlNode):
-    """Text. `style`: None if plain, else the quote or `|`; `flow`: whether inside `{}` or `[]`."""
+    """Text. `style`: None if plain, else the quote or `|`; `flow`: whether inside `{}` or `[]`.
+
+    `tagged`: whether a tag was refused before the text.
+    """
 
     text: str
     style: str | None
     flow: bool
     source: Source
+    tagged: bool = False
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -212,7 +216,8 @@ class _Composer:
             written = self.source.text[span.start : span.end].rstrip()
             span = Span(span.start, span.start + len(written))
         style = event.style or None
-        return Scalar(span, event.value, style, self.flow > 0, self.source)
+        tagged = event.tag is not None
+        return Scalar(span, event.value, style, self.flow > 0, self.source, tagged)
 
     def properties(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
         if event.anchor is not None:
@@ -220,7 +225,7 @@ class _Composer:
                 f"anchors are not used in {self.kind.several}", event, "write the value out"
             )
         if event.tag is not None:
-            help = "the language types values by their key"
+            help = "the language types values by their key; `!` is written `not`"
             self.refuse(f"tags are not used in {self.kind.several}", event, help)
 
 

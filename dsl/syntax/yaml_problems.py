@@ -8,6 +8,21 @@ import yaml
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic
 from kvpolicy.dsl.syntax.source import Source, Span
 
+# Part of what PyYAML says -> message and help.
+_SAID = {
+    "sequence entries are not allowed": (
+        "a list cannot begin on its key's line",
+        "the minus sign has no space after it, as in `-c`; a list begins on the next line",
+    ),
+    "while scanning a block scalar": (
+        "text stands behind `|` or `>`",
+        "the text of a `|` block begins on the next line",
+    ),
+    "found unknown escape character": (
+        "`\\` begins no escape that YAML knows",
+        "use single quotes, or write `\\\\` for a backslash",
+    ),
+}
 _COLUMN = "keys of one mapping begin in one column, those below a key further to the right"
 
 
@@ -48,6 +63,9 @@ class _Marked:
             return self._said(self.begin, "this is no key with a value", help)
         if "cannot start any token" in self.problem:
             return self._character()
+        for words, (message, help) in _SAID.items():
+            if words in f"{self.context}: {self.problem}":
+                return self._said(self.at, message, help)
         even = self.problem.count("'") % 2 == 0
         return self._said(self.at, self.problem.replace("'", "`") if even else self.problem)
 

@@ -112,7 +112,7 @@ def _with(name: str, value: float) -> dict:
     ("tensors", "message"),
     [
         (None, "no such file"),
-        (b"not an archive", "not a readable npz of numbers"),
+        (b"not an archive", "x.npz: error[data]: not a readable npz of numbers\n"),
         (b"", "not a readable npz of numbers"),
         (_changed(v=None), "no array `v`; the file has `q`, `k`"),
         (
