@@ -33,7 +33,7 @@ HEADER = (
 
 
 def served(name: str, each: int, folder: Path) -> dict[str, Any]:
-    """An architecture with its policies; so many requests of each.
+    """Facts of one architecture, served with its policies, `each` requests per policy.
 
     Raises:
         RuntimeError: the server has ended.
@@ -55,7 +55,7 @@ def served(name: str, each: int, folder: Path) -> dict[str, Any]:
 
 
 def row(name: str, found: dict[str, Any]) -> list[object]:
-    """What the page says of an architecture."""
+    """Table row of one architecture."""
     figures = (len(found["different"]), found["ties"], found["aborted"], max(found["left"]))
     return [f"`{name}`", f"`{found['class']}`", len(found["policies"]), found["requests"], *figures]
 

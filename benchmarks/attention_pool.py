@@ -1,4 +1,4 @@
-"""A pool with ragged private pages and tails, and uniform lists of as many entries beside them."""
+"""A pool read as ragged lists (private pages and tails) or as uniform lists of the same mean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 16
 
 
 def ragged(rng: np.random.Generator, layers: int, heads: int, mean: int, most: int) -> np.ndarray:
-    """int64 [layers, heads]: lengths as unequal as those of AdaKV's heads, mean as given."""
+    """int64 [layers, heads]: lengths as unequal as AdaKV's; mean `mean`, none above `most`."""
     weights = rng.lognormal(0, 0.7, (layers, heads))
     total = mean * layers * heads
     counts = np.minimum(np.floor(weights / weights.sum() * total), most).astype(np.int64)
@@ -31,13 +31,14 @@ def ragged(rng: np.random.Generator, layers: int, heads: int, mean: int, most: i
 
 @dataclass
 class Cache:
-    """A pool with B requests of N prompt tokens, of which the lists hold `mean` on average.
+    """A pool with B requests of N prompt tokens; a list holds `mean` of these on average.
 
     Attributes:
         storage: [LAYERS, 2, padded, G, D].
-        counts, first_page: int64 [B, LAYERS, G], on the host.
+        counts, first_page: int64 [B, LAYERS, G], of the private lists, on the host.
+        whole: whether the pool has room for lists of all N tokens.
         rows, lengths, req_to_token, tables: as `decode_attention` takes them.
-        uniform: entries of a list where all are of one length, tail included.
+        uniform: length of the uniform lists in entries, tail included.
     """
 
     model: Model
@@ -61,10 +62,10 @@ class Cache:
         equal = self.batch * -(-(self.tokens + TAIL if self.whole else self.uniform) // PAGE) * PAGE
         padded = PAGE + -(-max(needed, equal) // PAGE) * PAGE
         self.storage = self.model.random(LAYERS, 2, padded, heads, shape.head_dim, seed=self.batch)
-        # SGLang gives slot 0 to nobody.
+        # SGLang never allocates slot 0.
         order = 1 + self.model.permutation(padded - 1, seed=1)
         starts = np.concatenate([[0], private.cumsum()])
-        # What `numbers` reads, on the host.
+        # For `numbers`, on the host.
         self.starts, self.first_page = starts, before.reshape(self.counts.shape)
         self.private = order[: int(starts[-1])].cpu().numpy()
         self.tables = Tables.empty(self.batch + 1, LAYERS, heads, int(starts[-1]), device)
@@ -85,7 +86,7 @@ class Cache:
         self.scale = shape.head_dim**-0.5
 
     def numbers(self, request: int, layer: int, head: int) -> np.ndarray:
-        """int64 [M]: key entries of one list, as the layout of the pages says, then the tail."""
+        """int64 [M]: key entries of one list in the pool, private pages first, then the tail."""
         padded, group = self.storage.shape[2], self.model.shape.kv_heads
         place = np.arange(self.counts[request, layer, head])
         page = self.first_page[request, layer, head] + place // group
@@ -101,17 +102,17 @@ class Cache:
 
     @property
     def ragged_bytes(self) -> int:
-        """Keys and values of all ragged lists, tails included."""
+        """Bytes of the keys and values of all ragged lists, tails included."""
         tails = self.batch * LAYERS * self.model.shape.kv_heads * TAIL
         return (int(self.counts.sum()) + tails) * 2 * self.model.entry_bytes
 
     @property
     def value_offset(self) -> int:
-        """From a key entry to its value."""
+        """Distance in the pool from a key entry to its value, in entries."""
         return self.storage.shape[2] * self.storage.shape[3]
 
     def slots_of_uniform(self, length: int) -> torch.Tensor:
-        """int32 [B, length / PAGE]: pages of PAGE slots for lists of one length, in no order."""
+        """int32 [B, length / PAGE]: pages of PAGE slots for lists of one length, shuffled."""
         pages = -(-length // PAGE)
         among = self.storage.shape[2] // PAGE
         order = self.model.permutation(among, seed=3)[: self.batch * pages]

@@ -26,8 +26,8 @@ def measure(
 ) -> dict[str, Any]:
     """Send all prompts in one request; return peak and mean decode batch, seconds, outcomes.
 
-    One request for each would leave it to the machine's load how many have come when the first
-    of them ends.
+    With one request per prompt, the machine's load would decide how many arrive before the first
+    ends.
     """
     server.generate(input_ids=prompts[0][:8], max_new_tokens=2)
     before = len(server.log_text())

@@ -1,4 +1,4 @@
-"""What a kernel case is: calls that do the same, how they are checked, what is expected of them."""
+"""Kernel cases: calls that do the same work, the check of their results, and targets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from timing import Clock, Times
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes and where its tensors are; of the 8B model also the widths of its matrices.
+    """A model's sizes, and dtype and device of its tensors.
 
     Attributes:
         shape: L layers, H query heads, G KV heads, D head size.
         dtype: of keys, values and weights.
+        hidden, inner: widths of the hidden states and inside the MLP.
     """
 
     shape: ModelShape
@@ -28,7 +29,7 @@ class Model:
 
     @property
     def entry_bytes(self) -> int:
-        """Of one key, or of one value."""
+        """Bytes of one key, or of one value."""
         return self.shape.head_dim * torch.empty((), dtype=self.dtype).element_size()
 
     def random(self, *size: int, seed: int) -> torch.Tensor:
@@ -37,21 +38,21 @@ class Model:
         return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
 
     def permutation(self, number: int, seed: int) -> torch.Tensor:
-        """int64 [number]: slots in no order, as a server that has run for a while gives them."""
+        """int64 [number]: slots in random order, as a server gives them after a while."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randperm(number, generator=generator, device=self.device)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that was asked for.
+    """A limit on one figure of a case.
 
     Attributes:
-        what: in words, with the size it was asked for.
+        what: the figure in words, with its size.
         limit: the bound.
-        least: whether the figure is to be at least that; otherwise at most.
+        least: whether it is a lower bound; otherwise an upper one.
         unit: `%` (shares of 1 are shown times 100) or `x`.
-        figure: from the times of the case; None where what it is compared with is not there.
+        figure: computes it from the times of the calls; None if one that it needs is missing.
     """
 
     what: str
@@ -61,7 +62,7 @@ class Target:
     figure: Callable[[dict[str, Times]], float | None]
 
     def facts(self, times: dict[str, Times]) -> dict:
-        """Target, measured, met or not."""
+        """The target, its limit, the measured figure, and whether it is met."""
         scale, side = (100 if self.unit == "%" else 1), "at least" if self.least else "at most"
         made = {"target": self.what, "limit": f"{side} {scale * self.limit:g} {self.unit}"}
         measured = self.figure(times)
@@ -74,12 +75,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a file of measured choices says of a case whose calls differ in the values of knobs.
+    """Entry in the file of measured choices, for a case whose calls differ in their knobs.
 
     Attributes:
-        kernel: its name in `kvpolicy.kernels.launch.tuned.KERNELS`.
-        where: the sizes that are named there.
-        knobs: of each call but the first, which takes the wrapper's own values.
+        kernel: name in `kvpolicy.kernels.launch.tuned.KERNELS`.
+        where: sizes for which the choice holds, by name.
+        knobs: call -> knob -> value; without the first call, which takes the wrapper's values.
     """
 
     kernel: str
@@ -98,11 +99,11 @@ class Case:
         calls: ours first, then the alternatives, by name.
         check: raises AssertionError where a result is wrong; says what was compared, and how well.
         counted: bytes that have to be moved, or None where that says nothing.
-        layers: how many layers one call is; shares of prefill are of all layers of the model.
-        prefill: whether it happens once per prefill, so that its share of that is stated.
+        layers: number of layers that a call computes; shares of prefill are for all layers.
+        prefill: whether the work is done once per prefill; its share of that is reported.
         waits: calls that wait for the device, so that no CUDA graph can hold them.
         note: further words for the report.
-        tuning: if the fastest call is to be chosen.
+        tuning: the choice to be filled with the fastest call's knobs; None if no choice is made.
     """
 
     topic: str
@@ -120,17 +121,17 @@ class Case:
     tuning: Tuning | None = None
 
     def aiming(self, *targets: Target) -> Case:
-        """The case with targets whose figures need it."""
+        """The case with `targets`, whose figures refer to the case itself."""
         return replace(self, targets=targets)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A case that is built when its turn comes, so that its memory is free for the others.
+    """A case that is built when its turn comes, so that one case at a time takes memory.
 
     Attributes:
         rank: cases with named targets (0) come before others.
-        as_chosen: whether its calls take what cases before it have chosen (see `Tuning`).
+        as_chosen: whether its calls take the choices of cases before it (see `Tuning`).
     """
 
     label: str
@@ -149,17 +150,17 @@ class Bench:
     prefills: dict[int, Times] = field(default_factory=dict)
 
     def share_of_copy(self, counted: int, times: Times) -> float:
-        """Bandwidth on the counted bytes, kernels alone, as a share of the copy's."""
+        """Bandwidth over the counted bytes, kernels alone, as a share of the copy's."""
         return counted / statistics.median(times.kernels) / self.bandwidth["median"]
 
     def prefill(self, tokens: int) -> float:
-        """Seconds of the model's matrix products and attention over so many tokens."""
+        """Seconds of the model's matrix products and attention over `tokens` tokens."""
         if tokens not in self.prefills:
             self.prefills[tokens] = self._prefill(tokens)
         return self.model.shape.layers * statistics.median(self.prefills[tokens].kernels)
 
     def share_of_prefill(self, case: Case, times: Times, *, called: bool = True) -> float:
-        """All layers, as called (or kernels alone), as a share of the prefill of that prompt."""
+        """Time per request for all layers, called or kernels alone, as a share of its prefill."""
         seconds = statistics.median(times.called if called else times.kernels)
         layers = self.model.shape.layers / case.layers
         return seconds * layers / case.batch / self.prefill(case.tokens)
@@ -194,9 +195,9 @@ class Bench:
 
 
 class Checked:
-    """Results that were held to their references, and how far each call was off at most."""
+    """The largest error of each call against its reference."""
 
-    # Calls that are told apart; of more, as variants to tune are, only the worst is said.
+    # Most calls that are listed one by one; of more (variants to tune), only the worst error.
     NAMED = 12
 
     def __init__(self) -> None:
@@ -212,7 +213,7 @@ class Checked:
             wanted, bound: float64, broadcasting to it.
 
         Raises:
-            AssertionError: it is not, or there are zeros alone to compare with.
+            AssertionError: the bound is exceeded, or `wanted` has nothing but zeros.
         """
         error = (got.double() - wanted).abs()
         assert bool((error <= bound).all()), (

@@ -1,7 +1,7 @@
 """Decode attention: ragged private pages with a tail, beside paged decode over uniform lengths.
 
-The pool is one, and every call reads its own lists in it: ours ragged ones of each (layer, KV
-head), the others as many entries in lists of one length, and FlashInfer once more the whole cache.
+All calls read one pool: ours and those in `RAGGED` a ragged list per (layer, KV head), the others
+as many entries in lists of one length, and one FlashInfer call the whole cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
 from timing import Times
 
-# A pool that holds the whole cache is built up to this size.
+# Largest pool that is built with room for the whole cache.
 POOL_BYTES = 32 << 30
-# Tokens and requests of the target over the whole cache.
+# Tokens and requests of the target against the whole cache.
 NAMED = (65536, 16)
 OURS = "ours, ragged"
 PAGES = "FlashInfer, ragged, private pages and tails"
@@ -33,11 +33,11 @@ PAGED = ((1, "FlashInfer, page 1"), (PAGE, f"FlashInfer, page {PAGE}"))
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple:
-    """Attention in float64 and how far a kernel may be off: [R, D] from q [R, D], k, v [M, D].
+    """Attention in float64 and a kernel's allowed error: [R, D] from q [R, D], k, v [M, D].
 
-    Of M terms each: a logit is a float32 sum of D products, a weight may be rounded to the dtype
-    for the second product, the sum is float32, the result rounded to the dtype. `eps` of torch is
-    twice the unit roundoff, so each of these is counted at least once too often.
+    A logit is a float32 sum of D products. A weight may be rounded to the dtype for the second
+    product. The output is a float32 sum of M terms, rounded to the dtype. `eps` of torch is twice
+    the unit roundoff, so each of these errors is counted at least twice.
     """
     single, half = torch.finfo(torch.float32).eps, torch.finfo(q.dtype).eps
     q, k, v = q.double(), k.double(), v.double()
@@ -50,7 +50,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tu
 
 
 def checked(cache: Cache, calls: dict[str, Callable]) -> str:
-    """The first and last request's first and last list, of every call that reads them."""
+    """Checks every call on two lists, the first and the last; says how far each is off."""
     group = cache.model.shape.group
     held = Checked()
     for name, call in calls.items():
@@ -115,7 +115,7 @@ def _torch(cache: Cache) -> Callable:
 
 
 def by_flashinfer(cache: Cache, length: int, page: int) -> Callable:
-    """FlashInfer's paged decode over `length` entries of every list, in pages of so many."""
+    """FlashInfer's paged decode over `length` entries of every list, `page` slots a page."""
     import flashinfer
 
     shape, device = cache.model.shape, cache.model.device
@@ -156,7 +156,7 @@ def by_flashinfer(cache: Cache, length: int, page: int) -> Callable:
 
 
 def by_pages(cache: Cache) -> Callable:
-    """The same lists as a server reads them by FlashInfer, planned once."""
+    """The ragged lists as a server with FlashInfer reads them, planned once."""
     import flashinfer
 
     shape, device, dtype = cache.model.shape, cache.model.device, cache.model.dtype
@@ -193,7 +193,7 @@ def by_pages(cache: Cache) -> Callable:
 
 @once
 def flash_attention() -> Callable[..., torch.Tensor]:
-    """FlashAttention 3 for a paged cache: of SGLang's `fa3` backend, or its own package.
+    """FlashAttention 3 for a paged cache, from SGLang's kernels or its own package.
 
     Raises:
         ImportError: neither is installed.
@@ -207,7 +207,7 @@ def flash_attention() -> Callable[..., torch.Tensor]:
 
 
 def by_rows(cache: Cache) -> Callable:
-    """The same ragged lists by FlashAttention 3: each a sequence of its own, in pages of one."""
+    """The ragged lists by FlashAttention 3: each list is a sequence, in pages of one slot."""
     shape, device, decode = cache.model.shape, cache.model.device, flash_attention()
     heads = range(shape.kv_heads)
     tables = []
@@ -268,7 +268,7 @@ def by_sglang(cache: Cache) -> Callable:
 
 
 def by_flash_attention(cache: Cache) -> Callable:
-    """FlashAttention 3, SGLang's default on Hopper, where its library is there."""
+    """FlashAttention 3, SGLang's default on Hopper, over the uniform lists."""
     decode = flash_attention()
     pages = cache.slots_of_uniform(cache.uniform).contiguous()
     lengths = torch.full((cache.batch,), cache.uniform, dtype=torch.int32, device=pages.device)
@@ -287,7 +287,7 @@ def by_flash_attention(cache: Cache) -> Callable:
 
 
 def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
-    """Calls by name, and which are not here and why."""
+    """Calls by name, and the alternatives that cannot run, with the reason."""
     calls = {"torch SDPA, dense": _torch(cache)}
     if cache.model.device.type != "cuda":
         return calls, []
@@ -303,7 +303,7 @@ def _alternatives(cache: Cache) -> tuple[dict[str, Callable], list[str]]:
             call = make()
             call()
             torch.cuda.synchronize()
-        except Exception as error:  # others' libraries: whatever they lack, the report says it
+        except Exception as error:  # of another library; the report states it
             why = (str(error).splitlines() or [""])[0][:120]
             missing.append(f"{name} ({type(error).__name__}: {why})")
         else:

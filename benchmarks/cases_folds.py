@@ -1,4 +1,4 @@
-"""What requests that fold together launch, each once for all lists of all layers and requests."""
+"""Kernels of a fold, each launched once for all lists of all layers and requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KERNELS = (
     "merge_entries", "nearest", "pairs", "tally", "target", "then",
     "updated", "whole",
 )  # fmt: skip
-# Entries that come between two folds, and as many leave; the receivers of each.
+# Entries that come, and leave, between two folds; receivers of each leaving entry.
 STEPS, REACH = 16, 16
-# References that read numbers of the device.
+# References that wait for numbers from the device.
 WAITING = ("carry", "finite", "merge_entries", "nearest")
 
 
 def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, dict]]:
-    """What each kernel is given, in the order of a fold, where all lists hold so many entries."""
+    """Arguments of each kernel, positional and named, for lists of `entries` entries."""
     shape, device = model.shape, model.device
     layers, group, width = batch * shape.layers, shape.kv_heads, entries + STEPS
     lists = layers * group
@@ -83,7 +83,7 @@ def same(name: str, given: tuple, more: dict) -> str:
             made = [pool]
         else:
             made = flat(kernel(*given, **more))
-        results.append(made[2:] if name == "links" else made)  # behind the last link is anything
+        results.append(made[2:] if name == "links" else made)  # undefined behind the last link
     for mine, its in zip(*results, strict=True):
         if mine.dtype.is_floating_point:
             # Sums of few terms in another order, rounded once.
@@ -109,7 +109,7 @@ def _case(bench: Bench, name: str, entries: int, batch: int) -> Case:
 
 
 def planned(entries: int, batches: Sequence[int]) -> list[Planned]:
-    """Every kernel for every batch."""
+    """Every kernel for every batch size."""
     return [
         Planned(f"{name} {batch}", partial(_case, name=name, entries=entries, batch=batch))
         for batch in batches

@@ -1,4 +1,4 @@
-"""States of a policy that goes on while decoding, brought up to date for several steps at once."""
+"""States of a policy with `decode:`, updated for several decode steps at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvpolicy.kernels.table_triton import TRITON
 
 # Steps between two folds, and the share of the positions that a KV head holds.
 STEPS, HELD = 16, 0.75
-# Most entries for which torch is waited for.
+# Most entries for which the torch program is timed.
 LONGEST = 32768
 
 
 def _frame(bench: Bench, entries: int) -> Frame:
-    """16 steps at a layer of h2o, whose KV heads hold different entries in no order."""
+    """STEPS decode steps at a layer of h2o; KV heads hold different entries, in random order."""
     model, shape = bench.model, bench.model.shape
     one = type(shape)(1, shape.heads, shape.kv_heads, shape.head_dim)
     bound = bind(load("h2o").require(), one, {"heavy": "8", "window": "8"})
@@ -45,7 +45,7 @@ def _frame(bench: Bench, entries: int) -> Frame:
 
 
 def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
-    """A call that gives float64 [G, M]: the attention that each entry has received."""
+    """A call that returns float64 [G, N]: 1 + the attention that each entry has received."""
     steps = Steps(frame.bound, False, kernels)
     shape = (frame.kv, frame.tokens)
     before = torch.ones(shape, dtype=torch.float64, device=frame.device)
@@ -62,7 +62,7 @@ def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
 
 
 def _plain(frame: Frame) -> torch.Tensor:
-    """The obvious way, in the dtype of the keys: float32 [G, M], what the steps add."""
+    """What the steps add, float32 [G, N], by matmul and softmax in the dtype of the keys."""
     queries, entries = frame.vectors["query"], frame.vectors["key"]
     keys = entries.pool[entries.ids]
     heads, _, size = queries.shape
@@ -89,7 +89,7 @@ def _states(bench: Bench, entries: int) -> Case:
         longest = math.prod(float(x.double().norm(dim=-1).max()) for x in vectors)
         single, size = torch.finfo(torch.float32).eps, shape.head_dim
         share = single * (2 * size * longest * size**-0.5 + 2 * (entries / 32 + 32) + STEPS)
-        # The state itself is float64, beside which the sum is rounded.
+        # The sum is rounded once more when it is added to the state, which is float64.
         bound = share * exact + 4 * torch.finfo(torch.float64).eps
         error = (mine - exact).abs()
         assert bool((error <= bound).all()), "states are off"
@@ -103,7 +103,7 @@ def _states(bench: Bench, entries: int) -> Case:
 
 
 def planned(lengths: Sequence[int]) -> list[Planned]:
-    """An eighth of each prompt; at least the entries of the steps and as many others."""
+    """A case per prompt length, with an eighth of its entries, at least 2 * STEPS."""
     sizes = [max(2 * STEPS, length // 8) for length in lengths]
     return [
         Planned(f"states of decode steps {size}", lambda bench, size=size: _states(bench, size))

@@ -20,14 +20,14 @@ from kvpolicy.kernels.scoring.select import top as torch_top
 from kvpolicy.kernels.table_triton import TRITON
 
 OURS, TORCH = "ours", "torch, the reference"
-# Entries per layer and KV head, of how many; the size of the target.
+# Entries kept per layer and KV head, and prompt tokens, of the target.
 KEPT, NAMED = 2048, 32768
-# Tokens since the last fold; as many entries leave.
+# Tokens since the last fold; as many entries of each list leave.
 TAIL = 16
 
 
 def some(model: Model, tokens: int, number: int) -> torch.Tensor:
-    """bool [L, G, N] with so many True per list, anywhere."""
+    """bool [L, G, N] with `number` True per list, at random places."""
     shape = model.shape
     places = [
         torch.stack([model.permutation(tokens, seed=seed)[:number] for seed in seeds])
@@ -38,15 +38,15 @@ def some(model: Model, tokens: int, number: int) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, so that equal means every bit."""
+    """The same memory as integers, so that equality covers every bit."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
 def prompt_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, tuple]:
-    """A pool with a prompt of which so many entries per list are kept.
+    """A pool with a prompt that keeps `number` entries per list.
 
     Returns:
-        storage, and what `compact_layers` takes beside it.
+        storage, and the other arguments of `compact_layers`.
     """
     shape, device = model.shape, model.device
     per_list = -(-number // shape.kv_heads)
@@ -93,14 +93,14 @@ def _compaction(bench: Bench, tokens: int, number: int) -> Case:
 
 @dataclass(frozen=True)
 class Fold:
-    """A request of which every list has grown by TAIL tokens and loses as many entries, anywhere.
+    """A request whose lists have grown by TAIL tokens and lose as many entries, at random.
 
     Attributes:
         storage: [L, 2, padded, G, D].
-        tables, req_to_token, length: it is row 1; row: that, on the device.
+        tables, req_to_token, length: the request is row 1; row: that number, on the device.
         kept, there: bool [L, G, M]; heads hold different ones of the M positions.
         lists: int64 [L, G, n] key entries of the pool, tail included.
-        pages: int64 [P], its private pages.
+        pages: int64 [P], the request's private pages.
     """
 
     storage: torch.Tensor
@@ -115,7 +115,7 @@ class Fold:
 
     @classmethod
     def of(cls, model: Model, tokens: int, number: int) -> Fold:
-        """So many entries per list are in private pages."""
+        """A request with `number` of `tokens` entries per list in private pages."""
         shape, device = model.shape, model.device
         layers, group = shape.layers, shape.kv_heads
         per_list = -(-number // group)
@@ -144,14 +144,14 @@ class Fold:
         return cls(storage, tables, req_to_token, tokens + TAIL, kept, there, lists, pages, row)
 
     def compact_in_place(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """In place, by one of the implementations."""
+        """Compacts in place, by one of the implementations."""
         return implementation(
             self.storage, self.tables, self.row, self.row * self.length, self.req_to_token,
             self.kept.flatten(0, 1), self.there.flatten(0, 1), self.kept.new_ones(1, 1),
         )  # fmt: skip
 
     def through_copies(self) -> None:
-        """All layers are read into dense tensors, then written, each by a kernel of its own."""
+        """Reads all layers into dense tensors, then writes them, a launch per layer for each."""
         entries, offset = self.entries, self.offset
         indptr = self.lists.shape[2] * torch.arange(self.lists.shape[1] + 1, device=entries.device)
         layers = list(zip(self.lists, self.there, strict=True))
@@ -162,7 +162,7 @@ class Fold:
             place(entries, k, v, kept, self.pages, value_offset=offset, first_page=first)
 
     def moves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [m] key entries of the pool that go elsewhere, and where to."""
+        """int64 [m] each: key entries of the pool that move, and their targets."""
         stays = self.kept[self.there].view(self.lists.shape)
         target = self.lists[:, :, :-TAIL].flatten()
         source = self.lists[stays]
@@ -170,12 +170,12 @@ class Fold:
 
     @property
     def entries(self) -> torch.Tensor:
-        """[E, D] of the pool."""
+        """The pool as entries, [E, D]."""
         return self.storage.view(-1, self.storage.shape[4])
 
     @property
     def offset(self) -> int:
-        """From a key entry to its value."""
+        """Distance from a key entry to its value, in entries."""
         return self.storage.shape[2] * self.storage.shape[3]
 
 
@@ -218,7 +218,7 @@ def _fold(bench: Bench, tokens: int, number: int) -> Case:
 
 
 def sort_keys(model: Model, tokens: int) -> torch.Tensor:
-    """int32 [G, N] in the order of random scores, a twentieth absent."""
+    """Sort keys of random scores, int32 [G, N]; a twentieth is absent."""
     generator = torch.Generator(model.device).manual_seed(5)
     size = (model.shape.kv_heads, tokens)
     scores = torch.rand(size, generator=generator, device=model.device)
@@ -264,7 +264,7 @@ def _selection(bench: Bench, tokens: int, number: int, own: bool) -> Case:
 
 
 def _rows(bench: Bench, tokens: int) -> Case:
-    """What propagation moves: of a fifth of the tokens hidden row, residual and position."""
+    """Rows that propagation moves: hidden state, residual and position of a fifth of the tokens."""
     model, width = bench.model, bench.model.hidden
     tensors = [model.random(tokens, width, seed=seed) for seed in (1, 2)]
     tensors.append(torch.arange(tokens, device=model.device))
@@ -288,7 +288,7 @@ def _rows(bench: Bench, tokens: int) -> Case:
         assert all(torch.equal(x, y) for x, y in zip(mine, wanted, strict=True)), "put"
         return "rows taken and put as by indexing"
 
-    # Each row is read and written by either of the two.
+    # Taking and putting each read and write every row.
     counted = 4 * len(rows) * (2 * width * tensors[0].element_size() + 8)
     return Case(
         "propagation", f"{len(rows)} rows taken and put back", tokens, 1,
@@ -297,7 +297,7 @@ def _rows(bench: Bench, tokens: int) -> Case:
 
 
 def planned(lengths: Sequence[int], kept: int) -> list[Planned]:
-    """Every length of which so many are a part."""
+    """Cases of every length; `kept` entries per list, at most half, in compaction and selection."""
     made = []
     for tokens in lengths:
         number = min(kept, tokens // 2)

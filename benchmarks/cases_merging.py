@@ -21,14 +21,14 @@ from kvpolicy.kernels.merging.nearest_triton import nearest
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 
-# Longest prompts for which float64 over all pairs, and torch in the model's dtype, are waited for.
+# Longest prompts for which float64 over all pairs, and torch in the model's dtype, are timed.
 EXACT, PLAIN = 8192, 32768
 # Queries that torch takes at a time.
 BLOCK = 256
 
 
 def _logits(q: torch.Tensor, k: torch.Tensor) -> Iterator[torch.Tensor]:
-    """[h, b, n] of b queries at a time and the n tokens up to the last: q [h, N, D], k [N, D]."""
+    """Causal logits [h, b, n]: b queries, n tokens up to the last; q [h, N, D], k [N, D]."""
     tokens, size = k.shape
     for start in range(0, tokens, BLOCK):
         end = min(start + BLOCK, tokens)
@@ -39,7 +39,7 @@ def _logits(q: torch.Tensor, k: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _columns(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[N]: attention that each token receives from all queries."""
+    """float64 [N]: attention that each token receives from all queries."""
     total = torch.zeros(k.shape[0], dtype=torch.float64, device=k.device)
     for logits in _logits(q, k):
         total[: logits.shape[2]] += logits.softmax(-1).sum((0, 1))
@@ -89,7 +89,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
         return [_columns(q[group(head)], dense[head]) for head in range(shape.kv_heads)]
 
     lse = torch.cat([_lse(q[group(head)], own) for head, own in enumerate(dense)])
-    # As served where attention hands it over.
+    # ATTENDED: as served by a backend that returns the log-sum-exp.
     calls = {ATTENDED: with_kernels(TRITON, lse=lse), OURS: with_kernels(TRITON)}
     if tokens <= EXACT:
         calls[PROGRAM] = with_kernels(REFERENCE)
@@ -123,7 +123,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
 
 
 def lists_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]:
-    """Columns of dropped entries [G, P], which of them there are, and bool [G, N] what is kept."""
+    """Columns of dropped entries [G, P], bool [G, P] which are real, bool [G, N] which are kept."""
     heads = model.shape.kv_heads
     order = torch.stack([model.permutation(tokens, seed=seed) for seed in range(heads)])
     kept, dropped = (x.sort(-1).values for x in order.split((number, tokens - number), -1))
@@ -132,7 +132,7 @@ def lists_of(model: Model, tokens: int, number: int) -> tuple[torch.Tensor, ...]
 
 
 def _plain_nearest(x: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The obvious way, in the dtype of the keys, all pairs of a head at once."""
+    """Matmul and argmax in the dtype of the keys, all pairs of a head at once."""
     unit = torch.nn.functional.normalize(x, dim=-1)
     made = []
     for head in range(x.shape[0]):
@@ -152,7 +152,7 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
         calls["torch, matmul and argmax"] = lambda: _plain_nearest(x, lists[0], lists[2])
 
     def check() -> str:
-        # The reference in float64 for a part of the dropped ones of every head.
+        # The reference in float64, for some of the dropped entries of every head.
         part = slice(0, min(512, tokens - number))
         few = (lists[0][:, part], lists[1][:, part], lists[2])
         wanted, _ = reference.nearest(x, *few)
@@ -166,7 +166,7 @@ def _nearest(bench: Bench, tokens: int, number: int) -> Case:
 
 
 def links_of(model: Model, tokens: int, number: int) -> tuple[Links, torch.Tensor, torch.Tensor]:
-    """Links of random receivers, own and divide [G, n]."""
+    """Links to random receivers; `own` and `divide` of `merge_rows`, float64 [G, N]."""
     dropped, _, stays = lists_of(model, tokens, number)
     kept = stays.nonzero()[:, 1].view(len(stays), number)
     heads, device = model.shape.kv_heads, model.device
@@ -195,7 +195,7 @@ def _rows(bench: Bench, tokens: int, number: int) -> Case:
     def check() -> str:
         wanted = reference_rows.merge_rows(x, *sums)
         assert not torch.equal(wanted, x.double()), "nothing was merged"
-        # Sums of so many terms in another order, of float64.
+        # Sums of this many float64 terms, in another order.
         terms = int(sums[0][2].diff(dim=-1).max()) + 3
         size = reference_rows.merge_rows(x.double().abs(), *sums)
         bound = terms * torch.finfo(torch.float64).eps * size

@@ -1,7 +1,7 @@
 """Window scoring: every key read once, from the pool's slots, through the policy's program.
 
-One layer: the shipped `snapkv` with a selection that needs all layers, so that a layer is its
-scores alone. All layers: `snapkv` itself, with its selection, as at the end of a prefill.
+One layer: the shipped `snapkv` with a selection across layers, so that only scores are computed.
+All layers: `snapkv` itself, with its selection, as at the end of a prefill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OURS = "ours"
 ATTENDED = "ours, log-sum-exp from attention"
 PROGRAM = "torch program"
 PLAIN = "torch, matmul and softmax"
-# The target is named for this length.
+# Prompt length of the target.
 NAMED = 32768
 SELECTION = "keep: recent(window) then top(score)"
 LATER = "keep: recent(window) then top[layer, kv, token](score)"
@@ -39,7 +39,7 @@ class Prompt:
     """One prompt in the pool: queries of the window and keys of every layer.
 
     Attributes:
-        q: [L, H, W, D]; keys: [L, S, G, D]; slots: int64 [N], in no order.
+        q: [L, H, W, D]; keys: [L, S, G, D]; slots: int64 [N], in random order.
     """
 
     model: Model
@@ -61,7 +61,7 @@ class Prompt:
 
     @cached_property
     def lse(self) -> list[torch.Tensor]:
-        """Of each layer float32 [H, W], log-sum-exp of the window's rows, as attention gives it."""
+        """Per layer float32 [H, W]: log-sum-exp of the window's logits, as attention gives it."""
         return [self._lse(layer) for layer in range(self.layers)]
 
     def _lse(self, layer: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Prompt:
 
 
 def bound(model: Model, prompt: int, window: int, *, later: bool, layers: int) -> Bound:
-    """SnapKV for so many layers, keeping 2048 entries or, of short prompts, a quarter."""
+    """SnapKV for `layers` layers, keeping a quarter of the prompt, at most 2048 entries."""
     text = read_source("snapkv").text
     if SELECTION not in text:
         raise SystemExit(f"policies/snapkv.yaml no longer says `{SELECTION}`")
@@ -88,7 +88,7 @@ def bound(model: Model, prompt: int, window: int, *, later: bool, layers: int) -
 
 
 class Watched(dict):
-    """The table of kernels, which knows whether a generated one was asked for."""
+    """Triton's table of kernels, which counts how often a generated one is asked for."""
 
     def __init__(self) -> None:
         super().__init__(TRITON, generated=self._generated)
@@ -100,10 +100,10 @@ class Watched(dict):
 
 
 def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bool = False) -> Run:
-    """A prefill's scoring of the first layers; without kernels the keys are gathered first.
+    """A prefill with its first layers scored; without kernels, keys are gathered first.
 
     Args:
-        attended: attention hands over its log-sum-exp.
+        attended: whether attention hands over its log-sum-exp.
     """
     run = program.start(prompt.tokens)
     if run.at_end:
@@ -120,7 +120,7 @@ def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bo
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, kernel: int = 7) -> torch.Tensor:
-    """The obvious scores, in the dtype of the model: [G, N] from q [H, W, D], k [G, N, D]."""
+    """SnapKV's scores [G, N] by matmul and softmax in q's dtype: q [H, W, D], k [G, N, D]."""
     groups, tokens, size = k.shape
     heads, window, _ = q.shape
     grouped = q.reshape(groups, heads // groups * window, size)
@@ -155,7 +155,7 @@ def off(prompt: Prompt, layer: int, dtype: torch.dtype) -> float:
 
 
 def scores(run: Run, layer: int) -> torch.Tensor:
-    """float64 [G, N] of a finished run with `report`; absent ones are 0."""
+    """Scores float64 [G, N] of a finished run with `report`; absent ones are 0."""
     value = run.result(run.program.bound.lowered.prefill.score)[layer]
     assert value.axes == ("kv", "token"), value.axes
     if value.mask is None:
@@ -165,11 +165,11 @@ def scores(run: Run, layer: int) -> torch.Tensor:
 
 
 def same_sets(got: torch.Tensor, kept: torch.Tensor, exact: torch.Tensor, share: float) -> int:
-    """Checks that bool [G, N] sets are equal but for scores too close to call; how many differ.
+    """Checks that kept sets, bool [G, N], are equal but for near ties; returns how many differ.
 
     Args:
-        exact: float64 [G, N] scores by which `kept` was chosen per KV head, 0 for what has none.
-        share: relative error of the scores by which `got` was.
+        exact: float64 [G, N] scores by which `kept` was chosen per KV head, 0 if absent.
+        share: relative error of the scores by which `got` was chosen.
     """
     assert torch.equal(got.sum(-1), kept.sum(-1)), "not as many kept"
     differ = got != kept
@@ -187,7 +187,7 @@ def _checked(
     *,
     attended: bool = False,
 ) -> str:
-    """Scores beside those in float64 and, where `made` gives them, the sets that are kept."""
+    """Compares scores and, if `made` is given, the kept sets that it returns with float64."""
     runs = {}
     for kernels in (watched := Watched(), REFERENCE):
         program = TorchProgram(policy, report=True, kernels=kernels, keys_stay=True)
@@ -237,7 +237,7 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
         run.finish()
         exact, other = scores(run, 0), plain(prompt.q[0], dense).double()
         share = off(prompt, 0, model.dtype)
-        # The window has no value here; the obvious way gives it what its neighbours lend it.
+        # The window has no score here; `plain` pools its neighbours' scores into it.
         far = slice(None, -window)
         assert bool(((other - exact)[:, far].abs() <= share * exact[:, far]).all()), PLAIN
         return said
@@ -262,7 +262,7 @@ def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
         return lambda: observed(program, prompt, layers, attended=attended).finish(wait=False)
 
     assert prompt.lse  # made before anything is timed
-    # As served where attention hands it over.
+    # ATTENDED: as served by a backend that returns the log-sum-exp.
     calls = {
         ATTENDED: with_kernels(TRITON, attended=True),
         OURS: with_kernels(TRITON),

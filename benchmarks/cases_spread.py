@@ -1,6 +1,6 @@
-"""What decides layers: entropies of scores (LAVa), ranks and their variance over layers (ASL).
+"""Decisions on layers: entropies of scores (LAVa), ranks and their variance over layers (ASL).
 
-Small beside a layer's prefill; what counts is how many launches they are.
+They are small beside a layer's prefill; their cost is the number of launches.
 """
 
 from __future__ import annotations

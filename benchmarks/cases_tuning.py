@@ -1,8 +1,8 @@
-"""The knobs that the kernels' wrappers take, beside the values that they take by themselves.
+"""Values of the knobs of kernel wrappers, beside the values that the wrappers choose themselves.
 
-Not among the default topics: `--topics tuning` on a GPU says what is faster there, and with
-`--write` puts it into the file of measured choices (tuned_file.py). Every variant is checked
-against the reference before it is timed; where one is wrong the whole case fails.
+Not among the default topics: `--topics tuning` on a GPU shows which values are fastest there and,
+with `--write`, puts them into the file of measured choices (tuned_file.py). Every variant is
+checked against the reference before it is timed; if one is wrong the whole case fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUERIES = 16
 
 
 def _fitting(case: Case) -> Case:
-    """The case without the variants that need more of a multiprocessor than it has."""
+    """The case without the variants that need more resources than a multiprocessor has."""
     fitting = {name: call for name, call in case.calls.items() if _fits(call)}
     left_out = [name for name in case.calls if name not in fitting]
     notes = [case.note] if case.note else []
@@ -48,11 +48,11 @@ def _fitting(case: Case) -> Case:
 def split_kv(
     call: Callable, largest: Callable, toy: bool
 ) -> tuple[dict[str, Callable], Knobs, str]:
-    """Variants of one of the attentions, tiles and how lists are cut, and a note.
+    """Variants of an attention kernel in tiles and cuts of lists, their knobs, and a note.
 
     Args:
-        largest: a call that needs the most of a multiprocessor of all calls for which the choice
-            is made: where its tile does not fit, it must not be chosen.
+        largest: the call that needs the most of a multiprocessor among those that use the choice;
+            a tile that does not fit it must not be chosen.
     """
     tiles = [(16, 4, 2)] if toy else list(product((32, 64, 128), (4, 8), (3, 5, 7)))
     cuts = [{}, *({"programs": n} for n in (2, 4)), *({"splits": n} for n in (4, 16))]
@@ -97,10 +97,10 @@ def _decode(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
 
 
 def reader_case(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
-    """What a decode batch costs by each reader, between two folds.
+    """Decode attention by each reader, between two folds.
 
-    Triton's reads as the cases before have chosen. What is not installed, or cannot read such
-    heads, is named in the note.
+    Triton's reader uses the choices of the cases before. The note names a reader that is not
+    installed or cannot read these heads.
     """
     model = bench.model
     cache = Cache(model, tokens, batch, tokens // 8, whole=False)
@@ -108,7 +108,7 @@ def reader_case(bench: Bench, tokens: int, batch: int, toy: bool) -> Case:
     try:
         call = by_pages(cache)
         call()
-    except Exception as error:  # others' libraries: whatever they lack, the report says it
+    except Exception as error:  # of another library; the report states it
         why = (str(error).splitlines() or [""])[0][:120]
         note = f"not here: flashinfer ({type(error).__name__}: {why})"
     else:

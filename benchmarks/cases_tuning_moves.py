@@ -34,7 +34,7 @@ Knobs = dict[str, dict[str, int]]
 
 
 def variants(call: Callable, **knobs: Sequence) -> tuple[dict[str, Callable], Knobs]:
-    """The call as it is, then with every combination of the knobs' values; and these by name."""
+    """The call as it is, then with each combination of knob values; and the knobs of each name."""
     made, given = {OURS: call}, {}
     for values in product(*knobs.values()):
         chosen = dict(zip(knobs, values, strict=True))
@@ -55,7 +55,7 @@ def compaction(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     calls, knobs = variants(call, part=parts, tile=tiles)
 
     def check(calls: dict[str, Callable]) -> str:
-        storage[:, :, inputs[2]] = 0  # the private slots, filled when it was seen whether all fit
+        storage[:, :, inputs[2]] = 0  # private slots, which `_fitting` has filled
         before = storage.clone()
         reference_compaction.compact_layers(storage, *inputs)
         wanted = storage.clone()
@@ -109,7 +109,7 @@ def placed(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     calls, knobs = variants(call, tile=(16,) if toy else (8, 16, 32, 64))
 
     def check(calls: dict[str, Callable]) -> str:
-        pool.zero_()  # filled when it was seen whether all fit
+        pool.zero_()  # `_fitting` has filled it
         before, wanted = pool.clone(), pool.clone()
         reference_place.place(wanted, k, v, kept, pages, value_offset=offset)
         assert not torch.equal(bits(wanted), bits(before)), "nothing was placed"
@@ -220,7 +220,7 @@ def nearest_kept(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     calls, knobs = variants(partial(nearest, x, *lists), rows=rows, columns=columns)
 
     def check(calls: dict[str, Callable]) -> str:
-        # The reference in float64 for a part of the dropped ones of every head.
+        # The reference in float64, for some of the dropped entries of every head.
         part = slice(0, min(512, tokens - number))
         few = (lists[0][:, part], lists[1][:, part], lists[2])
         (wanted, _), (all_of_ours, _) = reference_nearest.nearest(x, *few), calls[OURS]()
@@ -242,7 +242,7 @@ def merged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     calls, knobs = variants(partial(merge_rows, x, *sums), receivers=receivers, tile=many)
 
     def check(calls: dict[str, Callable]) -> str:
-        # Sums of so many terms in another order, of float64.
+        # Sums of this many float64 terms, in another order.
         terms = int(sums[0][2].diff(dim=-1).max()) + 3
         wanted = reference_rows.merge_rows(x, *sums)
         size = reference_rows.merge_rows(x.double().abs(), *sums)

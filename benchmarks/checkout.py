@@ -1,8 +1,8 @@
-"""`kvpolicy` as this checkout has it, on a machine where it is not installed.
+"""Makes this checkout's `kvpolicy` importable on a machine where it is not installed.
 
-A GPU machine may have torch and SGLang and no way to install anything; an installed wheel may be an
-older one. Importing this puts a folder first on the path, of this process and of servers it starts,
-in which the package is a link to the checkout's and says where its plugin is.
+A GPU machine may have torch and SGLang and no way to install anything; an installed wheel may be
+older. Importing this module puts a folder first on the path of this process and of servers that it
+starts. The folder links to the checkout's package and declares its entry points.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What the package itself needs of Python, by the names that are imported.
+# Python packages that `kvpolicy` needs, by module name.
 NEEDED = {"yaml": "PyYAML", "lark": "lark"}
 
 

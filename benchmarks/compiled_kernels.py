@@ -41,7 +41,7 @@ PROCESSORS = {
 }
 # Every kind of kernel: window scores, sums over all queries, ranks over layers, merges, pairs.
 POLICIES = f"{ATTENTION},snapkv,h2o,cake,d2o,minicache"
-# What one shape and one policy is found by, in a file.
+# Key of one GPU, shape and policy in a file.
 PLACE = ("target", "size", "group", "name")
 HEADER = (
     "GPU", "head size", "kernels of", "query heads per KV head", "kernels", "that spill",
@@ -50,7 +50,7 @@ HEADER = (
 
 
 def kernels_of(name: str, shape: ModelShape, target: int) -> list[Compiled]:
-    """Kernels of a policy, or of the attention."""
+    """Kernels compiled for a policy, or for decode attention (`ATTENTION`)."""
     found: dict[str, Compiled] = {}
     with made_up(shape), on_device(compiling(found), KEPT, target):
         if name == ATTENTION:
@@ -64,7 +64,7 @@ def kernels_of(name: str, shape: ModelShape, target: int) -> list[Compiled]:
 
 
 def observe(name: str, shape: ModelShape, target: int) -> dict:
-    """What is compiled of a policy, or of the attention, for one GPU and one shape of heads."""
+    """Facts on the kernels of a policy, or of attention, for one GPU and one shape of heads."""
     made, processor = kernels_of(name, shape, target), PROCESSORS[target]
     kernels = [
         {
@@ -80,7 +80,7 @@ def observe(name: str, shape: ModelShape, target: int) -> dict:
 
 
 def earlier(folder: Path | None, name: str) -> list[dict]:
-    """What runs before have found."""
+    """Cells that earlier runs have saved."""
     path = None if folder is None else folder / f"{name}.json"
     if path is None or not path.exists():
         return []
@@ -88,7 +88,7 @@ def earlier(folder: Path | None, name: str) -> list[dict]:
 
 
 def merged(cells: Iterable[dict]) -> list[dict]:
-    """Of each shape and policy the last one, in order."""
+    """The last cell of each GPU, shape and policy, sorted."""
     kept = {tuple(each[key] for key in PLACE): each for each in cells}
     return [kept[place] for place in sorted(kept)]
 
@@ -138,7 +138,7 @@ def described(cells: Sequence[dict]) -> str:
 
 
 def _wrong(kernel: dict, target: int) -> bool:
-    """Whether it spills, or does not fit."""
+    """Whether the kernel spills, or does not fit on a processor."""
     return bool(kernel["spilled"]) or not kernel["programs"]
 
 
@@ -147,7 +147,7 @@ def _named(cell: dict, kernel: str) -> list[dict]:
 
 
 def _at_once(cells: Sequence[dict], kernel: str) -> str:
-    """By GPU, size and what it is for; of variants from the least to the most."""
+    """Table of programs per processor, by GPU, head size and policy; variants as a range."""
     groups = sorted({each["group"] for each in cells})
     rows = []
     for (target, size, name), own in _of(cells, "target", "size", "name").items():

@@ -30,7 +30,7 @@ SECONDS = "sglang:kv_policy_compression_seconds_sum"
 
 
 def compression_seconds(server: Server) -> float:
-    """Seconds the server has spent on scoring and compaction so far, all policies."""
+    """Seconds that the server has spent on scoring and compaction so far, all policies."""
     return sum(v for k, v in server.metrics().items() if k.startswith(SECONDS))
 
 
@@ -43,7 +43,7 @@ def times(answer: dict) -> tuple[float, float]:
 
 
 def batch(server: Server, prompts: list[list[int]], policy: str | None, new: int) -> list[dict]:
-    """All prompts at once, each answered in full length."""
+    """Answers to all prompts, asked at once; each has `new` tokens."""
 
     def ask(prompt):
         options = {"max_new_tokens": new, "ignore_eos": True}
@@ -57,13 +57,13 @@ def batch(server: Server, prompts: list[list[int]], policy: str | None, new: int
 
 
 def compare(stock: Server, ours: Server, policy: str, length: int, options) -> dict:
-    """Alternate between the servers; times of each and the share of prefill."""
+    """Times of each server, asked in turn, the share of prefill and the share kept."""
     rng = np.random.default_rng([options.seed, length])
     result = {"share": [], "stock_ms": [], "policy_ms": [], "kept": []}
     for turn in range(options.rounds + 1):
         prompts = rng.integers(20, 500, (options.batch, length)).tolist()
         plain = batch(stock, prompts, None, options.new)
-        # Prefill cost is measured one request at a time: in a batch the two would overlap.
+        # Share of prefill from one request alone: in a batch, compression overlaps with prefills.
         before = compression_seconds(ours)
         single = batch(ours, [rng.integers(20, 500, length).tolist()], policy, 2)
         seconds = compression_seconds(ours) - before

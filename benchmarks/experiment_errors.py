@@ -83,7 +83,7 @@ def errors(rows: Iterable[Row]) -> list[tuple[object, ...]]:
 
 
 def delays(rows: Iterable[Row]) -> list[tuple[object, ...]]:
-    """Rows that say how long something takes."""
+    """Rows that state how many values a decision takes."""
     return [
         (
             row.metric, row.data, row.question, f"{row.runs:,}", _count(row.median),

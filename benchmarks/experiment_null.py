@@ -36,7 +36,7 @@ HEADER = (
 
 
 def experiment(policy: str, margin: float, sample: str = "100 %") -> dict[str, Any]:
-    """A policy beside itself, of whose requests a share is scored again."""
+    """An experiment with one policy in both arms; `sample` of the requests is scored again."""
     return {
         "experiment": "null",
         "targeting_key": ["header:x-smg-routing-key"],
@@ -62,7 +62,7 @@ def ask(url: str, tokens: Sequence[int], key: str, new: int) -> None:
 
 
 def run(server: Server, document: dict[str, Any], keys: Sequence[str], options: Any) -> dict:
-    """What the server says after requests of these keys."""
+    """The server's report after a request per key, once all are finished and scored."""
     answer = server.session.put(f"{server.url}/kv_policy/experiment", json=document, timeout=60)
     answer.raise_for_status()
     rng = np.random.default_rng(options.seed)
@@ -114,7 +114,7 @@ def main() -> None:
             server.session.headers["Authorization"] = "Bearer secret"
             keys = [f"user-{i}" for i in range(options.requests)]
             few = ["gateway"] * max(options.requests // 8, 210)
-            # Random text moves any policy far; what matters is that both arms move alike.
+            # On random text any policy drifts far; both arms must drift alike.
             for label, document, sent in (
                 ("none, none", experiment("none", 0.04), keys),
                 ("lava, lava", experiment("lava", 1.5), keys),

@@ -41,7 +41,7 @@ PAUSE = 1.0  # seconds after a round, in which shadows end
 
 
 def experiment(sample: float) -> str:
-    """Two equal arms."""
+    """Text of an experiment with two equal arms."""
     return json.dumps({
         "experiment": "overhead",
         "targeting_key": ["header:x-smg-routing-key", "body:user", "rid"],
@@ -54,7 +54,7 @@ def experiment(sample: float) -> str:
 
 
 def assignment(count: int) -> list[float]:
-    """Microseconds to assign each of some requests, in the front end's own code."""
+    """Microseconds to assign each of `count` requests, by the front end's code."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "experiment.yaml")
         file.write_text(experiment(0.02))
@@ -107,7 +107,7 @@ def round_of(
 
 
 def core_seconds(server: Server) -> float:
-    """That all processes of a server have used."""
+    """Seconds of a core that all processes of the server have used."""
     first = psutil.Process(server.process.pid)
     times = [each.cpu_times() for each in (first, *first.children(recursive=True))]
     return sum(each.user + each.system for each in times)

@@ -48,19 +48,19 @@ EXPERIMENT = {
     "metrics": [{"metric": "drift", "role": "guardrail", "margin": 0.1, "clip": 2}],
     "analysis": {"on_fail": "alert"},
 }
-GIVEN_UP = "tight"  # is rolled back on the way
+GIVEN_UP = "tight"  # arm that is rolled back after a third of the requests
 UNCOMPARED = ("aborted", "dropped")
-ADDED = "added"  # a policy that comes and goes
+ADDED = "added"  # policy that is added, replaced and withdrawn
 
 
 @dataclass
 class Seen:
-    """What came back.
+    """Results of all requests so far.
 
     Attributes:
-        arms: of each key, those that its answers named.
-        wrong: sentences on answers that are not as they should be.
-        counts: answers by what became of them.
+        arms: key -> arms that its answers named.
+        wrong: sentences on wrong answers and refused operations.
+        counts: number of answers by arm or outcome, and of operations.
     """
 
     arms: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -70,7 +70,7 @@ class Seen:
 
 
 class Soak:
-    """One server and what is asked of it."""
+    """One server, and the requests and operations sent to it."""
 
     def __init__(self, server: Server, file: Path, count: int, at_once: int, seed: int) -> None:
         self.server, self.file, self.count, self.at_once = server, file, count, at_once
@@ -83,7 +83,7 @@ class Soak:
         self.done = 0
 
     def learn(self) -> None:
-        """Every prompt alone, by every policy."""
+        """Notes the answer of every policy to every prompt, asked alone."""
         names = ["none", *POLICIES[:1], "snapkv"]
         names += [f"{arm['policy']}@{name}" for name, arm in EXPERIMENT["arms"].items()
                   if "set" in arm]  # fmt: skip
@@ -106,7 +106,7 @@ class Soak:
         return {"input_ids": self.prompts[place], "sampling_params": sampling, **more}
 
     def one(self, number: int) -> None:
-        """One request, in one of the ways in which clients ask."""
+        """Sends one request: whole, streamed, aborted or dropped, at random."""
         with self.seen.lock:
             place, way = self.random.randrange(len(self.prompts)), self.random.random()
             key = f"user-{self.random.randrange(self.count // 3)}"
@@ -123,7 +123,7 @@ class Soak:
             self.done += 1
 
     def dropped(self, place: int, headers: dict[str, str]) -> None:
-        """The client hangs up."""
+        """Sends a request whose client hangs up."""
         body = self.body(place)
         body["sampling_params"]["max_new_tokens"] = 200
         try:
@@ -132,7 +132,7 @@ class Soak:
             self.count_one("dropped")
 
     def aborted(self, place: int, headers: dict[str, str], rid: str) -> None:
-        """The client aborts by id."""
+        """Sends a request and aborts it by id."""
         abort = threading.Timer(
             0.05, lambda: self.server.post("/abort_request", {"rid": rid}, timeout=60)
         )
@@ -144,7 +144,7 @@ class Soak:
         self.count_one("aborted")
 
     def streamed(self, place: int, headers: dict[str, str]) -> dict[str, Any]:
-        """The last chunk of a stream holds the whole answer."""
+        """The answer to a streamed request; its last chunk holds all of it."""
         with requests.post(
             self.server.url + "/generate", json=self.body(place, stream=True), headers=headers,
             stream=True, timeout=300,
@@ -157,7 +157,7 @@ class Soak:
             self.seen.counts[what] += 1
 
     def check(self, place: int, key: str, answer: dict[str, Any]) -> None:
-        """The answer is that of its policy alone, and its arm the one of its key."""
+        """Compares the answer with its policy's when asked alone, and notes the arm of the key."""
         facts = answer["meta_info"].get("kv_policy", {"policy": "none"})
         policy, arm = facts["policy"], facts.get("arm")
         right = answer["output_ids"] == self.alone[place, policy]
@@ -169,7 +169,7 @@ class Soak:
                 self.seen.wrong.append(f"prompt {place}, {policy}: {answer['output_ids']}")
 
     def run(self) -> None:
-        """All requests, while operators do their part."""
+        """Sends all requests while operators act."""
         stop = threading.Event()
         operator = threading.Thread(target=self.operate, args=(stop,))
         operator.start()
@@ -180,13 +180,13 @@ class Soak:
         operator.join()
 
     def operate(self, stop: threading.Event) -> None:
-        """What operators do, again and again."""
+        """Carries out the operators' actions until `stop` is set."""
         actions = self.actions()
         while not stop.wait(max(self.count / 10_000, 0.1)):
             next(actions)()
 
     def actions(self) -> Iterator[Any]:
-        """One after the other; the rollback once, after a third of the requests."""
+        """The operators' actions, in turn; the rollback once, after a third of the requests."""
         policy = (report.ROOT / "policies" / "snapkv.yaml").read_text()
         rolled_back = False
         for turn in range(10**9):
@@ -202,7 +202,7 @@ class Soak:
             )
             yield lambda: self.ask("POST", "disable", {})
             yield lambda: self.ask("POST", "enable", {})
-            yield lambda: self.file.write_text("experiment: [")  # a mistake: nothing changes
+            yield lambda: self.file.write_text("experiment: [")  # invalid: nothing changes
             yield lambda: self.ask("DELETE", f"policies/{ADDED}", {})
 
     def ask(self, method: str, path: str, body: Any) -> None:
@@ -241,7 +241,7 @@ def main() -> None:
 
 
 def publish(options: Any, soak: Soak, document: dict, leaks: dict, seconds: float) -> None:
-    """Print what came of it; the exit status says whether anything was wrong."""
+    """Prints and saves the results; exits with 1 if anything was wrong."""
     seen, experiment = soak.seen, reading.read(json.dumps(EXPERIMENT), "soak").require()
     moved = [key for key, arms in seen.arms.items() if len(arms) > 1]
     foreign = [

@@ -24,13 +24,13 @@ PROMPT, HELD = 64, 32
 
 @dataclass(frozen=True)
 class Setting:
-    """How a policy is run, so that every request folds once in each interval.
+    """How to run a policy so that every request folds once in each interval.
 
     Attributes:
-        given: of its parameters, by the decode steps between folds.
-        held: entries of a KV head at all layers, by the prompt's tokens, the number of layers, the
-            folds of an answer, and the steps between them.
-        first: intervals until something leaves for the first time.
+        given: (decode steps between folds) -> values of parameters.
+        held: (prompt tokens, layers, folds, decode steps between folds) -> entries that a KV head
+            holds at the end, summed over layers.
+        first: number of intervals until entries leave for the first time.
     """
 
     given: Callable[[int], dict[str, str]]
@@ -42,11 +42,11 @@ def _given(**values: str) -> Callable[[int], dict[str, str]]:
     return lambda steps: values
 
 
-# The same share of all layers, and nothing leaves the prefill.
+# The same share for all layers, and no entry leaves at the prompt's end.
 _ALIKE = {"gen_floor": "1", "floor_rate": "1", "constant": "true"}
 
-# Lists of `HELD` entries where nothing else is said. Of other policies nothing leaves while they
-# decode, or at the first step only: their requests ask of the host what those of `snapkv` do.
+# Lists have `HELD` entries unless `held` is given. The other policies drop no entries in decode, or
+# only at the first step, so their host work is that of `snapkv`.
 SETTINGS = {
     "snapkv": Setting(_given(capacity="32", window="4")),
     "h2o": Setting(_given(heavy="16", window="16")),
@@ -80,7 +80,7 @@ SETTINGS = {
         held=lambda prompt, layers, folds, steps: layers * (prompt + steps),
         first=2,
     ),
-    # A window of 4 is complete at step 3; from there on 0.9 stays of every batch that has left it.
+    # The window of 4 is full at step 3; from then on 0.9 of every batch that leaves it stays.
     "pyramidinfer": Setting(
         lambda steps: {"batch": str(steps), "recent_rate": "0.05", **_ALIKE},
         held=lambda prompt, layers, folds, steps: layers * (prompt + 3 + folds * int(0.9 * steps)),
@@ -103,12 +103,12 @@ HEADER = (
 
 
 def observe(policy: str, requests: int, options: argparse.Namespace) -> dict:
-    """Numbers of one policy and batch: counts of one interval, times of the others."""
+    """Numbers of one policy and batch size: counts of the first interval, times of the others."""
     shape = ModelShape(options.layers, 2 * options.kv_heads, options.kv_heads, options.head_dim)
     prompts = [PROMPT + i % (options.lengths or 1) for i in range(requests)]
     setting, interval, rounds = SETTINGS[policy], options.interval, options.rounds
     case = Case(policy, setting.given(interval), prompts, shape, interval, options.seed)
-    # After its first fold and one more every request holds what it goes on holding.
+    # Up to each request's first fold, and one interval more.
     before = setting.first + 1
     crowd = Crowd(case, (before + rounds) * interval)
     for _ in range(before * interval):

@@ -15,7 +15,7 @@ from cost import batch, times
 from kvpolicy.evaluation.serving import Server, serve
 from tqdm import tqdm
 
-# How each policy is told to keep so many entries per layer and KV head.
+# Parameters with which each policy keeps `budget` entries per layer and KV head.
 SETTINGS = {
     "h2o": lambda budget: {"heavy": budget - budget // 2, "window": budget // 2},
     "tova": lambda budget: {"capacity": budget},
@@ -35,12 +35,12 @@ SECONDS = "sglang:kv_policy_fold_seconds_sum"
 
 
 def fold_seconds(server: Server) -> float:
-    """Seconds the server has spent on folds so far, all policies."""
+    """Seconds that the server has spent on folds so far, all policies."""
     return sum(v for k, v in server.metrics().items() if k.startswith(SECONDS))
 
 
 def check(facts: dict, interval: int, options: argparse.Namespace) -> None:
-    """Stop unless entries left when they should have, and as many."""
+    """Exit unless the expected number of entries left, in the expected number of folds."""
     folds = (options.new - 1) // interval
     lists = facts["entries_before"] // facts["prompt_tokens"]
     if facts["folds"] != folds or facts["entries_dropped_in_decode"] != folds * interval * lists:
@@ -48,7 +48,7 @@ def check(facts: dict, interval: int, options: argparse.Namespace) -> None:
 
 
 def compare(stock: Server, ours: Server, policy: str, interval: int, options) -> dict:
-    """Alternate between the servers; times of each."""
+    """Times of each server; they take turns."""
     rng = np.random.default_rng([options.seed, interval])
     result = {"stock_ms": [], "policy_ms": [], "fold_ms": []}
     for turn in range(options.rounds + 1):

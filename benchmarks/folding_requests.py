@@ -1,8 +1,8 @@
 """Requests that decode under a policy without a model: real folds over random queries and entries.
 
-What kernels would compute on a GPU is left out of clock and count: an entry of the kernels table is
-one launch, whose torch reference runs unobserved; a generated kernel gives zeros. As on a GPU, the
-numbers of a fold have not arrived when it is written, where it does not wait for them.
+Clock and count leave out what a GPU would compute: a call of a kernel in the table counts as one
+launch, and its torch reference runs unobserved; a generated kernel returns zeros. As on a GPU, a
+fold's numbers have not arrived at the host when the fold is written, unless it waits for them.
 
 Dimensions: L layers, H query heads, G KV heads, D head size, B requests.
 """
@@ -43,11 +43,11 @@ _MOVING = (
     "compact_layers", "place", "compact_in_place", "gather", "rotate", "turn", "entry_ids",
     "take_rows", "put_rows",
 )  # fmt: skip
-_OWN_STATE = "kv_policy_state"  # of a request
+_OWN_STATE = "kv_policy_state"  # attribute of a request
 
 
 def in_use(watch: Watch) -> KernelsInUse:
-    """The torch references, as launches."""
+    """The torch references, each call counted as a launch."""
     plain = chosen_for("torch", "cpu")
     moving = {name: watch.kernel(getattr(plain, name)) for name in _MOVING}
     return replace(plain, name="launches", **moving)
@@ -55,7 +55,7 @@ def in_use(watch: Watch) -> KernelsInUse:
 
 @contextmanager
 def stand_in(watch: Watch):
-    """A block in which the numbers of a fold are on their way."""
+    """A block in which the numbers of folds do not arrive; each transfer is counted."""
     begin = Counts.__init__
 
     def counts(made: Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
@@ -79,7 +79,7 @@ class Slots:
         self.free_slots = torch.arange(1, size + 1)
 
     def alloc(self, need: int) -> torch.Tensor | None:
-        """The first free slots."""
+        """The first free slots, int64 [need]; None if there are too few."""
         if need > len(self.free_slots):
             return None
         taken, self.free_slots = self.free_slots[:need], self.free_slots[need:]
@@ -90,19 +90,19 @@ class Slots:
         self.free_slots = torch.cat([self.free_slots, slots])
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Take back those of a request's tokens from a position on."""
+        """Take back the slots of a request's tokens from a position on."""
         self.free(free_index)
 
     def unlock(self, lock: Any) -> None:
         """Nothing is cached, and nothing locked."""
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        """Take back those of a request's tokens."""
+        """Take back the slots of ranges of a request's tokens."""
         for start, end in ranges:
             self.free(self.req_to_token_pool.req_to_token[kv.req_pool_idx, start:end])
 
     def available_size(self) -> int:
-        """How many are free."""
+        """Number of free slots."""
         return len(self.free_slots)
 
     def evictable_size(self) -> int:
@@ -112,11 +112,12 @@ class Slots:
 
 @dataclass
 class Case:
-    """What decodes.
+    """The requests to decode.
 
     Attributes:
-        settings: of the policy's parameters.
-        prompts: tokens of each request's prompt.
+        settings: values of the policy's parameters.
+        prompts: length of each request's prompt in tokens.
+        interval: decode steps between folds.
     """
 
     policy: str
@@ -128,16 +129,16 @@ class Case:
 
 
 class Crowd:
-    """B requests of one policy, whose prompts are over, in the plugin's own decode step.
+    """B requests of one policy after their prefills, decoding by the plugin's own decode step.
 
     Attributes:
-        goes_on: whether entries leave while they decode.
+        goes_on: whether the policy has `decode:`.
     """
 
     def __init__(self, case: Case, most_steps: int) -> None:
         """
         Args:
-            most_steps: decode steps that will be asked for.
+            most_steps: the most calls of `step`.
         """
         self.case, shape = case, case.shape
         self.random = torch.Generator().manual_seed(case.seed)
@@ -175,7 +176,7 @@ class Crowd:
         return services
 
     def _detach(self, requests: Sequence[tuple[Any, State]]) -> None:
-        """Slots go back to SGLang's allocator, which is not counted."""
+        """Gives slots back to SGLang's allocator, whose work is not counted."""
         observed = self.watch.observed
         inside, observed.inside = observed.inside, True
         Services.detach(self.services, requests)
@@ -229,7 +230,7 @@ class Crowd:
         request.length += tokens
 
     def _compress(self, request: Any, state: State, kept: torch.Tensor) -> None:
-        """As at the end of a prompt, where anything leaves."""
+        """Compresses as at the end of a prompt, if any entry leaves."""
         counts = kept.sum(-1)
         if bool(kept.all()):
             return
@@ -274,7 +275,7 @@ class Crowd:
         return observed, seconds
 
     def check(self, entries: int) -> None:
-        """Stop unless slots are right and all lists together hold so many entries."""
+        """Exit unless slots are consistent and all lists together hold `entries` entries."""
         self.tables.write()
         self.store.check_integrity(self.slots.free_slots)
         held = sum(sum(map(sum, private.laid_out)) for private in self.store.by_row.values())

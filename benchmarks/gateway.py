@@ -41,10 +41,10 @@ WORKER = "x-smg-routed-worker-id"  # header of answers
 
 @contextlib.contextmanager
 def gateway(urls: Sequence[str], *words: str) -> Iterator[str]:
-    """`smg` before some servers; yields its address.
+    """`smg` in front of servers; yields its address.
 
     Raises:
-        SystemExit: it does not begin to answer.
+        SystemExit: it does not answer within PATIENCE.
     """
     port, prometheus = free_port(), free_port()
     command = [sys.executable, "-P", "-m", "smg", "launch", "--host=127.0.0.1", f"--port={port}"]
@@ -71,7 +71,7 @@ def gateway(urls: Sequence[str], *words: str) -> Iterator[str]:
 
 
 def ask(url: str, text: str, policy: str | None, **headers: str) -> requests.Response:
-    """One answer of /generate, under a policy or whatever the server chooses."""
+    """One answer of /generate, under `policy`; None leaves the choice to the server."""
     sampling = {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True}
     if policy is not None:
         sampling["custom_params"] = {"kv_policy": policy}
@@ -81,10 +81,10 @@ def ask(url: str, text: str, policy: str | None, **headers: str) -> requests.Res
 
 
 def conversations(options: argparse.Namespace, seed: str) -> list[str]:
-    """Prompts in a random order: groups that begin alike, each with an end of its own."""
+    """Prompts in random order: those of a group share their beginning and differ in their end."""
     rng = random.Random(f"{options.seed} {seed}")
     vocabulary = json.loads((Path(options.model) / "tokenizer.json").read_text())["model"]["vocab"]
-    known = [word for word in vocabulary if word.isalpha()]  # others are all one token
+    known = [word for word in vocabulary if word.isalpha()]  # other words all become one token
     made = []
     for _ in range(options.groups):
         words = rng.choices(known, k=options.shared)
@@ -95,7 +95,7 @@ def conversations(options: argparse.Namespace, seed: str) -> list[str]:
 
 
 def hits(url: str, servers: Sequence[Server], policy: str, prompts: list[str]) -> dict:
-    """What the replicas found in their caches of prompts that are sent through the gateway."""
+    """Hit rate and load of the replicas for prompts sent through the gateway."""
     for server in servers:
         server.flush()
     started = time.perf_counter()
@@ -147,7 +147,7 @@ def main() -> None:
         for routing in ROUTINGS:
             with gateway(urls, f"--policy={routing}") as url:
                 for policy in ("none", *names):
-                    # The gateway remembers prompts: each policy gets others, of one make.
+                    # The gateway remembers prompts, so each policy gets new ones of the same kind.
                     made = hits(url, servers, policy, conversations(options, policy))
                     if routing == "round_robin" and made["busiest"] > 0.6:
                         raise SystemExit(f"gateway: {made['busiest']:.0%} went to one replica")

@@ -1,4 +1,4 @@
-"""Kernels that were compiled on a machine, for the next one of its kind."""
+"""Archives the kernels compiled on a machine for the next machine of its kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CACHES = (".triton/cache", ".cache/flashinfer", ".cache/tvm-ffi", ".cache/sglang
 
 
 def _folders() -> list[tuple[str, Path]]:
-    """Folders of compiled kernels, by their names in the archive."""
+    """(Name in the archive, folder) of compiled kernels."""
     made = [(name, Path.home() / name) for name in CACHES]
     if "TRITON_CACHE_DIR" in os.environ:
         made[0] = (CACHES[0], Path(os.environ["TRITON_CACHE_DIR"]))
@@ -19,10 +19,10 @@ def _folders() -> list[tuple[str, Path]]:
 
 
 def keep(archive: Path) -> None:
-    """What was compiled, for the next run; a run that is cut off here leaves the former archive.
+    """Writes the archive for the next run; if cut off, the former archive stays.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the archive cannot be written.
     """
     made = archive.with_suffix(".new")
     with tarfile.open(made, "w:gz") as tar:
@@ -33,10 +33,10 @@ def keep(archive: Path) -> None:
 
 
 def restore(archive: Path) -> None:
-    """What an earlier run has compiled, where nothing is compiled yet.
+    """Unpacks the archive of an earlier run into folders that do not exist yet.
 
     Raises:
-        OSError, EOFError, tarfile.TarError, zlib.error: it cannot be read.
+        OSError, EOFError, tarfile.TarError, zlib.error: the archive cannot be read.
     """
     if not archive.exists():
         return

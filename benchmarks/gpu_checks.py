@@ -34,7 +34,7 @@ PACKAGES = (
 )  # fmt: skip
 KERNELS = str(report.ROOT / "benchmarks" / "kernels.py")
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
-# Those that compute on the GPU; what compiles for one without having it says nothing more here.
+# Tests that compute on the GPU. Tests that only compile for one are redundant here.
 NUMERICS = (
     "tests/test_gpu.py", "tests/kernels", "tests/executions/test_generated.py",
     "tests/executions/test_generated_steps.py", "--ignore=tests/kernels/test_sm90.py",
@@ -43,14 +43,14 @@ ONE_FILE = ("tests/kernels/test_rotate.py",)
 
 
 def compiled() -> set[str]:
-    """What Triton's cache holds now: a folder for each kernel and its specializations."""
+    """Names in Triton's cache now: a folder for each kernel and its specializations."""
     folder = os.environ.get("TRITON_CACHE_DIR")
     place = Path(folder) if folder else Path.home() / ".triton" / "cache"
     return {path.name for path in place.iterdir()} if place.is_dir() else set()
 
 
 def preflight(options: argparse.Namespace) -> None:
-    """Versions, what is missing, memory, bytes copied and operations of products per second."""
+    """Versions, missing packages, memory, bytes copied and FLOP of products per second."""
     import torch
     from serving_setup import has_fa3
     from timing import Clock
@@ -91,8 +91,8 @@ def words_of(label: str, sizes: list[str], sanitizer: str | None) -> list[str]:
 
 
 def alone(words: list[str], log: Path, until: float) -> tuple[str, list[str]]:
-    """How a process ended that has until then, and its last 40 lines."""
-    # Every allocation has its own bounds, so that reads beyond them are seen.
+    """Runs a command until the monotonic time `until`; its outcome and last 40 lines."""
+    # No caching allocator: the checker then knows the bounds of every tensor.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if words[0] != sys.executable else {}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -110,7 +110,7 @@ def alone(words: list[str], log: Path, until: float) -> tuple[str, list[str]]:
 
 
 def labels(sizes: list[str], folder: Path) -> list[str]:
-    """Names of the cases at these sizes."""
+    """Labels of the cases at these sizes."""
     path = folder / "cases.txt"
     with path.open("w") as output:
         subprocess.run([sys.executable, KERNELS, *sizes, "--list"], stdout=output, check=True)
@@ -118,7 +118,7 @@ def labels(sizes: list[str], folder: Path) -> list[str]:
 
 
 def smoke(options: argparse.Namespace) -> None:
-    """Every case; then small ones under the memory checker."""
+    """Runs every case; then small ones under the memory checker."""
     until = time.monotonic() + options.seconds
     small = ["--toy", "--lengths", "96", "--batches", "2"]
     sizes = small if options.toy else ["--lengths", "1024", "--batches", "2", "--layers", "2"]
@@ -150,7 +150,7 @@ def smoke(options: argparse.Namespace) -> None:
 
 
 def numerics(options: argparse.Namespace) -> None:
-    """The tests of kernels and executions; how many have passed is written while they run."""
+    """Runs the tests of kernels and executions; counts are written while they run."""
     facts: dict = {"outcomes": {}, "failures": []}
     missing = [n for n in ("pytest", "hypothesis") if importlib.util.find_spec(n) is None]
     if missing:

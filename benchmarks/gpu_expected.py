@@ -1,4 +1,4 @@
-"""What `kvpolicy explain --gpu` expects, beside what the GPU report has measured."""
+"""Forecasts of `kvpolicy explain --gpu` beside the figures that the GPU report has measured."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from serving_setup import CONFIGURATIONS
 from shipped import settings
 
 HEADER = ("what", "figure", "expected", "measured", "measured / expected")
-# Topics of kernels.py whose share of a prefill is expected, and the policies that they are of.
+# Topics of kernels.py with a forecast share of a prefill, a word in the case, and the policy.
 SCORING = (("scoring", "with selection", "snapkv"), ("sums over all queries", "", "h2o"))
 Row = tuple[str, str, float, float]
 
 
 def text(facts: dict) -> list[str]:
-    """Parts of the page; none before anything was measured."""
+    """Parts of the page: a table, or a sentence on why there is none."""
     name = Figures(facts).of("preflight").get("preflight", {}).get("gpu")
     gpu = known(name)
     if gpu is None:
@@ -37,7 +37,7 @@ def text(facts: dict) -> list[str]:
         ]
     try:
         rows = list(_rows(facts, gpu))
-    except Exception as error:  # what was measured is shown in any case
+    except Exception as error:  # measured figures are shown in any case
         return [f"What is expected could not be reckoned: {type(error).__name__}: {error}"]
     if not rows:
         return ["Nothing was measured of which something is expected."]
@@ -54,7 +54,7 @@ def text(facts: dict) -> list[str]:
 
 
 def known(name: str | None) -> Gpu | None:
-    """The GPU of that name, as torch gives it; None if there is no such row."""
+    """The GPU with the name that torch gives it; None if the table has no such row."""
     found = [gpu for key, gpu in GPUS.items() if key.upper() in (name or "").upper()]
     return found[0] if found else None
 
@@ -84,7 +84,7 @@ def _bound(policy: str, given: Sequence[str], config: ModelConfig) -> Bound:
     return bind(load(policy).require(), config.shape, values, fold_interval=FOLD_INTERVAL)
 
 
-@cache  # the page is made again after every section
+@cache  # the page is written again after every section
 def _forecast(
     policy: str, given: tuple[str, ...], config: ModelConfig, gpu: Gpu, asked: Load, pool: float
 ) -> Forecast:
@@ -92,9 +92,9 @@ def _forecast(
 
 
 def _served(run: dict, cell: dict, config: ModelConfig, gpu: Gpu, model: str) -> Iterator[Row]:
-    """Times of a cell with an equal batch, what a crowd was served."""
+    """TTFT and TPOT of a cell with an equal batch; requests at once and throughput of a crowd."""
     server, tokens, number = cell["server"], cell["tokens"], cell["requests"]
-    policy, given = "streamingllm", []  # any: of stock's cells full KV is read
+    policy, given = "streamingllm", []  # for stock's cells any policy: only `full` is read
     if cell["share"] < 1:
         policy = server.rpartition(" ")[0]
         given = next(iter(by_length(policy, cell["share"], [tokens]).values()))
@@ -114,7 +114,7 @@ def _served(run: dict, cell: dict, config: ModelConfig, gpu: Gpu, model: str) ->
 
 
 def _host(facts: dict, gpu: Gpu) -> Iterator[Row]:
-    """What a decode step asks of the host more than stock's."""
+    """Host time and launches that a decode step has beyond stock's."""
     measured = Figures(facts).of("host").get("host", {})
     rows = measured.get("rows", ())
     stock = {row["batch"]: row for row in rows if row["policy"] == STOCK}
@@ -136,7 +136,7 @@ def _host(facts: dict, gpu: Gpu) -> Iterator[Row]:
 
 
 def _scoring(facts: dict, gpu: Gpu) -> Iterator[Row]:
-    """Shares of a prefill of Llama 3.1 8B."""
+    """Scoring as a share of a prefill of Llama 3.1 8B."""
     config = _config("llama-3.1-8b")
     for topic, word, policy in SCORING:
         for case in Figures(facts).cases(topic):

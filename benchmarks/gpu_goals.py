@@ -1,6 +1,6 @@
-"""What a GPU is to show, and whether it did: met, missed by so much, or not measured.
+"""Goals of the GPU report and their verdicts: met, missed and by how much, or not measured.
 
-Nothing is judged that did not run, and nothing that ran at toy sizes.
+Sections that did not run, or ran at toy sizes, are not judged.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ NONE = "with the package, no policy"
 
 
 class Figures:
-    """What sections have measured, of one model where it is served."""
+    """Measured figures of the sections; of sections per model, those of one model."""
 
     def __init__(self, facts: dict, model: str | None = None) -> None:
         self._sections, self.model = facts["sections"], model
 
     def of(self, section: str) -> dict:
-        """Results of a section by name; nothing if it did not run."""
+        """Results of a section, by file name; empty if it did not run."""
         key = f"{section} {self.model}" if section in ("serving", "pools") else section
         return self._sections.get(key, {}).get("results", {})
 
     def cases(self, topic: str) -> list[dict]:
-        """Of kernels.py."""
+        """Cases of kernels.py of a topic."""
         cases = self.of("targets").get("kernels", {}).get("cases", ())
         return [case for case in cases if case["topic"] == topic]
 
     def cells(self) -> list[dict]:
-        """Of servers at equal batch."""
+        """Cells of servers at equal batch."""
         run = self.of("serving").get("serving", {"cells": []})
         return [cell for cell in run["cells"] if cell["requests"] == run["at_once"]]
 
@@ -42,19 +42,21 @@ class Figures:
         return sorted(made, key=lambda run: run["flags"]["max_total_tokens"])
 
 
-# Why there is no figure, or the figure.
+# The figure, or a sentence on why there is none.
 Found = float | str
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that is asked for.
+    """A limit on one figure.
 
     Attributes:
+        what: the figure in words.
         limit: the bound.
-        least: whether it is a least value, not a greatest.
+        least: whether it is a lower bound; otherwise an upper one.
         unit: `%` (shares of 1, shown times 100), `x`, or a word.
-        each_model: whether every served model has its own.
+        figure: computes the figure.
+        each_model: whether it is judged for every served model.
     """
 
     what: str
@@ -102,7 +104,7 @@ def judged(facts: dict) -> list[dict]:
 
 
 def _sizes(cells: list[dict]) -> Iterator[tuple[dict, dict]]:
-    """Stock's cell and another's of the same size."""
+    """Pairs of stock's cell and another server's cell of the same size."""
     stock = {(c["tokens"], c["requests"]): c for c in cells if c["server"] == STOCK}
     for cell in cells:
         other = stock.get((cell["tokens"], cell["requests"]))
@@ -111,7 +113,7 @@ def _sizes(cells: list[dict]) -> Iterator[tuple[dict, dict]]:
 
 
 def _slower(wanted: Callable[[dict], bool]) -> Callable[[Figures], Found]:
-    """How much longer the same requests take than in stock: median of lengths, slowest server."""
+    """Time / stock's time - 1 of the same requests: median over lengths, slowest server."""
 
     def figure(figures: Figures) -> Found:
         ratios: dict[str, list[float]] = {}
@@ -150,7 +152,7 @@ def _tight(share: float) -> Callable[[Figures], Found]:
 
 
 def _at_once(figures: Figures) -> Found:
-    """Requests decoded at once beside stock's, times the share that each held: the least."""
+    """Requests decoded at once / stock's, times the share of entries that each held: the least."""
     found = []
     for run in figures.pools():
         for stock, cell in _sizes(run["cells"]):
@@ -183,7 +185,7 @@ def _compiled(figures: Figures) -> Found:
 
 
 def _host(figures: Figures) -> Found:
-    """Microseconds more than stock, at the batch and policy where it is most."""
+    """Host time beyond stock's in microseconds, the most of all batches and policies."""
     rows = figures.of("host").get("host", {}).get("rows", ())
     stock = {row["batch"]: row["host_us"] for row in rows if row["policy"] == STOCK}
     more = [
@@ -219,7 +221,7 @@ def _column_share(figures: Figures) -> Found:
 
 
 def _decode(word: str, worst: Callable[..., float]) -> Callable[[Figures], Found]:
-    """The worst value of the kernels' own targets with that word in them."""
+    """The worst value among targets of decode attention whose text contains `word`."""
 
     def figure(figures: Figures) -> Found:
         values = [

@@ -31,13 +31,13 @@ from serving_setup import EMBEDDED, NO_PLUGIN, Model, flags_of, gpu_flags, model
 from shipped import settings
 from tqdm import tqdm
 
-SHARE = 0.125  # of the prompt kept
+SHARE = 0.125  # share of the prompt that policies keep
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync")
 Interval = tuple[float, float]
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """Length of the union."""
+    """Length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(intervals):
         total += max(0.0, last - max(first, end))
@@ -76,7 +76,7 @@ def of_trace(path: Path, steps: int) -> dict[str, float | None]:
 
 
 def profiled(server: Server, prompts: list, policy: str | None, options, folder: Path) -> dict:
-    """Figures of steps in which all prompts decode together."""
+    """Figures per step while all prompts decode together."""
     server.flush()
     seen = len(server.log_text())
 
@@ -114,7 +114,7 @@ def _settled(path: Path) -> None:
 
 
 def run(options: argparse.Namespace, model: Model) -> dict:
-    """Both servers."""
+    """Starts both servers and profiles every batch and policy."""
     names = options.policies.split(",")
     given = [f"{n}.{value}" for n in names for value in settings(SHARE, options.prompt)[n]]
     files = [report.ROOT / "policies" / f"{name}.yaml" for name in names]

@@ -1,4 +1,4 @@
-"""Pictures of the GPU report; of what was not measured there is none."""
+"""Pictures of the GPU report; figures that were not measured are left out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pictures import LINE, Lines
 from serving_report import STOCK
 from timing import summary
 
-BATCH = 16  # of the picture of decode attention
+BATCH = 16  # requests in the picture of decode attention
 
 
 def draw_all(facts: dict, folder: Path) -> list[str]:
-    """Draw what there are figures of; names of the files, those of an earlier run among them."""
+    """Draw every picture that has figures; returns all files, those of earlier runs included."""
     models = [key.partition(" ")[2] for key in facts["sections"] if " " in key]
     served = [Figures(facts, model) for model in dict.fromkeys(models)]
     for name, lines, draw in (
@@ -36,7 +36,7 @@ def _point(x: float, values: list[float], scale: float = 1) -> tuple[float, floa
 
 
 def _row(path: Path, columns: int, rows: int = 1):
-    """A figure and its panels, if there is matplotlib."""
+    """A figure and its panels; None without matplotlib."""
     return pictures.panels(path, rows, columns, (5.5 * columns, 4.2 * rows))
 
 
@@ -86,7 +86,7 @@ def _latency(models: list[tuple[str, list[dict]]], path: Path) -> None:
 
 
 def _calls(cases: Iterable[dict], of: Callable[[dict], float | None], own: bool) -> Lines:
-    """A line per call, or of the first call of each case only, in percent."""
+    """A line per call, or with `own` only of each case's first call, in percent."""
     lines: Lines = {}
     for case in cases:
         for name, call in list(case["calls"].items())[: 1 if own else None]:

@@ -42,7 +42,7 @@ KEPT_FOR_CACHE = 20.0
 
 
 class Report:
-    """What is known, in DIR."""
+    """Facts found so far, kept in DIR."""
 
     def __init__(self, folder: Path, setting: Setting, resume: bool) -> None:
         self.folder, self.setting = folder, setting
@@ -55,7 +55,7 @@ class Report:
         self.facts |= {"command": report.command(), "left_out": []}
 
     def done(self, key: str) -> bool:
-        """Whether a section has ended well."""
+        """Whether a section has ended without a failure."""
         return self.facts["sections"].get(key, {}).get("state") == "done"
 
     def save(self, *, pictures: bool = False) -> None:
@@ -71,7 +71,7 @@ class Report:
 def run_section(
     page: Report, key: str, section: Section, model: str | None, seconds: float
 ) -> dict:
-    """Run the steps of a section; what they have written is in the report while they run."""
+    """Run the steps of a section; the report shows their results while they run."""
     started = time.monotonic()
     facts: dict = {"state": "running", "what": section.what, "model": model, "limit": seconds}
     facts |= {"version": version(), "steps": {}, "results": {}}
@@ -96,7 +96,7 @@ def run_section(
 
 
 def version() -> str:
-    """Of the code that is measured."""
+    """Git's description of the measured code, or `unknown`."""
     words = ["git", "-C", str(report.ROOT), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
         found = subprocess.run(words, capture_output=True, text=True)
@@ -105,7 +105,7 @@ def version() -> str:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """All sections for which there is time."""
+    """Run all chosen sections for which there is time."""
     until = time.monotonic() + options.budget
     models = tuple(options.models.split(","))
     setting = Setting(options.toy, models, options.server_args, options.together)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> Report:
     if caching:
         _tried(gpu_cache.restore, options.out / "cache.tar.gz")
         until -= KEPT_FOR_CACHE
-    # What failed before comes last, so that it does not keep the others from their time.
+    # Sections tried in an earlier run come last, so that they take no time from the others.
     tried = set(page.facts["sections"])
     for key, section, model in sorted(entries(setting, chosen), key=lambda each: each[0] in tried):
         left = until - time.monotonic()
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _tried(use: Callable[[Path], None], archive: Path) -> None:
-    """Compiled kernels save time, and no section needs them."""
+    """Use the archive of compiled kernels; errors are printed, as no section needs it."""
     try:
         use(archive)
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
@@ -173,7 +173,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
-    # As Ctrl-C: what runs is stopped, and what there is stays.
+    # As Ctrl-C: the running section is stopped, and results so far stay.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_report: asked to end"))
     page = run(options)
     print(gpu_page.text(page.facts))

@@ -1,4 +1,4 @@
-"""A command as a process group with a hard limit, and with everything that it started ended."""
+"""Runs a command under a hard time limit and ends every process that it started."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-MARK = "KVPOLICY_GPU_REPORT"  # in the environment of what a command starts
+MARK = "KVPOLICY_GPU_REPORT"  # variable in the environment of a command's processes
 LAST_LINES = 40
-GRACE = 5.0  # seconds to end by itself, for what has to be stopped
+GRACE = 5.0  # seconds from the interrupt to the kill
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|\bMemoryError\b", re.IGNORECASE)
 
 
@@ -29,13 +29,13 @@ def run(
 
     Args:
         words: the command.
-        seconds: its limit, after which it is stopped.
-        log: where its output goes.
-        look: is called every so many seconds while it runs.
+        seconds: time after which it is stopped.
+        log: file for its output.
+        look: called every `every` seconds while it runs.
 
     Returns:
-        `state` (done, failed, out of memory, time limit), `status`, `seconds`; of what is not done
-        also `tail`, its last lines.
+        `state` (done, failed, out of memory, time limit), `status` (None at the limit), `seconds`;
+        unless done also `tail`, its last lines.
     """
     started, mark = time.monotonic(), uuid.uuid4().hex
     with log.open("wb") as output:
@@ -62,7 +62,7 @@ def run(
 
 
 def _waited(process, until: float, look: Callable[[], None], every: float) -> int | None:
-    """Its exit status; None once the time is up."""
+    """Exit status of the process; None if it still runs at `until`."""
     while True:
         left = until - time.monotonic()
         try:
@@ -74,7 +74,7 @@ def _waited(process, until: float, look: Callable[[], None], every: float) -> in
 
 
 def _end(process, mark: str) -> None:
-    """Ends what still runs of a command: first asked, so that it stops its servers, then not."""
+    """Interrupts a running command, so that it stops its servers; then kills all that is left."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
@@ -88,13 +88,13 @@ def _end(process, mark: str) -> None:
 
 
 def _started_under(mark: str) -> set[int]:
-    """Processes with the mark in their environment, and all that these have started."""
+    """Processes with the mark in their environment, and all their descendants."""
     wanted = f"{MARK}={mark}".encode()
     found: set[int] = set()
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # After the name, which may hold anything in its parentheses: state, parent.
+            # State and parent follow the name, which may hold any character in its parentheses.
             rest = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             parents[int(folder.name)] = int(rest[1])
             if wanted in (folder / "environ").read_bytes().split(b"\0"):

@@ -1,4 +1,4 @@
-"""The sections of the GPU report: what each runs, and for how long at most."""
+"""The sections of the GPU report: their commands and time limits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import report
 
 BENCHMARKS = report.ROOT / "benchmarks"
 LENGTHS = "32768,16384,4096,65536,131072"  # most wanted first
-POOLS = (4.5, 2.5, 9.0)  # prompts of POOL_PROMPT tokens with their answers; most wanted first
-POOL_SECONDS = 150  # with less for each there are fewer of them
-# Answers are long: with short ones a crowd's time is that of its prefills, in stock as with a
-# policy. The crowd is larger than what a tenth of the entries lets a pool hold at once.
+POOLS = (4.5, 2.5, 9.0)  # in prompts of POOL_PROMPT tokens with answers; most wanted first
+POOL_SECONDS = 150  # least per pool; with less time there are fewer pools
+# Answers are long, as with short ones prefills take most of the time, with or without a policy. The
+# crowd is larger than the pool can hold at once even when a tenth of the entries is kept.
 POOL_PROMPT, POOL_ANSWER, POOL_CROWD = 4096, 512, 6
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sections are told.
+    """Options of all sections.
 
     Attributes:
         toy: small sizes on a CPU.
-        models: names and folders as of serving.py; the first is that of the server and the host.
+        models: names or folders as serving.py takes them; section `host` uses the first.
         server_args: further options of every server.
         together: servers that are compared start at once.
     """
@@ -40,16 +40,16 @@ class Setting:
         return [sys.executable, str(BENCHMARKS / name), *toy, *map(str, words)]
 
     def compared(self, model: str | None) -> list[str]:
-        """What benchmarks that compare servers are told."""
+        """Options of benchmarks that compare servers."""
         return [*self.served(model), *(["--together"] if self.together else [])]
 
     def served(self, model: str | None) -> list[str]:
-        """What every benchmark with servers is told."""
+        """Options of every benchmark with servers."""
         words = ["--model", model] if model and not self.toy else []
         return [*words, f"--server-args={self.server_args}"] if self.server_args else words
 
 
-# Of a setting, a model, seconds and a folder for results: commands by the names of their results.
+# (setting, model, seconds, folder for results) -> commands, by the names of their result files.
 Steps = Callable[[Setting, str | None, float, Path], dict[str, list[str]]]
 
 
@@ -58,8 +58,10 @@ class Section:
     """A part of the report.
 
     Attributes:
-        name: by which it is asked for.
-        seconds: its limit.
+        name: its name on the command line.
+        seconds: time limit of all its steps.
+        what: the section in words.
+        steps: makes its commands.
         each_model: whether it runs once for each model.
     """
 
@@ -127,7 +129,7 @@ def _serving(
     setting: Setting, model: str | None, seconds: float, out: Path
 ) -> dict[str, list[str]]:
     sizes = ["--policies", "snapkv,h2o,fastkv", "--shares", "0.125", "--lengths", LENGTHS]
-    # One prompt: of two that are sent at once, the second's times are those of the first's prefill.
+    # One prompt at a time: a second one would wait for the first one's prefill.
     sizes += ["--at-once", "1", "--most", "16"]
     if setting.toy:
         sizes = ["--policies", "snapkv,fastkv", "--shares", "0.25", "--lengths", "200,300"]
@@ -143,7 +145,7 @@ def _pools(setting: Setting, model: str | None, seconds: float, out: Path) -> di
         pools, shares, sizes = (2.5, 4.5), "0.25", (200, 12, 2)
     made, (prompt, answer, crowd) = {}, sizes
     pools = pools[: max(1, int(seconds // POOL_SECONDS))]
-    # Servers start as often for a small pool; what is asked of them grows with the pool.
+    # Starting servers takes the same time for every pool; the requests grow with the pool.
     whole = sum(pool + 8 for pool in pools)
     for pool in pools:
         words = ["--name", f"pool-{pool:g}", "--cells", "crowd", "--pool", pool, "--crowd", crowd]
@@ -166,13 +168,13 @@ _ALL = (
     Section("pools", 500, "throughput in tight pools beside stock", _pools, True),
 )
 SECTIONS = {section.name: section for section in _ALL}
-CACHE = "cache"  # of compiled kernels, kept at the end for the next run
+CACHE = "cache"  # pseudo section: keep compiled kernels for the next run
 
 
 def entries(setting: Setting, chosen: list[str]) -> Iterator[tuple[str, Section, str | None]]:
-    """Sections in their order, once for each model where they ask for it: key, section, model.
+    """(Key, section, model) of the chosen sections, in order; with `each_model` once per model.
 
-    All of the first model come before the next.
+    All sections of a model come before those of the next.
     """
     plain = [SECTIONS[name] for name in SECTIONS if name in chosen]
     yield from ((each.name, each, None) for each in plain if not each.each_model)

@@ -30,14 +30,14 @@ POLICIES = {"snapkv": ["capacity=48", "window=8"], "h2o": ["heavy=32", "window=1
 
 
 class Wrong(SystemExit):
-    """A server did not do what it was asked for."""
+    """A server did not do as the request asked."""
 
 
 def ask(server: Server, prompt: list[int], policy: str | None, new: int) -> dict:
-    """One answer, complete and under the policy that it asked for.
+    """One answer, checked to be complete and served under `policy`.
 
     Raises:
-        Wrong: it is not.
+        Wrong: the answer is incomplete or was served under another policy.
     """
     answer = server.generate(input_ids=prompt, policy=policy, max_new_tokens=new, ignore_eos=True)
     facts = answer["meta_info"].get("kv_policy") or {}
@@ -58,7 +58,7 @@ def alone(server: Server, prompts: list, policy: str | None, new: int) -> list[l
 
 
 def at_once(server: Server, prompts: list, new: int) -> dict[str, list[list[int]]]:
-    """The same of all policies and none, everything at once."""
+    """Tokens of each prompt's answer by policy, with and without policies, all asked at once."""
     server.flush()
     asked = [(policy, prompt) for prompt in prompts for policy in ("none", *POLICIES)]
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -70,7 +70,7 @@ def at_once(server: Server, prompts: list, new: int) -> dict[str, list[list[int]
 
 
 def agreement(found: list[list[int]], wanted: list[list[int]]) -> float:
-    """Share of tokens before the first that differs."""
+    """Share of tokens before the first difference of each answer."""
     equal = sum(
         next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
         for pair in zip(found, wanted, strict=True)
@@ -79,7 +79,7 @@ def agreement(found: list[list[int]], wanted: list[list[int]]) -> float:
 
 
 def run(options: argparse.Namespace, model: Model) -> dict:
-    """All three servers."""
+    """Starts the three servers and compares their answers."""
     rng = np.random.default_rng(0)
     lengths = [int(n) for n in options.lengths.split(",")]
     prompts = [rng.integers(20, model.highest, n).tolist() for n in lengths]

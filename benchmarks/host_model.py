@@ -31,7 +31,7 @@ HEADER = ("what", "policy", "layers x KV heads", "requests", "asked for", "expec
 
 
 def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
-    """Processor seconds of the host's own work for a prompt, of some rounds after the first."""
+    """Processor seconds of the host's own work for a prompt, per round; a first one warms up."""
     shape, watch = bound.shape, Watch()
     program = watch.program(bound, kernels.installed())
     pool = torch.randn(shape.layers, PROMPT, shape.kv_heads, shape.head_dim)
@@ -49,13 +49,13 @@ def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
 
 
 def of_prefill(policy: str, layers: int, heads: int, rounds: int) -> tuple[list[object], dict]:
-    """A line of the table, and its figures."""
+    """Table row and figures of a prefill."""
     shape = ModelShape(layers, 2 * heads, heads, 8)
     bound = bind(
         load(policy).require(), shape, dict(x.split("=") for x in settings(0.5, PROMPT)[policy])
     )
     asked = launches(bound)
-    # Compaction is the plugin's: one launch that is not made here.
+    # Without compaction, which is one launch of the plugin, not of the program.
     expected = forecast.PREFILL_ASK * (layers * asked.layer.host + asked.end.host - 1)
     measured = prefill_seconds(bound, rounds)
     device = layers * asked.layer.device + asked.end.device
@@ -63,7 +63,7 @@ def of_prefill(policy: str, layers: int, heads: int, rounds: int) -> tuple[list[
 
 
 def of_fold(policy: str, layers: int, heads: int, number: int, rounds: int) -> tuple[list, dict]:
-    """The same of requests that fold together."""
+    """Table row and figures of `number` requests that fold together."""
     shape, interval, setting = ModelShape(layers, 2 * heads, heads, 8), 4, SETTINGS[policy]
     case = Case(policy, setting.given(interval), [PROMPT] * number, shape, interval)
     crowd = Crowd(case, (rounds + 3 + setting.first) * interval)
@@ -91,7 +91,7 @@ def line(
     what: str, policy: str, size: tuple[int, int], number: int, asked: float, expected: float,
     measured: list[float],
 ) -> tuple[list[object], dict]:  # fmt: skip
-    """A line of the table, and its figures; the least time is that of no other work beside it."""
+    """Table row and figures; the ratio takes the least time, as other work only adds to it."""
     best = min(measured)
     shown = [
         what, policy, f"{size[0]} x {size[1]}", number, f"{asked:.0f}", f"{1e3 * expected:.2f}",

@@ -30,7 +30,7 @@ import torch
 
 # isort: split
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # it is chosen before a kernel is made
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is declared
 
 import cases_attention
 import cases_folds
@@ -54,7 +54,7 @@ from tqdm import tqdm
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 TOPICS = ("scoring", "attention", "memory", "merging", "folds")
-# What makes a run one of a part of the cases, or of another model.
+# Options that, unless default, make a run cover a part of the cases or another model.
 PARTS = ("cases", "lengths", "batches", "heads", "dtype")
 DTYPES = ("bfloat16", "float16", "float32")
 PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel", "flash-attn-3")
@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
 
 
 def _checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what makes no sense together; say where results go."""
+    """Refuse options that contradict each other; set `out`, the folder of results, and `name`."""
     gpu = torch.cuda.is_available()
     if not gpu and not (options.toy or options.draw or options.list):
         parser.error("there is no GPU; --toy runs small sizes without one")
@@ -133,7 +133,7 @@ def model_of(options: argparse.Namespace) -> Model:
 
 
 def plan(options: argparse.Namespace) -> list[Planned]:
-    """The cases, those with named targets first, then by length."""
+    """The cases by rank: those with targets first."""
     default = ("96", "2") if options.toy else ("4096,8192,16384,32768,65536,131072", "1,4,16,64")
     lengths = [int(n) for n in (options.lengths or default[0]).split(",")]
     batches = [int(n) for n in (options.batches or default[1]).split(",")]
@@ -159,7 +159,7 @@ def plan(options: argparse.Namespace) -> list[Planned]:
 
 
 def measured(case: Case, bench: Bench) -> dict:
-    """The facts of one case: checked, then timed."""
+    """Facts of one case, checked and then timed."""
     checked = case.check()
     times = bench.clock.times(case.calls, case.waits)
     first = next(iter(case.calls))
@@ -197,7 +197,7 @@ def _shares(case: Case, times: Times, bench: Bench) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Every planned case for which there is time."""
+    """Check and time every planned case for which there is time; return all facts."""
     started = time.monotonic()
     model = model_of(options)
     torch.manual_seed(0)
@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Every planned case beside its reference; what fails ends it."""
+    """Compare every planned case with its reference; the first failure is raised."""
     model = model_of(options)
     bench = Bench(model, Clock(model.device, 0), {})
     for planned in plan(options):
@@ -286,7 +286,7 @@ def written_to(options: argparse.Namespace) -> Path | None:
     """The file of measured choices that `--write` asks for.
 
     Raises:
-        TunedError: it is there, and cannot be read: better said before the measurement than after.
+        TunedError: it exists and cannot be read; this is raised before anything is measured.
     """
     if options.write is None:
         return None
@@ -298,9 +298,9 @@ def written_to(options: argparse.Namespace) -> Path | None:
 
 
 def tune(options: argparse.Namespace) -> dict:
-    """`run`, with the wrappers' reasoned values beside the variants, not an earlier run's.
+    """`run` without earlier choices, so that variants are compared with the wrappers' own values.
 
-    Choices that later cases are to take lie in a folder for this run alone.
+    Choices that later cases take are written to a folder of this run alone.
     """
     with tempfile.TemporaryDirectory() as empty:
         os.environ[tuned.FOLDER_VARIABLE] = empty

@@ -1,4 +1,4 @@
-"""What `kernels.py` says of its cases."""
+"""The report of `kernels.py` on its cases."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _rows(cases: list[dict]) -> list[list[str]]:
 
 
 def _reasons(cases: list[dict]) -> list[tuple[str, str]]:
-    """Calls that were timed as called only, and why."""
+    """Calls that no CUDA graph could capture, and why."""
     calls = [call for case in cases for call in case["calls"].items()]
     return sorted({(name, call["not_captured"]) for name, call in calls if "not_captured" in call})
 

@@ -36,7 +36,7 @@ HEADER = (
     "tokens/s, last part",
 )
 STOCK = "stock SGLang"
-# How each policy is told to keep so many entries per layer and KV head.
+# Parameters with which each policy keeps `budget` entries per layer and KV head.
 SETTINGS = {
     "streamingllm": lambda budget: {"start": 4, "window": budget - 4},
     "h2o": lambda budget: {"heavy": budget - budget // 2, "window": budget // 2},
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def with_context(model: Path, folder: Path, tokens: int) -> Path:
-    """The same checkpoint for longer texts: links to its files and a config of its own."""
+    """The checkpoint for texts of `tokens` tokens: links to its files, and a changed config."""
     for file in model.iterdir():
         if file.is_file() and file.name != "config.json":
             (folder / file.name).symlink_to(file.resolve())
@@ -56,20 +56,20 @@ def with_context(model: Path, folder: Path, tokens: int) -> Path:
 
 
 def generate(server: Server, prompt: list[int], new: int, policy: str | None) -> dict:
-    """One answer of `new` tokens: slots in use and seconds of every decode step."""
+    """Slots in use and seconds of every decode step of an answer of `new` tokens."""
     server.generate(input_ids=prompt[:8], policy="none" if policy else None, max_new_tokens=4)
     before = len(server.log_text())
     options = {"max_new_tokens": new, "ignore_eos": True}
     answer = server.generate(input_ids=prompt, policy=policy, **options)
     steps = STEP.findall(server.log_text()[before:])
     generated = answer["meta_info"]["completion_tokens"]
-    # The first token is the prefill's.
+    # The prefill makes the first token.
     if generated != new or abs(len(steps) - (new - 1)) > 1:
         raise SystemExit(
             f"long_generation: {generated} tokens, {len(steps)} steps instead of {new}"
         )
     server.flush()
-    # The last line is printed when the request has gone.
+    # The last step's line is printed after the request has ended.
     return {
         "generated": generated,
         "slots": [int(slots) for slots, _ in steps[:-1]],
@@ -78,9 +78,9 @@ def generate(server: Server, prompt: list[int], new: int, policy: str | None) ->
 
 
 def bound(model: Path, budget: int, interval: int) -> int:
-    """Slots that a request holds at most.
+    """The most slots that a request may hold.
 
-    Its private pages (each KV head of each layer rounds up to whole pages of G entries), what is
+    Its private pages (each KV head of each layer rounds up to whole pages of G entries), the tokens
     generated until the next fold, and with overlap scheduling the slots of two steps in flight.
     """
     config = json.loads((model / "config.json").read_text())
@@ -91,8 +91,8 @@ def bound(model: Path, budget: int, interval: int) -> int:
 def speeds(result: dict, part: int, period: int) -> np.ndarray:
     """Tokens per second in consecutive parts of the generation.
 
-    The median over periods of `period` steps, each of which has one fold: a program that runs
-    beside the benchmark for a moment does not count.
+    Medians over periods of `period` steps, each with one fold, so that a short disturbance by
+    another program does not count.
     """
     seconds = np.array(result["seconds"][1:])  # the first includes the prefill
     periods = seconds[: len(seconds) // period * period].reshape(-1, period).sum(1)
@@ -102,7 +102,7 @@ def speeds(result: dict, part: int, period: int) -> np.ndarray:
 
 
 def draw(results: dict[str, dict], most: int, part: int, period: int, path: Path) -> None:
-    """Slots in use and speed over the tokens generated so far."""
+    """Draws slots in use and speed over the tokens generated so far."""
     figure, (slots, speed) = plt.subplots(2, 1, figsize=(8, 6.4), sharex=True)
     for i, (name, result) in enumerate(results.items()):
         # Lines that coincide stay visible: each is thinner than the one below it.
@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, names: list[str], folder: Path) -> dict[str, dict]:
-    """Stock SGLang first, then each policy on one server."""
+    """Results by name: stock SGLang, then every policy on one server."""
     longest = options.prompt + max(options.new, options.stock_new) + 64
     model = with_context(Path(options.model), folder, longest)
     prompt = np.random.default_rng(options.seed).integers(20, 500, options.prompt).tolist()
@@ -189,13 +189,13 @@ def measure(options: argparse.Namespace, names: list[str], folder: Path) -> dict
 
 
 def pictures(options: argparse.Namespace) -> list[Path]:
-    """Where the picture goes."""
+    """Paths to which the picture is written."""
     kept = [options.save / "long_generation.png"] if options.save else []
     return kept + ([options.plot] if options.plot else [])
 
 
 def check(results: dict[str, dict], most: int) -> None:
-    """Stop with one sentence where a policy held more than its bound."""
+    """Exits with one sentence if a policy held more slots than the bound."""
     for name, result in results.items():
         held = max(result["slots"])
         if name != STOCK and held > most:

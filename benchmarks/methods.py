@@ -27,7 +27,7 @@ HEADER = (
 
 
 def compare(stock: Server, ours: Server, policy: str, options) -> dict[str, list[float]]:
-    """Ratios to stock, taking turns; the first turn warms up."""
+    """Ratios to stock and shares held; servers take turns, and the first turn warms up."""
     rng = np.random.default_rng(options.seed)
     result: dict[str, list[float]] = {"prefill": [], "decode": [], "held": [], "folds": []}
     lists = lists_of(options.model)

@@ -21,7 +21,7 @@ Lines = dict[str, list[tuple[float, float, float, float]]]
 
 
 def panels(path: Path, rows: int, columns: int, size: tuple[float, float]):
-    """A figure and its panels; None, and it is said, where there is no matplotlib."""
+    """A figure and its panels; None, with a message, without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path.name} is not drawn: there is no matplotlib here", file=sys.stderr)
         return None
@@ -34,7 +34,7 @@ def panels(path: Path, rows: int, columns: int, size: tuple[float, float]):
 
 
 def draw(axes: Axes, lines: Lines) -> None:
-    """Lines with the 10th and 90th percentile as bars."""
+    """Draw lines with the 10th and 90th percentile as bars."""
     styles = zip(COLOURS * 2, MARKERS * 2, strict=True)
     for (name, points), (colour, marker) in zip(lines.items(), styles, strict=False):
         x, y, low, high = zip(*sorted(points), strict=True)
@@ -48,7 +48,7 @@ def draw(axes: Axes, lines: Lines) -> None:
 
 
 def token_axis(axes: Axes, cases: Iterable[dict]) -> None:
-    """Ticks at the lengths of the cases."""
+    """Put ticks at the lengths of the cases."""
     lengths = sorted({case["tokens"] for case in cases})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
@@ -57,7 +57,7 @@ def token_axis(axes: Axes, cases: Iterable[dict]) -> None:
 
 
 def _lines(cases: Iterable[dict], of: Callable[[dict, dict], float | None]) -> Lines:
-    """A line per call; `of` is a figure by case and call, with the spread of its times."""
+    """A line per call; `of` returns (value, low, high) of a case and call."""
     made: Lines = {}
     for case in cases:
         for name, call in case["calls"].items():
@@ -80,7 +80,7 @@ def _share(case: dict, call: dict) -> tuple[float, float, float] | None:
 
 
 def kernels(facts: dict, path: Path) -> None:
-    """Four panels: scoring, decode attention, compaction, and what a prefill has more to do."""
+    """Draw four panels: scoring, decode attention, compaction, and shares of a prefill."""
     drawn = panels(path, 2, 2, (11, 8))
     if drawn is None:
         return
@@ -118,7 +118,7 @@ def kernels(facts: dict, path: Path) -> None:
 
 
 def _added(case: dict) -> dict | None:
-    """Our call of a case that every prefill has; of two alike that of all layers, the plain one."""
+    """Our call of a case that is part of every prefill; None for others and for duplicates."""
     call = next(iter(case["calls"].values()))
     twice = (case["topic"] == "scoring" and case["layers"] == 1) or "own numbers" in case["case"]
     return call if "share_of_prefill" in call and not twice else None
@@ -137,7 +137,7 @@ def _prefill(cases: Iterable[dict]) -> Lines:
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure, and forget it."""
+    """Write a figure and free it."""
     from matplotlib import pyplot
 
     figure.tight_layout()
@@ -146,14 +146,14 @@ def save(figure, path: Path) -> None:
 
 
 def serving(facts: dict, path: Path) -> None:
-    """Four panels over the share kept: TTFT and TPOT at equal batch; what a crowd gets."""
+    """Draw four panels over the share kept: TTFT and TPOT at equal batch; results of a crowd."""
     drawn = panels(path, 2, 2, (11, 8))
     if drawn is None:
         return
     figure, axs = drawn
     cells = facts["cells"]
     equal = [cell for cell in cells if cell["requests"] == facts["at_once"]]
-    # The longest prompts that a policy got to.
+    # The longest prompts that were served with a policy.
     longest = max((cell["tokens"] for cell in equal if cell["share"] < 1), default=0)
     equal = [cell for cell in equal if cell["tokens"] == longest]
     crowd = [cell for cell in cells if cell["requests"] != facts["at_once"]]

@@ -52,13 +52,13 @@ class Size:
         }
 
     def operations(self, tokens: int) -> float:
-        """Of one layer's forward over so many tokens, causal attention included."""
+        """Operations of one layer's forward over `tokens` tokens, causal attention included."""
         wide = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         linear = 2 * self.channels * (wide + 3 * self.inner)
         return tokens * linear + 2 * tokens * tokens * self.heads * self.head_dim
 
     def scoring(self, tokens: int, window: int) -> float:
-        """Of one layer's window attention."""
+        """Operations of one layer's window attention."""
         return 2 * tokens * window * self.heads * self.head_dim
 
 
@@ -77,7 +77,7 @@ def prefill(server: Server, prompt: list[int], policy: str | None = None) -> tup
 
 
 def compare(stock: Server, ours: Server, options) -> dict[str, list[float]]:
-    """Seconds of each, taking turns, each first as often as the others; the first turn warms up."""
+    """Seconds of each server and policy, in rotating order; the first turn warms up."""
     rng = np.random.default_rng(options.seed)
     chosen = int(options.rate * options.tokens)
     asked = [("stock", stock, None), ("none", ours, "none"), ("fastkv", ours, "fastkv")]

@@ -48,7 +48,7 @@ Groups = dict[str, list[Run]]
 
 
 def parse() -> argparse.Namespace:
-    """Options: sizes are to be chosen so that they fit the time at hand."""
+    """Options; the sizes decide how long a run takes."""
     parser = report.arguments(__doc__)
     parser.set_defaults(model=str(report.ROOT / "examples" / "model-small"))
     parser.add_argument("--policies", help="names, comma-separated; default all shipped")
@@ -79,7 +79,7 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def planned(options: argparse.Namespace) -> Groups:
-    """The runs: the table, the conversations, FastKV's variants."""
+    """Runs by group: the table, the conversations, FastKV's variants."""
     names = [FULL, *options.policies.split(",")]
     whole = Run(
         folder=options.out / "table",
@@ -109,7 +109,7 @@ def planned(options: argparse.Namespace) -> Groups:
 
 
 def parts(run: Run, names: list[str], servers: int) -> list[Run]:
-    """A run's policies dealt out to several, each with a folder of its own."""
+    """A run split into `servers` runs with some of its policies and a folder each."""
     dealt = split(names, servers)
     return [
         replace(run, folder=run.folder / f"run-{number}", policies=chosen)
@@ -118,7 +118,7 @@ def parts(run: Run, names: list[str], servers: int) -> list[Run]:
 
 
 def estimate(groups: Groups, options: argparse.Namespace) -> str:
-    """Asks a few questions of some policies first, and says how long all will take."""
+    """Asks a few questions under some policies; states how long all runs will take."""
     runs = [run for each in groups.values() for run in each]
     names = [FULL, *options.policies.split(",")]
     few = replace(runs[0], folder=options.out / "estimate", samples=options.at_once)
@@ -141,10 +141,10 @@ def estimate(groups: Groups, options: argparse.Namespace) -> str:
 
 
 def collect(groups: Groups, options: argparse.Namespace) -> dict[str, Results]:
-    """Merges what the runs of each group wrote, and checks it.
+    """Merges the results of each group's runs and checks that they are complete.
 
     Raises:
-        Doubtful: answers are missing, or full KV does not answer as the model's card says.
+        Doubtful: answers are missing.
     """
     found = {}
     for name, runs in groups.items():
@@ -168,7 +168,7 @@ def text(
     *,
     pictures: bool,
 ) -> str:
-    """All of quality.md below its head."""
+    """The text of quality.md below its head."""
     plan = found["table"].plan
     parts = [
         f"{plan['samples']} samples for each task, policy and budget, prompts of "
@@ -220,7 +220,7 @@ _LAYERS = (
 def data(
     found: dict[str, Results], claims: list[Finding], stages: dict[str, float]
 ) -> dict[str, object]:
-    """What quality.json holds."""
+    """The data of quality.json."""
     rows = {
         name: [{k: rounded(v) for k, v in values(row).items()} for row in Summary(f).rows.values()]
         for name, f in found.items()
@@ -238,7 +238,7 @@ def data(
         }
         for f in claims
     ]
-    # Where the files lay on this machine says nothing to others.
+    # Paths on this machine mean nothing elsewhere.
     policies = [
         {k: v for k, v in p.items() if k != "path"}
         for f in found.values()
@@ -248,7 +248,7 @@ def data(
 
 
 def rounded(value: object) -> object:
-    """Six digits of a number are more than it tells."""
+    """Floats rounded to six digits; other values as they are."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

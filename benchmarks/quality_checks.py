@@ -1,4 +1,4 @@
-"""What must be true of an evaluation before its figures are published, and what must be said."""
+"""Checks of an evaluation before its figures are published, and remarks to publish with them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stated(model: Path, length: int) -> dict[str, Estimate]:
 
 
 def exact(records: Iterable[Record], task: str, length: int) -> Estimate | None:
-    """Share of first questions that full KV answers without a fault."""
+    """Share of first questions that full KV answers without a fault; None if none was asked."""
     scores = [
         record.score
         for record in records
@@ -53,12 +53,12 @@ def exact(records: Iterable[Record], task: str, length: int) -> Estimate | None:
 
 
 def check_full_kv(results: Results, model: Path) -> list[str]:
-    """Full KV answers as the model's card says; a line per task and length.
+    """Compares full KV with the model's card; returns a line per task and length.
 
-    More may be right here: a card may ask that an answer also ends where it should.
+    Accuracy may exceed the card's, which may also require that an answer ends in time.
 
     Raises:
-        Doubtful: fewer are right, by more than would be seen once in a thousand cells.
+        Doubtful: accuracy is below the card's, beyond a 99.9 % interval.
     """
     lines = []
     for length in results.lengths:
@@ -77,10 +77,10 @@ def check_full_kv(results: Results, model: Path) -> list[str]:
 
 
 def check_complete(folder: Path, results: Results) -> None:
-    """Every question of the plan has an answer.
+    """Checks that every question of the plan has an answer.
 
     Raises:
-        Doubtful: some have none.
+        Doubtful: some have no answer.
     """
     failed = folder / "errors.jsonl"
     asked = [(p["policy"], p["budget"]) for p in results.plan["policies"]]
@@ -102,7 +102,7 @@ def check_complete(folder: Path, results: Results) -> None:
 
 
 def off_budget(records: Sequence[Record]) -> dict[tuple[str, float], float]:
-    """Policies that kept a share more than NEAR from their budget, and the share."""
+    """(Policy, budget) -> mean share kept, where it is more than NEAR off the budget."""
     kept: dict[tuple[str, float], list[float]] = {}
     for record in records:
         if record.budget is not None and record.kept is not None and not record.uncompressed:
@@ -112,7 +112,7 @@ def off_budget(records: Sequence[Record]) -> dict[tuple[str, float], float]:
 
 
 def in_full(records: Sequence[Record]) -> dict[str, tuple[int, int, str]]:
-    """Policies that served some questions in full: how many, of how many, the commonest reason."""
+    """Policy -> (questions served with full KV, questions asked, commonest reason), if any."""
     asked: dict[str, list[str | None]] = {}
     for record in records:
         if record.policy != FULL:

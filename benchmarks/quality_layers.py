@@ -1,4 +1,4 @@
-"""After which layer ASL lets tokens leave, prompt by prompt: why it keeps what FastKV may lose."""
+"""Layers after which ASL lets tokens leave, by prompt: why it keeps what FastKV may lose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layers = dict[tuple[str, str, float], Counter]
 
 
 def chosen_layers(run: Run, tau: float, kernel: int, count: int) -> Layers:
-    """Asks the first `count` samples of each task of a run at all its budgets.
+    """Layers that ASL chooses for the first `count` samples of each task, at all budgets of a run.
 
     Raises:
         ServerFailed: the server does not start.
@@ -50,18 +50,18 @@ def _prompt(task: str, run: Run, index: int) -> str:
 
 
 def _words(text: str) -> int:
-    """Tokens of the embedded models: a word each, and the <s> before them."""
+    """Number of tokens for an embedded model: one per word, and <s>."""
     return 1 + len(text.split())
 
 
 def _selected(server: Server, text: str, name: str) -> int | None:
-    """The layer of one prompt."""
+    """The layer chosen for one prompt; None if none."""
     facts = server.generate(text=text, policy=name, max_new_tokens=2)["meta_info"]["kv_policy"]
     return facts.get("selected_layer")
 
 
 def table(layers: Layers) -> str:
-    """Policies and tasks down, budgets across; in each cell layers and the number of prompts."""
+    """Table: a row per policy and task, a column per budget; cells count prompts by layer."""
     budgets = sorted({budget for *_, budget in layers}, reverse=True)
     rows = [
         [policy, task, *(_cell(layers[policy, task, budget]) for budget in budgets)]

@@ -1,8 +1,8 @@
-"""Which orderings that papers report hold among the records of an evaluation.
+"""Tests orderings of policies that papers report on the records of an evaluation.
 
 Two policies are compared on the same samples: a sample's score is the mean over budgets and turns,
 and the interval is of the paired difference, averaged over tasks. Only tasks that the model answers
-with full KV at least half of the time are counted: of the others nothing can be lost.
+with full KV at least half of the time are counted; the others leave little to lose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDE, LOOSER = "asl-wide", "asl-looser"
 
 
 def early(layer: int) -> str:
-    """Name of FastKV whose tokens leave after that layer."""
+    """Name of the FastKV variant whose tokens leave after `layer`."""
     return f"fastkv-after-{layer}"
 
 
@@ -36,7 +36,7 @@ BLIND = ("sinks-recent", "streamingllm")
 
 
 class Verdict(StrEnum):
-    """What the records say of one comparison."""
+    """Outcome of one comparison."""
 
     HOLDS = "holds"
     FAILS = "does not hold here"
@@ -45,15 +45,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Ordering:
-    """What a paper reports of policies.
+    """An ordering of policies that a paper reports.
 
     Attributes:
-        claim: in words.
-        source: where it is reported.
+        claim: the ordering in words.
+        source: paper or file that reports it.
         pairs: (the better, the worse) by name.
-        strict: the first is better; otherwise it is at least equal, but for MARGIN.
-        tasks: on which it is reported; None means all.
-        budgets: at which; None means all.
+        strict: whether the first is better; otherwise at least equal, within MARGIN.
+        tasks: tasks for which it is reported; None means all.
+        budgets: budgets for which it is reported; None means all.
     """
 
     claim: str
@@ -135,14 +135,14 @@ ORDERINGS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One pair of an ordering.
+    """The comparison of one pair of an ordering.
 
     Attributes:
-        by_budget: the difference at each budget that both were asked at.
-        pooled: the difference over all of them; None where there is nothing to compare.
-        levels: accuracy of the one and of the other, over the same samples and budgets.
+        by_budget: the difference at each budget that both have.
+        pooled: the difference over all budgets; None if they share no samples.
+        levels: accuracy of the better and the worse, over the same samples and budgets.
         full: accuracy with full KV on these samples.
-        tasks: what was counted.
+        tasks: tasks that were counted.
     """
 
     ordering: Ordering
@@ -156,7 +156,7 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """Of the interval: all of it on one side of what the claim says, or not."""
+        """Whether the interval of `pooled` lies wholly on one side of the claim's limit."""
         if self.pooled is None:
             return Verdict.OPEN
         if self.pooled.high < 0:
@@ -173,10 +173,10 @@ Key = tuple[str, int, int]
 
 
 class Scores:
-    """Scores of an evaluation, by policy, budget and sample; of its turns the mean.
+    """Scores of an evaluation by policy, budget and sample, averaged over turns.
 
     Args:
-        records: of one or several runs that asked the same questions.
+        records: records of one or several runs that asked the same questions.
     """
 
     def __init__(self, records: Iterable[Record]) -> None:
@@ -192,12 +192,12 @@ class Scores:
         self.full = self.scores.get((FULL, None), {})
 
     def budgets(self, policy: str) -> list[float]:
-        """Shares at which a policy was asked, the largest first."""
+        """Budgets of a policy, the largest first."""
         found = {budget for name, budget in self.scores if name == policy and budget is not None}
         return sorted(found, reverse=True)
 
     def known(self, least: float = KNOWN) -> tuple[str, ...]:
-        """Tasks with at least this accuracy with full KV, in the order in which they were asked."""
+        """Tasks with at least this accuracy with full KV, in the order of the records."""
         by_task: dict[str, list[float]] = defaultdict(list)
         for (task, *_), score in self.full.items():
             by_task[task].append(score)
@@ -210,7 +210,7 @@ class Scores:
     def common(
         self, names: Sequence[str], budgets: Sequence[float], tasks: Sequence[str]
     ) -> list[Key]:
-        """Samples of the tasks that full KV and all the policies were asked at all budgets."""
+        """Samples of the tasks that full KV and all policies have at all budgets."""
         asked = [self.scores[name, budget] for name in names for budget in budgets]
         return [s for s in self.full if s[0] in tasks and all(s in each for each in asked)]
 
@@ -232,7 +232,7 @@ def difference(samples: Sequence[Key], one: np.ndarray, other: np.ndarray) -> Es
 
 
 def compare(scores: Scores, ordering: Ordering, better: str, worse: str) -> Finding:
-    """One pair of an ordering."""
+    """Compares one pair of an ordering."""
     tasks = tuple(t for t in scores.known() if ordering.tasks is None or t in ordering.tasks)
     budgets = [
         b
@@ -257,7 +257,7 @@ def compare(scores: Scores, ordering: Ordering, better: str, worse: str) -> Find
 
 
 def findings(records: Iterable[Record], orderings: Sequence[Ordering] = ORDERINGS) -> list[Finding]:
-    """Every pair of every ordering."""
+    """Compares every pair of every ordering."""
     scores = Scores(records)
     return [
         compare(scores, ordering, better, worse)

@@ -1,4 +1,4 @@
-"""Runs of `kvpolicy eval` that together are one evaluation: what is asked, some at a time."""
+"""Runs of `kvpolicy eval` that together form one evaluation, some of them at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVAL = (sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", "eval")
 
 
 class RunFailed(Exception):
-    """A run of `kvpolicy eval` did not end well; the message has its last lines."""
+    """A run of `kvpolicy eval` failed; the message has its last lines."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Run:
     """One `kvpolicy eval`.
 
     Attributes:
-        folder: its --out.
+        folder: value of --out.
         policies: names, or paths of files.
-        tasks, budgets, samples, length, seed, model, at_once: its options.
-        turns: questions of a sample.
+        tasks, budgets, samples, length, seed, model, at_once: values of its options.
+        turns: number of questions in a sample.
     """
 
     folder: Path
@@ -68,13 +68,13 @@ class Run:
 
     @property
     def questions(self) -> int:
-        """At most how many: every policy at every budget."""
+        """The most questions that the run asks: every policy at every budget."""
         series = sum(1 if policy == FULL else len(self.budgets) for policy in self.policies)
         return series * len(self.tasks) * self.samples * self.turns
 
 
 def fixed(policy: str) -> list[str]:
-    """Settings of a policy that do not depend on the share, as values of --set."""
+    """Settings of a policy that depend neither on share nor length, as values of --set."""
     name = Path(policy).stem
     of = "asl" if name in (WIDE, LOOSER) else name
     one, other = (settings(*sizes).get(of, []) for sizes in ((0.5, 512), (0.25, 1000)))
@@ -82,13 +82,16 @@ def fixed(policy: str) -> list[str]:
 
 
 def variants(layers: Sequence[int], tau: float, kernel: int, folder: Path) -> list[str]:
-    """Files of FastKV whose tokens leave after a given layer, and of ASL to compare them with.
+    """Writes FastKV with a given layer after which tokens leave, and ASL to compare it with.
 
-    FastKV's own shares are two: 20 % of the tokens go deeper, whatever the budget. Here they are
-    one, as in ASL, so that the layer is all that differs. ASL comes with its own threshold and a
-    higher one: its own was found for models of 32 layers and more, and in a small one the ranking
-    may never settle so well. All pool over `kernel` tokens: over fewer than a pair's tokens none
-    keeps a whole pair, and nothing could be told.
+    FastKV has two shares: 20 % of the tokens go deeper at any budget. Here both shares are equal,
+    as in ASL, so that only the layer differs. ASL comes with its own threshold and a higher one:
+    its own was found for models of 32 layers and more, and in a small model the ranking may never
+    settle so well. All pool over `kernel` tokens: a width below a key-value pair's length keeps no
+    whole pair, and would show nothing.
+
+    Returns:
+        Paths of the files.
     """
     fastkv, asl = ((POLICIES / f"{name}.yaml").read_text("utf-8") for name in ("fastkv", "asl"))
     shares = ("tsp_rate:\n    default: 0.2", "tsp_rate:\n    default: kv_rate")
@@ -119,14 +122,14 @@ def _changed(text: str, *changes: tuple[str, str]) -> str:
 
 
 def split(policies: Sequence[str], parts: int) -> list[tuple[str, ...]]:
-    """Policies dealt out to so many runs; full KV, the first, is in the first alone."""
+    """Policies dealt out to at most `parts` runs; full KV, which comes first, is in the first."""
     return [tuple(policies[part::parts]) for part in range(min(parts, len(policies)))]
 
 
 def carry_out(runs: Sequence[Run], servers: int) -> float:
-    """All runs, so many at a time; returns the seconds they took.
+    """Carries out all runs, `servers` at a time; returns the seconds they took.
 
-    A run that was begun before goes on where it was.
+    A run that was begun earlier is continued.
 
     Raises:
         RunFailed: one of them failed; the others are stopped.
@@ -175,14 +178,14 @@ def _stopped_at_the_end(processes: list[subprocess.Popen]) -> Iterator[None]:
 
 
 def _planned(run: Run) -> int:
-    """Questions of a run; policies without a budget are known when it has begun."""
+    """Number of questions of a run; its plan, once written, knows policies without a budget."""
     if not (run.folder / "plan.json").exists():
         return run.questions
     return len(_plan(run)["policies"]) * len(run.tasks) * run.samples * run.turns
 
 
 def answered_of(run: Run) -> int:
-    """Questions of a run that have an answer."""
+    """Number of questions of a run that have an answer."""
     path = run.folder / "samples.jsonl"
     if not path.exists():
         return 0
@@ -191,7 +194,7 @@ def answered_of(run: Run) -> int:
 
 
 def stages_of(run: Run) -> dict[str, float]:
-    """Seconds by stage of a run that has ended, questions of all policies together."""
+    """Seconds by stage of an ended run; the questions of all policies are one stage."""
     found: dict[str, float] = {}
     for stage, spent in _plan(run)["stages"].items():
         name = "questions" if stage.startswith("questions ") else stage
@@ -204,7 +207,7 @@ def _plan(run: Run) -> dict:
 
 
 def merge(runs: Sequence[Run], folder: Path, command: str) -> None:
-    """Writes plan.json, samples.jsonl and kept.jsonl of all runs into one folder."""
+    """Merges plan.json and the .jsonl files of all runs into one folder."""
     plans = [_plan(run) for run in runs]
     stages = {
         (stage if len(runs) == 1 else f"{stage} (run {number})"): seconds

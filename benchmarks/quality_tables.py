@@ -18,7 +18,7 @@ NEARLY = 0.05
 
 
 def accuracy(summary: Summary) -> str:
-    """A table for each budget, and one of the policies without."""
+    """A table for each budget, and one for policies without a budget."""
     series = summary.results.series
     budgets = sorted({b for _, b in series if b is not None}, reverse=True)
     parts = []
@@ -44,7 +44,7 @@ def _accuracy(summary: Summary, series: Sequence[tuple[str, float | None]]) -> s
 
 
 def second_turns(records: Sequence[Record]) -> str:
-    """Accuracy of the question that is asked after the first answer, by what it finds."""
+    """Accuracy of the second question, by the KV cache that it finds."""
     later = Scores(record for record in records if record.task in TURNS and record.turn > 0)
     first = Scores(record for record in records if record.task == TREE and record.turn == 0)
     rows = [
@@ -90,7 +90,7 @@ def _array(values: Sequence[float]):
 
 
 def orderings(findings: Sequence[Finding]) -> str:
-    """What papers report, and what is seen here."""
+    """Orderings that papers report, with the differences found here."""
     parts = []
     for ordering, group in groupby(findings, key=lambda f: f.ordering):
         found = list(group)
@@ -114,7 +114,7 @@ def orderings(findings: Sequence[Finding]) -> str:
 
 
 def reason(finding: Finding) -> str:
-    """What the accuracies themselves say of the verdict."""
+    """The accuracies of a pair, and what they explain of the verdict."""
     one, other = finding.levels
     said = f"{100 * one:.0f} and {100 * other:.0f} of full KV's {100 * finding.full:.0f}"
     if min(one, other) > finding.full - NEARLY and finding.verdict is not Verdict.HOLDS:
@@ -127,7 +127,7 @@ def reason(finding: Finding) -> str:
 
 
 def verdicts(findings: Sequence[Finding]) -> str:
-    """A line per claim: of how many pairs it holds."""
+    """A line per claim: its number of pairs by verdict."""
     rows = []
     for ordering, group in groupby(findings, key=lambda f: f.ordering):
         found = [f.verdict for f in group]
@@ -137,7 +137,7 @@ def verdicts(findings: Sequence[Finding]) -> str:
 
 
 def remarks(records: Sequence[Record]) -> str:
-    """What was kept otherwise than asked, and what was served in full, as a list."""
+    """List of policies off their budget, and of those that served questions with full KV."""
     lines = [
         f"* `{policy}` kept {100 * kept:.1f} % where {percent(budget)} was asked"
         for (policy, budget), kept in off_budget(records).items()

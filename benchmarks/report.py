@@ -1,4 +1,4 @@
-"""What every benchmark prints and commits: command, machine, spread, table."""
+"""Arguments and output that all benchmarks share: command, machine, spread, table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show(name: str, title: str, text: str, data: dict, folder: Path | None) -> N
     """Print a result; write FOLDER/NAME.md and NAME.json if there is a folder.
 
     Args:
-        data: with `command` and `machine`.
+        data: JSON data of the result, with keys `command` and `machine`.
     """
     head = f"# {title}\n\nCommand: `{data['command']}`  \nMachine: {data['machine']}\n"
     print(f"{head}\n{text}")
@@ -55,7 +55,7 @@ def show(name: str, title: str, text: str, data: dict, folder: Path | None) -> N
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Write a JSON file, its folder too; who reads it meanwhile finds the old one or the new."""
+    """Write a JSON file and its folder; a reader meanwhile finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -63,7 +63,7 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
-    """A parser with what benchmarks of a model share."""
+    """A parser with the options of all benchmarks that need a model."""
     parser = saving(doc)
     parser.add_argument("--model", default=str(ROOT / "examples" / "model-tiny"))
     parser.add_argument("--seed", type=int, default=0)
@@ -71,7 +71,7 @@ def arguments(doc: str) -> argparse.ArgumentParser:
 
 
 def saving(doc: str) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks share."""
+    """A parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument(
         "--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",

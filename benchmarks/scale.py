@@ -36,7 +36,7 @@ SETTINGS = [
 ]  # fmt: skip
 PROMPT, RUNNING, NEW = 40, 8, 400
 DIFFERENT = 997  # lengths of prompts
-SEEN = 1000  # requests of a replica's experiment
+SEEN = 1000  # requests per replica of an experiment
 LENGTHS = (4096, 32768, 262_144, 1_048_576)
 LLAMA = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -47,7 +47,7 @@ Rows = tuple[tuple[str, ...], list[list[object]], dict]
 
 
 def least(call: Callable[[], object], rounds: int) -> list[float]:
-    """Processor seconds of a call, some times."""
+    """Processor seconds of `rounds` calls, each."""
     made = []
     for _ in range(rounds):
         started = time.thread_time()
@@ -60,7 +60,7 @@ def least(call: Callable[[], object], rounds: int) -> list[float]:
 
 
 def of_queue(options: argparse.Namespace) -> Rows:
-    """Per server and number that wait: microseconds of a request's arrival, and of a step."""
+    """Per server and number of waiting requests: microseconds of an arrival and of a step."""
     head = ("server", "requests waiting", "arrival of one, us", "a decode step, us")
     rows, data = [], {}
     for server in tqdm(options.servers.split(","), desc="queue"):
@@ -81,7 +81,7 @@ def of_queue(options: argparse.Namespace) -> Rows:
 
 
 def one(options: argparse.Namespace) -> None:
-    """One server in this process; prints its figures as JSON."""
+    """Runs one server in this process, prints its figures as JSON, and exits."""
     sys.path.append(str(report.ROOT / "tests" / "sglang_ext"))
     from in_process import Driver
 
@@ -102,7 +102,7 @@ def one(options: argparse.Namespace) -> None:
 
     def send(number: int, first: int, new: int) -> None:
         for i in range(first, first + number):
-            # Lengths differ, as those of users do: what is known of one says nothing of another.
+            # Lengths differ, as users' do, so that values cached per length help little.
             tokens = [3 + (7 * i + j) % 400 for j in range(PROMPT + i % DIFFERENT)]
             driver.send(str(i), tokens, max_new_tokens=new, **policy)
 
@@ -128,11 +128,11 @@ def one(options: argparse.Namespace) -> None:
         raise SystemExit(f"requests did not decode: {lengths}")
     print(json.dumps(facts))
     sys.stdout.flush()
-    os._exit(0)  # the scheduler's thread waits for more
+    os._exit(0)  # the scheduler's thread still waits for requests
 
 
 def timed(scheduler: object, name: str) -> dict[str, float]:
-    """Has a method of the scheduler add the processor seconds of its calls."""
+    """Wraps a method of the scheduler; `seconds` of the result sums its processor seconds."""
     original, made = getattr(scheduler, name), {"seconds": 0.0}
 
     def call(*args: object, **options: object) -> object:
@@ -150,7 +150,7 @@ def timed(scheduler: object, name: str) -> dict[str, float]:
 
 
 def of_lengths(options: argparse.Namespace) -> Rows:
-    """Per policy and length: what is reckoned for a request, and what is expected of a GPU."""
+    """Per policy and length: times of bound and cost of a request, and the forecast for a GPU."""
     from kvpolicy.dsl.bind.bind import bind
     from kvpolicy.dsl.bind.bounds import max_entries
     from kvpolicy.dsl.bind.gpu import GPUS
@@ -186,7 +186,7 @@ def of_lengths(options: argparse.Namespace) -> Rows:
 
 
 def of_policies(options: argparse.Namespace) -> Rows:
-    """Per number of policies: seconds of their checks, bytes of what the server says of them."""
+    """Per number of policies: seconds of their checks, bytes of their part of /server_info."""
     from kvpolicy.dsl.bind.bind import bind
     from kvpolicy.dsl.bind.model_config import config_of
     from kvpolicy.dsl.check.policy import load
@@ -228,14 +228,14 @@ POLICY = {"name": "lava", "path": "policies/lava.yaml", "settings": {"rate": "0.
 
 
 def info(policies: list[dict]) -> dict:
-    """What a replica says, of its policies."""
+    """A replica's answer to /server_info, with these policies."""
     state = {"kv_policy": policies, "kv_policy_applied": True, "kv_policy_inspection": False,
              "kv_policy_version": "0.1.0", "kv_policy_dp_rank": None}  # fmt: skip
     return {"version": "0.5.23", "model_path": "m", "internal_states": [state]}
 
 
 def of_fleet(options: argparse.Namespace) -> Rows:
-    """Per number of replicas with ten policies: seconds until the one that differs is named."""
+    """Per number of replicas with ten policies: seconds until the differing one is named."""
     from kvpolicy.evaluation.fleet import look
 
     head = ("replicas", "fleet status, s", "for each, ms")
@@ -263,7 +263,7 @@ def of_fleet(options: argparse.Namespace) -> Rows:
 
 
 def of_experiment(options: argparse.Namespace) -> Rows:
-    """Per number of replicas that an experiment runs on: seconds of pooling what they say."""
+    """Per number of replicas of an experiment: seconds to pool and show their documents."""
     sys.path.append(str(report.ROOT / "tests" / "experiments"))
     from kvpolicy.experiments.overview import Answer, Overview
     from kvpolicy.experiments.status import screen
@@ -287,7 +287,7 @@ def of_experiment(options: argparse.Namespace) -> Rows:
 
 
 def of_ranks(options: argparse.Namespace) -> Rows:
-    """Per number of ranks and policy: what is exchanged for a prompt, beside a model's own."""
+    """Per number of ranks and policy: exchanges for a prompt, beside the model's own sums."""
     import scale_ranks
 
     head = ("policy", "ranks", "exchanges", "a rank sends, KiB", "time, ms",
@@ -306,7 +306,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class answering:
-    """A server that answers for any number of replicas; the first of them differs."""
+    """A server that answers for any number of replicas, the first of which differs."""
 
     def __enter__(self) -> str:
         own = info([{**POLICY, "name": f"lava-{i}"} for i in range(10)])
@@ -381,7 +381,7 @@ def main() -> None:
     made = {}
     for part in options.parts.split(","):
         made[part] = PARTS[part][1](options)
-        print(report.table(*made[part][:2]), file=sys.stderr)  # should a later part fail
+        print(report.table(*made[part][:2]), file=sys.stderr)  # in case a later part fails
     data = {part: facts for part, (_, _, facts) in made.items()}
     report.publish(options.name, "How the host's work grows", "\n\n".join(sections(made)), data,
                    options.save)  # fmt: skip

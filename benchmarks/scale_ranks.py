@@ -1,10 +1,9 @@
-"""What ranks exchange for a policy (`--tp-size`), timed beside what they exchange for the model.
+"""Exchanges between ranks for a policy (`--tp-size`), timed beside those for the model.
 
-Each rank is a process with some heads of two layers; the ranks meet and gather through gloo, as
-those of a server on a CPU do, by the plugin's own code. Of one prompt of random tensors a policy's
-prefill is computed on all ranks, and once by one process with all heads: if they keep other
-entries, there are no figures. Between the exchanges the ranks wait for each other, so that only the
-exchange is timed.
+Each rank is a process with some heads of two layers; ranks exchange through gloo, as those of a
+server on a CPU do, by the plugin's own code. A policy's prefill of one prompt of random tensors is
+computed on all ranks, and once by one process with all heads; if they keep different entries, there
+are no figures. Ranks meet at a barrier before each exchange, so that only the exchange is timed.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from kvpolicy.evaluation.serving import free_port
 from kvpolicy.sglang_ext.face.compat import TensorGroup
 from kvpolicy.sglang_ext.face.ranks import TensorRanks
 
-SHAPE = ModelShape(2, 32, 8, 128)  # layers of Llama 3.1 8B, and two of these
+SHAPE = ModelShape(2, 32, 8, 128)  # two layers of Llama 3.1 8B
 HIDDEN = SHAPE.heads * SHAPE.head_dim
 POLICIES = ("snapkv", "cake", "lava", "tova")
-SUMS = 2  # of hidden states, in each layer of a model
+SUMS = 2  # all-reduces of hidden states in each layer
 
 
 class Timed(TensorRanks):
     """Ranks that time their exchanges.
 
     Attributes:
-        seconds: of each exchange, the meeting of the hosts before it included.
-        sent: bytes of each.
+        seconds: seconds of each exchange, the meeting of the hosts in it included.
+        sent: bytes that this rank sends in each exchange.
     """
 
     def __init__(self, group: TensorGroup, kv_heads: int) -> None:
@@ -60,10 +59,10 @@ class Timed(TensorRanks):
 
 
 def measured(ranks: int, tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """By policy: bytes that a rank sends for a prompt, seconds for them, and for a layer's sums.
+    """By policy: bytes that a rank sends for a prompt, seconds for them and for the model's sums.
 
     Raises:
-        SystemExit: ranks keep other entries than one process.
+        SystemExit: ranks and one process keep different entries.
     """
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (ranks, free_port(), tokens, rounds, folder), ranks)
@@ -90,13 +89,13 @@ def _recording(tokens: int) -> list[np.ndarray]:
 
 
 def _kept(program: TorchProgram, recording: Sequence[np.ndarray]) -> list[list[list[int]]]:
-    """Per layer and KV head, positions."""
+    """Kept positions per layer and KV head."""
     run = prefilled(program, *recording).run
     return [[own.nonzero()[:, 0].tolist() for own in layer] for layer in run.finish()]
 
 
 def _rank(rank: int, ranks: int, port: int, tokens: int, rounds: int, folder: str) -> None:
-    """In a process of its own: everything of one rank."""
+    """The work of one rank, in its own process; figures go to a file of the folder."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     world = distributed.group.WORLD
@@ -117,7 +116,7 @@ def _rank(rank: int, ranks: int, port: int, tokens: int, rounds: int, folder: st
 
 
 def _sums(tokens: int) -> float:
-    """Seconds of what a model's layers sum up over ranks."""
+    """Seconds of the all-reduces of the model's layers."""
     hidden, seconds = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), 0.0
     for _ in range(SUMS * SHAPE.layers):
         distributed.barrier()
@@ -128,7 +127,7 @@ def _sums(tokens: int) -> float:
 
 
 def rows(ranks: int, found: dict[str, dict[str, Any]]) -> list[list[object]]:
-    """Of the table, per policy."""
+    """Table rows, one per policy."""
     made: list[list[object]] = []
     for name, own in found.items():
         policy, model = (statistics.median(own[each]) for each in ("seconds", "model"))

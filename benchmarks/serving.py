@@ -48,18 +48,18 @@ DECODE_BATCH = re.compile(r"Decode batch, #running-req: (\d+)")
 
 
 class Wrong(RuntimeError):
-    """An answer is not what was asked for."""
+    """An answer is not as the request asked."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A policy at one share for one length, under a name of its own.
+    """A policy at one share, for one length or all.
 
     Attributes:
-        name: by which requests choose it; None: none is chosen (stock).
-        label: in the report.
-        share: of the prompt, as asked for.
-        tokens: the only length it is for; 0: any.
+        name: name by which requests choose it; None if they choose none (stock).
+        label: name in the report.
+        share: share of the prompt to keep.
+        tokens: the prompt length it is for; 0 for any.
     """
 
     name: str | None
@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
         options.out = report.PERFORMANCE
     if options.toy and options.out and options.out.resolve() == report.PERFORMANCE:
         parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
-    # Some of the policies must not replace the figures of all of them.
+    # A run of some policies must not replace the figures of all.
     all_of_them = options.policies == POLICIES
     of_some = f"serving-{options.policies.replace(',', '-')}"
     options.name = options.name or ("serving" if all_of_them else of_some)
@@ -119,9 +119,9 @@ def parse() -> argparse.Namespace:
 
 
 def server_flags(options: argparse.Namespace, model: Model) -> dict[str, object]:
-    """Options of all servers: the defaults, the pool, and what counts time and requests."""
+    """Options of all servers: the pool, and what the measurement needs."""
     longest = max(options.lengths) + options.new
-    # Half a request more, so that as many are admitted in spite of rounding.
+    # Half a request of slack, so that all are admitted in spite of rounding.
     held = options.pool or options.at_once + 0.5
     flags: dict[str, object] = {
         "max_total_tokens": int(held * longest),
@@ -135,7 +135,7 @@ def server_flags(options: argparse.Namespace, model: Model) -> dict[str, object]
 
 
 def policies(options: argparse.Namespace, folder: Path) -> tuple[list[Path], list[str], list]:
-    """Files, settings and choices: every policy at every share, under names of their own."""
+    """Files, settings and choices of every policy at every share, each under its own name."""
     files, given, chosen = [], [], []
     for policy in options.policies.split(","):
         text = read_source(policy).text
@@ -152,7 +152,7 @@ def policies(options: argparse.Namespace, folder: Path) -> tuple[list[Path], lis
 
 
 def by_length(policy: str, share: float, lengths: list[int]) -> dict[int, list[str]]:
-    """Settings by prompt length; those for any length stand at 0."""
+    """Settings by prompt length; key 0 if they hold for any length."""
     made = {tokens: settings(share, tokens)[policy] for tokens in lengths}
     first = made[lengths[0]]
     rates = [value for value in first if value.startswith("rate=")]
@@ -166,7 +166,7 @@ def by_length(policy: str, share: float, lengths: list[int]) -> dict[int, list[s
 
 
 def crowd(server: Server, prompts: list, policy: str | None, new: int) -> tuple[list[dict], float]:
-    """All prompts at once, each answered in full length; answers and seconds for all."""
+    """Answers to all prompts, sent at once and checked to be complete, and seconds for all."""
     server.flush()
 
     def ask(prompt):
@@ -183,7 +183,7 @@ def crowd(server: Server, prompts: list, policy: str | None, new: int) -> tuple[
 
 
 def check(answers: list[dict], chosen: Chosen, lists: int) -> list[float]:
-    """That every request was served as asked; the share of the entries that each held."""
+    """Checks that every request was served as asked; returns the share of entries each held."""
     shares = []
     for answer in answers:
         facts, meta = answer["meta_info"].get("kv_policy"), answer["meta_info"]
@@ -205,7 +205,7 @@ def check(answers: list[dict], chosen: Chosen, lists: int) -> list[float]:
 
 
 def cell(server: Server, chosen: Chosen, tokens: int, number: int, options, facts: dict) -> dict:
-    """Times of `number` requests sent at once, over the rounds; a crowd has one."""
+    """Figures of `number` requests sent at once, over all rounds; a crowd has one round."""
     rng = np.random.default_rng([options.seed, tokens, number])
     made: dict = {"tokens": tokens, "requests": number, "server": chosen.label, "held": []}
     made |= {"ttft": [], "tpot": [], "seconds": [], "at_once": [], "retracted": 0}
@@ -228,14 +228,14 @@ def cell(server: Server, chosen: Chosen, tokens: int, number: int, options, fact
 
 
 def crowded(options: argparse.Namespace, tokens: int, pool: int) -> int:
-    """Requests of a crowd: some times what the pool holds without a policy."""
+    """Number of requests of a crowd: `--crowd` times what the pool holds without a policy."""
     return max(options.at_once + 1, int(options.crowd * pool / (tokens + options.new)))
 
 
 def serve_cells(
     asked: list[tuple[Server, tuple]], options: argparse.Namespace, facts: dict, until: float
 ) -> None:
-    """Fills in the cells for which there is time, one after the other."""
+    """Measures cells into `facts`, one after the other, while there is time."""
     warm: set[tuple[str, str | None]] = set()
     for server, (chosen, tokens, number) in (bar := tqdm(asked, desc="cells", mininterval=1)):
         what = f"{chosen.label}, {number} x {tokens}"
@@ -247,7 +247,7 @@ def serve_cells(
             facts["left_out"].append(what)
             continue
         try:
-            if (server.url, chosen.name) not in warm:  # what a policy compiles, it compiles now
+            if (server.url, chosen.name) not in warm:  # compiles the policy's kernels
                 warm.add((server.url, chosen.name))
                 crowd(server, [[20 + n % 400 for n in range(tokens)]], chosen.name, 2)
             made = cell(server, chosen, tokens, number, options, facts)
@@ -261,7 +261,7 @@ def serve_cells(
 
 
 def save(options: argparse.Namespace, facts: dict) -> None:
-    """What there is so far."""
+    """Writes the facts so far."""
     if options.out:
         report.write_json(options.out / f"{options.name}.json", facts)
 
@@ -287,7 +287,7 @@ def asked_of(options: argparse.Namespace, chosen: list, pool: int) -> dict[str, 
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict:
-    """All servers, one after the other or, with --together, at once."""
+    """Facts of all servers, run one after the other or, with --together, at once."""
     model = model_of(options.model, folder)
     files, given, chosen = policies(options, folder)
     flags, started = server_flags(options, model), time.monotonic()
@@ -337,10 +337,10 @@ Start = Callable[[str], contextlib.AbstractContextManager[Server]]
 def ask_in_turn(
     servers: dict[str, list[tuple]], start: Start, options, facts: dict, until: float
 ) -> None:
-    """Each server runs by itself."""
+    """Runs one server at a time."""
     for label, asked in servers.items():
         begun = time.monotonic()
-        # Stock has fewer cells; what a server leaves of its time the others have.
+        # Stock has fewer cells; time that a server leaves over goes to the next ones.
         part = 1.0 if label == "policies" else 0.4 if label == STOCK else 0.25
         end = begun + part * (until - begun)
         try:
@@ -354,7 +354,7 @@ def ask_in_turn(
 def ask_together(
     servers: dict[str, list[tuple]], start: Start, options, facts: dict, until: float
 ) -> None:
-    """All servers run; of each size every one is asked before any is of the next."""
+    """Runs all servers; every server is asked one size before any is asked the next."""
     with together({label: start(label) for label in servers}) as running:
         cells = []
         for label, server in running.items():

@@ -1,4 +1,4 @@
-"""What `serving.py` says of its cells."""
+"""The report of `serving.py` on its cells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from timing import summary
 
 STOCK = "stock SGLang"
 PLUGIN_OFF = "the package installed, no --kv-policy"
-# In a cell, in words, and whether more is worse.
+# Key in a cell, name, and whether more is worse.
 FIGURES = (("ttft", "TTFT", True), ("tpot", "TPOT", True), ("throughput", "tokens/s", False))
 HEADER = (
     "tokens",
@@ -25,7 +25,7 @@ HEADER = (
 
 
 def rows(cells: list[dict]) -> list[list[object]]:
-    """Lines of a table."""
+    """Table rows of cells, by prompt length."""
 
     def spread(values: list[float], scale: float, digits: int) -> str:
         facts = summary(values)
@@ -75,7 +75,7 @@ def text(facts: dict) -> str:
 
 
 def slower_than_stock(cells: list[dict]) -> list[list[str]]:
-    """Where a figure is worse than stock's by more than 5 %."""
+    """Table rows of figures that are worse than stock's by more than 5 %."""
     stock = {(c["tokens"], c["requests"]): c for c in cells if c["server"] == STOCK}
     found = []
     for each in cells:

@@ -1,4 +1,4 @@
-"""With what the servers of the GPU benchmarks start: a model, its weights, and options.
+"""Models and options with which the servers of the GPU benchmarks start.
 
 A model is the name of a configuration, which gets random weights, or a checkpoint's folder;
 `NAME@2` is the configuration with two layers.
@@ -20,7 +20,7 @@ _DENSE = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "hidden_act": "silu",
-    # Of prompts of 131,072 tokens answers too; weights are random, so no position was trained.
+    # Prompts of 131,072 tokens and answers; the weights are random, so no position is trained.
     "max_position_embeddings": 133_120,
     "attention_bias": False,
     "mlp_bias": False,
@@ -68,8 +68,8 @@ WITHOUT_FA3: dict[str, object] = {
     "grammar_backend": "none",
     "disable_flashinfer_autotune": True,
 }
-# SGLang loads the plugins named here, and without this variable all. This one, where it is
-# installed, lets it run without a GPU.
+# SGLang loads only the plugins named here; without the variable, all. `cpu_torch`, if installed,
+# lets it run without a GPU.
 NO_PLUGIN = {"SGLANG_PLUGINS": "cpu_torch"}
 
 
@@ -78,10 +78,10 @@ class Model:
     """A model to serve.
 
     Attributes:
-        name: as it was asked for.
-        folder: with config.json.
-        flags: of servers, for its weights.
-        highest: tokens of random prompts are below it.
+        name: name in reports.
+        folder: folder with config.json.
+        flags: server options for its weights; empty for a checkpoint.
+        highest: bound of token ids in random prompts, exclusive.
     """
 
     name: str
@@ -91,12 +91,12 @@ class Model:
 
     @property
     def words(self) -> str:
-        """For reports."""
+        """The model in words, for reports."""
         return f"{self.name}, random weights" if self.flags else self.name
 
 
 def model_of(name: str, folder: Path) -> Model:
-    """The model of that name; a configuration is written into the folder.
+    """The model of that name; config.json of a configuration is written into the folder.
 
     Raises:
         SystemExit: there is no such configuration or checkpoint.
@@ -122,7 +122,7 @@ def model_of(name: str, folder: Path) -> Model:
 
 
 def gpu_flags(at_once: int) -> dict[str, object]:
-    """Stock defaults, instead of what the tests use on a GPU, for so many requests at once."""
+    """Server options on a GPU: stock defaults instead of those of tests, `at_once` requests."""
     return {
         "attention_backend": None,
         "dtype": None,
@@ -134,7 +134,7 @@ def gpu_flags(at_once: int) -> dict[str, object]:
 
 
 def has_fa3() -> bool:
-    """Whether SGLang's kernels have FlashAttention 3 beside them."""
+    """Whether the installed kernels of SGLang include FlashAttention 3."""
     found = importlib.util.find_spec("sgl_kernel")
     places = (found and found.submodule_search_locations) or ()
     return any(True for place in places for _ in Path(place).rglob("flash_ops*"))

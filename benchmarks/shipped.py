@@ -1,4 +1,4 @@
-"""The shipped policies with settings that make them comparable."""
+"""Settings that make the shipped policies comparable."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ WINDOW = "window=8"
 def settings(share: float, tokens: int) -> dict[str, list[str]]:
     """Settings with which each policy holds about `share` of a prompt of `tokens`, by policy.
 
-    Policies that decide what to keep by other means have settings of their own: a threshold by
-    which all layers are lazy, few generated tokens, PyramidInfer's shares by layer.
+    Policies without such a share have fixed settings: a threshold that makes all layers lazy, few
+    generated tokens, PyramidInfer's shares by layer.
     """
     count = int(share * tokens)
     plain = [f"capacity={count}", WINDOW]

@@ -73,11 +73,11 @@ POLICIES = {
     "minicache": ["start=0"],
     "asl-lava-d2o": ["capacity=48", "window=8", "tau=0.9"],
 }
-# Deeper layers read a cached prefix of theirs as it was computed for others, in full: what is in
-# the cache decides their answers, so that each of their requests has a cache of its own here.
+# Deeper layers of these read a cached prefix as another request computed it, in full, so answers
+# depend on the cache. Here each of their requests has a cache of its own (`extra_key`).
 APART = ("fastkv", "asl", "pyramidinfer", "asl-lava-d2o")
-IDLE = 40  # seconds after the last answer, at most; SGLang says idle figures every 30
-ROUNDED = 1 / 200  # of the answers: may differ between numbers of ranks
+IDLE = 40  # most seconds after the last answer; an idle SGLang reports every 30
+ROUNDED = 1 / 200  # share of answers that may differ between numbers of ranks
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,16 @@ def draw(count: int, rng: np.random.Generator, longest: int, names: list[str]) -
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request that was not aborted."""
+    """The answer to a request that was not aborted."""
 
     ids: list[int]
     compressed: bool
     retractions: int
-    as_asked: bool  # nothing stayed for want of room, or because that would have saved no slots
+    as_asked: bool  # False: entries stayed, for want of slots or as none would be saved
 
 
 def body(request: Request, number: int, new_tokens: int) -> dict:
-    """What is sent to /generate."""
+    """The body of a request to /generate."""
     sent = {
         "input_ids": list(request.prompt),
         "sampling_params": {
@@ -136,7 +136,7 @@ def body(request: Request, number: int, new_tokens: int) -> dict:
 
 
 def ask(server: Server, request: Request, number: int) -> Answer:
-    """The whole answer."""
+    """Send a request and wait for its answer."""
     response = server.post("/generate", body(request, number, request.new_tokens))
     response.raise_for_status()
     answer = response.json()
@@ -149,7 +149,7 @@ def ask(server: Server, request: Request, number: int) -> Answer:
 
 
 def ask_and_abort(server: Server, request: Request, number: int) -> None:
-    """Send a request and abort it by its id after a while, wherever it is by then."""
+    """Send a request and abort it by its id after `abort_after` seconds, in any state."""
     rid = f"soak-{number}"
     timer = threading.Timer(
         request.abort_after, lambda: server.post("/abort_request", {"rid": rid})
@@ -164,7 +164,7 @@ def ask_and_abort(server: Server, request: Request, number: int) -> None:
 
 
 def names_for(model: str, stages: int) -> list[str]:
-    """Of the policies those that so many stages serve."""
+    """Policies that `stages` pipeline stages serve."""
     shape = read_config(model).shape
     return [
         name for name in POLICIES
@@ -173,7 +173,7 @@ def names_for(model: str, stages: int) -> list[str]:
 
 
 def untied(model: str, folder: Path) -> str:
-    """The same model with an output layer of its own: stages of SGLang need it where they end."""
+    """The model with an untied output layer, which SGLang's last stage needs; its folder."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not config.get("tie_word_embeddings"):
@@ -186,19 +186,19 @@ def untied(model: str, folder: Path) -> str:
 
 
 def settings_of(name: str) -> dict[str, str]:
-    """Values of parameters by name."""
+    """Values of a policy's parameters, by name."""
     pairs = (each.split("=") for each in POLICIES[name])
     return dict(pairs)
 
 
 def cores_of(ranks: int) -> dict[str, str]:
-    """The environment in which each rank has a core of a CPU; a machine may have fewer."""
+    """Environment that binds each rank to a core; ranks share cores if there are too few."""
     cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}
 
 
 def one_at_a_time(server: Server, drawn: list[Request]) -> list[Answer | None]:
-    """All requests but those that will be aborted, each when the one before has ended."""
+    """Answers to requests sent one at a time; None for those to be aborted, not sent."""
     return [
         ask(server, request, number) if request.abort_after is None else None
         for number, request in enumerate(tqdm(drawn, desc="one at a time"))
@@ -206,7 +206,7 @@ def one_at_a_time(server: Server, drawn: list[Request]) -> list[Answer | None]:
 
 
 def storm(server: Server, drawn: list[Request], at_once: int) -> list[Answer | None]:
-    """All requests, many at once; None for those that were aborted."""
+    """Answers to all requests, sent many at once; None for those aborted."""
 
     def one(item):
         number, request = item
@@ -221,15 +221,15 @@ def storm(server: Server, drawn: list[Request], at_once: int) -> list[Answer | N
 def answered(
     alone: list[Answer | None], together: list[Answer | None]
 ) -> list[tuple[int, Answer, Answer]]:
-    """The requests that were not aborted, with both answers."""
+    """(Number, answer alone, answer together) of requests answered and compressed alike."""
     both = enumerate(zip(alone, together, strict=True))
     return [(i, a, b) for i, (a, b) in both if a and b and a.as_asked == b.as_asked]
 
 
 def leaked(server: Server) -> dict[str, float]:
-    """Slots still in use on an idle, flushed server; empty when there are none.
+    """Slots still in use on an idle, flushed server, by metric; empty if there are none.
 
-    What it says may be older than that: SGLang's idle schedulers say how many now and then.
+    Waits up to IDLE seconds, as SGLang's idle schedulers update their metrics only now and then.
     """
     watched = ("sglang:num_used_tokens", "sglang:kv_policy_private_slots")
     end = time.monotonic() + IDLE

@@ -34,7 +34,7 @@ FILES = {
     report.ROOT / "README.md": ("policy", "paper or code", "decides", "held, %", "score, %"),
     WHOLE: HEADER,
 }
-SHARE = 0.125  # of the prompt kept, in the last column
+SHARE = 0.125  # share of the prompt kept, for the last column
 
 
 class Method(NamedTuple):
@@ -106,13 +106,13 @@ METHODS = (
 
 
 def results(name: str) -> dict:
-    """What docs/results/NAME.json holds; nothing if it is not there."""
+    """Content of docs/results/NAME.json; empty if the file does not exist."""
     path = report.RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def scores(name: str) -> dict[str, float]:
-    """Mean score over the tasks at SHARE, by policy; of one that no share is asked of, its own."""
+    """Mean score over tasks by policy, at SHARE or, for policies without a budget, as they are."""
     whole = {"task": "all", "length": "all", "turns": "all"}
     rows = results(name).get("rows", {}).get("table", [])
     rows = [r for r in rows if whole.items() <= r.items()]
@@ -120,7 +120,7 @@ def scores(name: str) -> dict[str, float]:
 
 
 def cells(method: Method, measured: dict, added: dict, score: float, root: str) -> dict[str, str]:
-    """What is said of a method, by column; `root` leads from the table's file to the project."""
+    """Cells of a method by column; `root` leads from the table's file to the project."""
     path = f"policies/{method.name}.yaml"
     lines = len((report.ROOT / path).read_text(encoding="utf-8").splitlines())
     mine = measured.get(method.name) or added[method.name]
@@ -143,7 +143,7 @@ def table(file: Path) -> str:
 
 
 def written(file: Path) -> str:
-    """A file's text with the table of today's results in the place of the old one."""
+    """A file's text with its table replaced by one of today's results."""
     text = file.read_text(encoding="utf-8")
     start = text.index("| policy | paper or code |")
     end = text.index("\n\n", start)

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def publish(options, results: dict[str, list[dict]]) -> None:
-    """Print and save the table, and what it rests on."""
+    """Print and save the table and its data."""
     rows = []
     for name, rounds in results.items():
         seconds = [each["seconds"] for each in rounds]

@@ -1,8 +1,8 @@
-"""Timing on a GPU: events, a flushed L2, alternatives in turn; the clock where there is no GPU.
+"""Timing on a GPU: events, a flushed L2, alternatives in turn; without a GPU, by the clock.
 
 A call is timed twice: as it is called, Python and launches included where the GPU waits for them,
-and as a replayed CUDA graph, which is the time of the kernels alone. What cannot be captured is
-timed as called only, and the reason is kept.
+and as a replayed CUDA graph, which is the time of the kernels alone. A call that cannot be captured
+is timed as called only, and the reason is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Rounds per case, as many as fit the seconds a case may take; without seconds one.
+# Bounds of the rounds per case, which fill the seconds a case may take; without seconds, one round.
 LEAST, MOST = 5, 50
 
 
@@ -23,9 +23,9 @@ class Times:
     """Seconds of one call.
 
     Attributes:
-        called: as called.
-        graph: of replays; empty where it was not captured.
-        reason: why not.
+        called: seconds of calls.
+        graph: seconds of replays; empty if the call was not captured.
+        reason: why it was not.
     """
 
     called: list[float]
@@ -34,11 +34,11 @@ class Times:
 
     @property
     def kernels(self) -> list[float]:
-        """Time on the device: of replays where there are any, else as called."""
+        """Seconds on the device: of replays if there are any, else of calls."""
         return self.graph or self.called
 
     def facts(self) -> dict:
-        """For JSON."""
+        """The summaries, for JSON."""
         made = {"called": summary(self.called)}
         if self.graph:
             made["graph"] = summary(self.graph)
@@ -48,7 +48,7 @@ class Times:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and spread."""
+    """Median, least, 10th and 90th percentile, and number of values."""
     ordered = sorted(seconds)
     last = len(ordered) - 1
     return {
@@ -64,8 +64,8 @@ class Clock:
     """Times calls on one device.
 
     Args:
-        device: of the tensors.
-        seconds: that the rounds of one case may take.
+        device: device of the tensors.
+        seconds: time that the rounds of one case may take.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
@@ -79,10 +79,10 @@ class Clock:
     def times(
         self, calls: Mapping[str, Callable[[], object]], waits: Container[str] = ()
     ) -> dict[str, Times]:
-        """Times of each call, in turn, each first as often as the others.
+        """Times of each call; calls take turns, in rotating order.
 
         Args:
-            calls: by name.
+            calls: calls by name.
             waits: names of calls that wait for the device, and so are not captured.
         """
         ways: dict[tuple[str, str], Callable[[], object]] = {}
@@ -134,7 +134,7 @@ class Clock:
         return made
 
     def once(self, call: Callable[[], object]) -> float:
-        """Seconds of one call that finds nothing of its data in the L2 cache."""
+        """Seconds of one call that finds none of its data in the L2 cache."""
         if self.flushed is None:
             started = time.perf_counter()
             call()

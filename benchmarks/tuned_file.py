@@ -1,8 +1,8 @@
-"""The file of measured choices for this kind of GPU, from the facts of tuning cases.
+"""Writes the file of measured choices for this kind of GPU, from the facts of tuning cases.
 
-Of every case the fastest variant is written: it has passed the case's check, and nine of ten of its
-times are below the median of what the wrapper does by itself. Where there is none, that the wrapper
-needs no other values is written too: a choice without knobs.
+The choice of a case is the fastest variant whose 90th percentile is below the median of the
+wrapper's own values; all variants have passed the case's check. If there is none, a choice without
+knobs records that the wrapper's own values stand.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def write(facts: dict, name: str, path: Path) -> list[dict]:
     """Write a run's choices; those of earlier runs for other sizes stay.
 
     Args:
-        facts: of `kernels.run`.
-        name: of the GPU.
+        facts: result of `kernels.run`.
+        name: name of the GPU.
 
     Returns:
         The choices of this run.
 
     Raises:
-        TunedError: there is a file that cannot be read.
+        TunedError: the existing file cannot be read.
     """
     choices = [chosen(case) for case in facts["cases"] if case["tuning"]]
     runs: list[dict] = []
@@ -65,13 +65,13 @@ def write(facts: dict, name: str, path: Path) -> list[dict]:
     made = {"device": name, "runs": [run for run in (*runs, mine) if run["choices"]]}
     temporary = path.with_suffix(".tmp")
     report.write_json(temporary, made)
-    tuned.read(temporary, name)  # what cannot be read is not left for a server to find
+    tuned.read(temporary, name)  # refuses a file that a server could not read
     os.replace(temporary, path)
     return choices
 
 
 def use(facts: dict, device: torch.device) -> None:
-    """From now on the wrappers take what was chosen so far, from the environment's folder."""
+    """Let the wrappers take the choices so far, by way of the environment's folder."""
     name = tuned.device_name(device)
     write(facts, name, tuned.path_of(name))
     tuned.load.cache_clear()
