@@ -184,7 +184,7 @@ class Crowd:
 
     @property
     def folds(self) -> int:
-        """Of all requests so far."""
+        """Number of folds of all requests so far."""
         return sum(getattr(each, _OWN_STATE).reported.folded for each in self.requests)
 
     def _begin(self) -> None:

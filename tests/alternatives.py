@@ -1,7 +1,7 @@
-"""What others' decode attention is asked for by the benchmark; a script for test_benchmarks.py.
+"""Runs the benchmark's other decode attentions on a CPU; a script for test_benchmarks.py.
 
-FlashInfer and FlashAttention are stand-ins, made from what they document: attention over pages.
-SGLang's kernel is its own, in Triton's interpreter. Each must give what float64 gives of its lists.
+FlashInfer and FlashAttention are stand-ins for attention over pages, made from their documentation.
+SGLang's kernel is its own, in Triton's interpreter. Each must agree with float64 over its lists.
 """
 
 import os
@@ -24,7 +24,7 @@ from timing import Clock
 
 
 def attend(q, pools, pages, length, scale):
-    """[H, D] from q [H, D] and pools of keys and values [pages, page, G, D]."""
+    """Attention [H, D] from q [H, D] and pools of keys and values [pages, page, G, D]."""
     keys, values = (pool[pages.long()].flatten(0, 1)[:length] for pool in pools)
     group = q.shape[0] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
@@ -33,7 +33,7 @@ def attend(q, pools, pages, length, scale):
 
 
 def flash_attn_with_kvcache(q, k, v, *, page_table, cache_seqlens, softmax_scale, causal):
-    """FlashAttention 3's, for one token per request."""
+    """Stand-in for FlashAttention 3's function, for one token per request."""
     rows = zip(q[:, 0], page_table, cache_seqlens, strict=True)
     made = [attend(row, (k, v), pages, int(n), softmax_scale) for row, pages, n in rows]
     return torch.stack(made)[:, None]

@@ -2,8 +2,8 @@
 
     python -P tests/benchmarks_together.py FOLDER COMMAND...
 
-A server that several of them start with the same arguments is started once and runs until the last
-one has ended. FOLDER/NAME.md is what the benchmark benchmarks/NAME.py prints.
+A server that several benchmarks start with the same arguments is started once and runs until the
+last benchmark has ended. The output of benchmarks/NAME.py goes to FOLDER/NAME.md.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def shared(servers: contextlib.ExitStack):
-    """What takes the place of `serving.serve`: servers end with the stack."""
+    """Replacement of `serving.serve` that shares servers; they end with the stack."""
     start, running = serving.serve, {}
 
     @contextlib.contextmanager

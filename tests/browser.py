@@ -1,4 +1,4 @@
-"""Pages in a real browser without a window: what they draw, by mouse and keyboard, and what fails.
+"""Drives pages in a real browser without a window: drawing, mouse, keyboard, script errors.
 
 Chromium is driven over a pair of pipes (`--remote-debugging-pipe`), each message JSON and a zero
 byte: https://chromedevtools.github.io/devtools-protocol/.
@@ -37,7 +37,7 @@ KEYS = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp
 
 
 def found() -> str | None:
-    """Chromium on this machine."""
+    """Path of Chromium on this machine, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -54,8 +54,8 @@ class Browser:
         read, self._write = os.pipe()
         command = [program, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._path}/user"]
         actions = [
-            (os.POSIX_SPAWN_DUP2, read, 3),  # it reads from here,
-            (os.POSIX_SPAWN_DUP2, write, 4),  # and writes to this
+            (os.POSIX_SPAWN_DUP2, read, 3),  # the browser reads from 3
+            (os.POSIX_SPAWN_DUP2, write, 4),  # and writes to 4
             *((os.POSIX_SPAWN_OPEN, each, os.devnull, os.O_WRONLY, 0) for each in (1, 2)),
         ]
         self._process = os.posix_spawn(program, command, os.environ, file_actions=actions)
@@ -76,7 +76,7 @@ class Browser:
         return Path(self._folder.name)
 
     def open(self, page: str, width: int = 1400, dark: bool = False, media: str = "") -> None:
-        """Loads a page of HTML, in a window so many pixels wide; `media`: "print" for a printer."""
+        """Loads a page of HTML in a window of `width` pixels; `media`: "print" for a printer."""
         path = self._path / "page.html"
         path.write_text(page, encoding="utf-8")
         size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
@@ -95,7 +95,7 @@ class Browser:
         self._ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def run(self, statements: str) -> Any:
-        """What statements return, which may await; the names of HELPERS stand for something."""
+        """Result of statements, which may await and use the names of HELPERS."""
         text = f"(async () => {{ {HELPERS} {statements} }})()"
         answer = self._ask(
             "Runtime.evaluate", expression=text, awaitPromise=True, returnByValue=True
@@ -105,14 +105,14 @@ class Browser:
         return answer["result"].get("value")
 
     def press(self, key: str, shift: bool = False) -> None:
-        """Presses a key of KEYS, and waits until what follows is drawn."""
+        """Presses a key of KEYS, and waits until the page is drawn."""
         pressed = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
         for kind in ("keyDown", "keyUp"):
             self._ask("Input.dispatchKeyEvent", type=kind, modifiers=8 * shift, **pressed)
         self.run("await drawn();")
 
     def point(self, x: float, y: float, click: bool = False) -> None:
-        """Moves the mouse to a place of the window, and clicks there."""
+        """Moves the mouse to a place of the window; clicks there with `click`."""
         self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         for kind in ("mousePressed", "mouseReleased") if click else ():
             self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Matrices are small: threads of several processes would wait for each other.
+# Matrices are small: threads of several processes would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported, by torch
 
 import pytest
@@ -21,16 +21,16 @@ import forked
 import quicker
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are made
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are declared
     quicker.kernels()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.register_profile("untimed", deadline=None)  # no failures on a busy machine
 settings.load_profile("untimed")
 
-# Files that take longest: first, so that no process ends long after the others. Those that wait for
-# servers stand beside those that compute, so that neither core is ever without work.
+# The longest files come first, so that all processes end at about the same time. Files that wait
+# for servers alternate with files that compute, so that both cores always have work.
 _LONG = (
     "test_benchmarks.py",
     "test_tensor_parallel.py",
@@ -76,7 +76,7 @@ _LONG = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays, so nothing looks through it for garbage again."""
+    """Excludes imported and collected objects, which stay, from garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -86,19 +86,19 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, in the order in which they stand above."""
+    """Puts the longest files first, in the order of `_LONG`."""
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """On a GPU compiled kernels cannot read the CPU's tensors, in which some tests compute."""
+    """Skips tests on CPU tensors if there is a GPU, whose compiled kernels cannot read them."""
     if torch.cuda.is_available() and item.get_closest_marker("interpreted"):
         pytest.skip("computes on the CPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Forks serve all processes of one run; a device that is in use cannot be forked."""
+    """Lets all processes of a run fork, unless there is a GPU, which a fork cannot share."""
     if not torch.cuda.is_available() and not hasattr(config, "workerinput"):
         forks = contextlib.ExitStack()
         forks.enter_context(forked.forks())
@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_are_forks() -> None:
-    """Servers of `serve` are forks, but for those started within `forked.new_interpreters()`."""
+    """Makes servers of `serve` forks, except within `forked.new_interpreters()`."""
     from kvpolicy.evaluation import serving
 
     forked.servers_are_forks(serving)

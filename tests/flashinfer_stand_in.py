@@ -1,11 +1,10 @@
 """FlashInfer's wrappers with torch in place of its kernels, for machines without a GPU.
 
-Arguments, what a plan copies where, and what a captured run reads are those of flashinfer 0.7.2;
-test_flashinfer_stand_in.py holds the arguments against its source where that is installed. A
-wrapper for CUDA graphs reads its buffers and nothing else when it runs: how the work is cut, which
-the library keeps in the integer workspace, is here the lengths that were planned, and a run fails
-where lengths in the buffers are others. `Tape` replays what ran while it was recorded, as a graph
-does.
+Arguments, the copies that a plan makes, and the buffers that a captured run reads are those of
+flashinfer 0.7.2; test_flashinfer_stand_in.py compares the arguments with its source if installed. A
+wrapper for CUDA graphs reads only its buffers when it runs. The library keeps the split of the work
+in the integer workspace; here that holds the planned lengths, and a run fails if the lengths in the
+buffers differ. `Tape` replays recorded calls, as a graph does.
 
 Dimensions: H query heads, G KV heads, D head size.
 """
@@ -19,11 +18,11 @@ from typing import ClassVar
 
 import torch
 
-_MAGIC = 20240713  # of a schedule that was written
+_MAGIC = 20240713  # first number of a written schedule
 
 
 class Tape:
-    """Calls that ran in the block, to run again over the same tensors."""
+    """Records the calls that run in a `with` block; `replay` repeats them on the same tensors."""
 
     now: ClassVar[Tape | None] = None
 
@@ -44,7 +43,7 @@ class Tape:
 
 
 def _taped(call):
-    """The outputs of a call, which a tape that is recorded writes again when it is replayed."""
+    """Outputs of a call; a tape being recorded writes them again when it is replayed."""
     made = call()
     if Tape.now is not None:
         Tape.now.calls.append((call, made))
@@ -55,7 +54,7 @@ def attend(q, keys, values, scale, first=None):
     """Output [T, H, D] and base-2 log-sum-exp [T, H] of q [T, H, D] over [n, G, D].
 
     Args:
-        first: keys that row 0 sees, each further row one more; None: all rows see all.
+        first: number of keys that row 0 sees, each further row one more; None: all see all.
     """
     repeat = q.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(repeat, 1) for x in (keys, values))
@@ -82,7 +81,7 @@ def get_seq_lens(indptr, last, page_size):
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
-    plans: ClassVar[list] = []  # the wrappers that planned, in order
+    plans: ClassVar[list] = []  # wrappers that have planned, in order
 
     def __init__(
         self,
@@ -189,7 +188,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     begin_forward = plan
 
     def _write(self, indptr, last, page_size, shape):
-        """The schedule."""
+        """Writes the schedule: the planned lengths."""
         if self._use_cuda_graph and self._shape is not None:
             assert shape == self._shape  # captured kernels are those of the first plan
         self._shape = shape
@@ -226,7 +225,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ):
         assert not args
         keys, values = paged_kv_cache
-        if keys.dim() == 3:  # what SGLang's pool gives is one token a page
+        if keys.dim() == 3:  # SGLang's pool, with one token per page
             keys, values = keys.unsqueeze(1), values.unsqueeze(1)
         heads, kv_heads, size, page, q_type, kv_type = self._shape
         assert keys.shape[1:] == values.shape[1:] == (page, kv_heads, size)
@@ -314,7 +313,7 @@ def fast_decode_plan(
     q_len_per_req=1,
     global_override_indptr_cpu=None,
 ):
-    """Copies nothing in a wrapper for graphs: callers have written its buffers."""
+    """As `plan`, but copies nothing into a wrapper for graphs: callers have written its buffers."""
     if self._use_cuda_graph:
         assert indptr.data_ptr() == self._paged_kv_indptr_buf.data_ptr()
         assert indices.data_ptr() == self._paged_kv_indices_buf.data_ptr()
@@ -334,7 +333,7 @@ def fast_decode_plan(
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
-    """The tokens of the forward alone; as much of it as SGLang asks for."""
+    """Attention among the forward's own tokens; only the part that SGLang uses."""
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto"):
         assert kv_layout == "NHD"
@@ -361,7 +360,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Over the pool; as much of it as SGLang asks for."""
+    """Prefill attention over the pool; only the part that SGLang uses."""
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto"):
         assert kv_layout == "NHD"
@@ -432,7 +431,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def install() -> None:
-    """For SGLang's own backend too, which on a CPU does not look for the package."""
+    """Installs the stand-in, also in SGLang's backend, which on a CPU ignores the package."""
     sys.modules.update(modules())
     from sglang.srt.layers.attention import flashinfer_backend
 
@@ -443,7 +442,7 @@ def install() -> None:
 
 
 class _OnCpu:
-    """`torch`, for a module that allocates on `cuda` whatever its device is."""
+    """`torch` for a module that always allocates on `cuda`; allocates on the CPU."""
 
     def __getattr__(self, name):
         return getattr(torch, name)

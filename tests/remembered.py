@@ -1,4 +1,4 @@
-"""What a memory says of a layer's cached entries, as tensors to compare."""
+"""A layer's entries in a `Memory`, as tensors to compare."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def remembered(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The entries of a layer.
 
     Returns:
-        int64 [M], ascending, the positions that some KV head holds; bool [G, M], which of them
-        each holds.
+        int64 [M], ascending positions that some KV head holds; bool [G, M], which of them each
+        KV head holds.
     """
     memory.land()
     found, place = memory.block

@@ -1,4 +1,4 @@
-"""What the files of examples/deploy say."""
+"""Reads the files of examples/deploy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one(kind: str, name: str) -> dict[str, Any]:
 
 
 def words(command: list[str]) -> list[str]:
-    """Arguments as a container gets them: a variable has its default, or else its name."""
+    """Arguments of a container; a variable is replaced by its default, or else by its name."""
     text = "\n".join(command)
     text = re.sub(r"\$\{(\w+):-([^}]*)\}", r"\2", text)
     return re.sub(r"\$\{(\w+)(?::\?[^}]*)?\}|\$\((\w+)\)", r"\1\2", text).split("\n")
@@ -48,7 +48,7 @@ def value(command: list[str], option: str) -> str:
 
 
 def mounts(service: dict[str, Any]) -> dict[str, str]:
-    """From a folder in the container of a compose service to what is mounted there."""
+    """Folder in the container of a compose service -> what is mounted there."""
     parts = [volume.split(":") for volume in service["volumes"]]
     return {inside: outside for outside, inside, *_ in parts}
 
@@ -68,12 +68,12 @@ def rules(kind: str) -> list[dict[str, Any]]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """Panels of the dashboard; rows are some of them."""
+    """Panels of the dashboard, rows included."""
     return json.loads(DASHBOARD.read_text())["panels"]
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Title and query of everything that the dashboard asks."""
+    """(Panel title, query) of every query of the dashboard."""
     for panel in panels():
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]

@@ -1,8 +1,8 @@
-"""The numbers of docs/language.md once more: exact rationals and plain Python, nothing of `dsl`.
+"""A second definition of numbers as in docs/language.md: exact rationals, nothing of `dsl`.
 
-Expressions are trees of tuples, `("add", ("name", "heads"), ("number", "0.5"))`, which `written`
-writes with no more parentheses than the table of operators asks for and `Definition` evaluates.
-None stands for an absent value.
+Expressions are trees of tuples such as `("+", ("name", "heads"), ("number", "0.5"))`. `written`
+writes them with the fewest parentheses that the table of operators allows; `Definition` evaluates
+them. None is an absent value.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Value = Fraction | bool | None
 
 # "a value within 2^-32 of a multiple of one half, relatively, counts as that multiple"
 NEAR = Fraction(1, 2**32)
-# Rationals beyond 1,000 bits go on as float64; trees whose values come near that are left out.
+# Rationals beyond 1,000 bits become float64; trees with values near that are left out.
 LONGEST = 900
 
 
 class OutOfReach(Exception):
-    """The value is infinite, or longer than what is to be computed exactly."""
+    """The value is infinite, or not to be computed exactly."""
 
 
 def snapped(x: float) -> Fraction:
-    """A finite float64, or the multiple of one half that it is taken for."""
+    """A finite float64, or the multiple of one half that it counts as."""
     exact = Fraction(x)
     half = Fraction(round(exact * 2), 2)
     return half if abs(exact - half) <= NEAR * max(1, abs(exact)) else exact
 
 
 def single(x: float) -> float:
-    """The float32 next to a float64; beyond the largest one an infinity."""
+    """The float32 nearest to a float64; infinite beyond the largest one."""
     try:
         return struct.unpack("f", struct.pack("f", x))[0]
     except OverflowError:
@@ -43,7 +43,7 @@ def single(x: float) -> float:
 def split(
     total: Fraction, weights: Sequence[Fraction], maxima: Sequence[Fraction] | None = None
 ) -> list[int]:
-    """`split[layer]`, entry by entry."""
+    """`split[layer]`, one entry at a time."""
     if not weights:
         return []
     whole = max(0, math.floor(total))
@@ -72,7 +72,7 @@ def split(
 def cascade(
     total: Fraction, weights: Sequence[Fraction], maxima: Sequence[Fraction] | None = None
 ) -> list[int]:
-    """`cascade[layer]`: the least that any split among the layers so far gave."""
+    """`cascade[layer]`: a layer's least part among the splits of each prefix of layers."""
     ends = range(1, len(weights) + 1)
     splits = [split(total, weights[:end], maxima and maxima[:end]) for end in ends]
     return [min(each[i] for each in splits[i:]) for i in range(len(weights))]
@@ -82,10 +82,10 @@ class Definition:
     """Values of trees for one model and prompt.
 
     Args:
-        names: what each name is worth at a layer.
-        layers: their number.
+        names: name -> its value by layer.
+        layers: number of layers.
         check: raises `OutOfReach` for numbers that are not to be computed.
-        data: names of values that data decide, layer by layer.
+        data: names whose values are decided by data, layer by layer.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Definition:
         return OPERATIONS[op](*numbers)
 
     def _waits(self, tree: Tree, across: bool = False) -> bool:
-        """Whether a value is known after the last layer only: data of all layers decide it."""
+        """Whether data of all layers decide a value, which is then known after the last layer."""
         op, *parts = tree
         if op == "name":
             return across and parts[0] in self.data
@@ -192,7 +192,7 @@ def _power(a: Fraction, b: Fraction) -> Fraction:
 
 
 def _rounded(x: Fraction) -> Fraction:
-    """To the nearest whole number, halves to the even one."""
+    """The nearest whole number; halves go to the even one."""
     low = math.floor(x)
     if x - low == Fraction(1, 2):
         return Fraction(low + low % 2)

@@ -8,7 +8,7 @@ from definition import COMPARISONS, Tree
 from hypothesis import strategies as st
 
 ONE = ("number", "1")
-# A power has no unit.
+# `x ^ 1` removes the unit of x.
 LEAVES = (
     *(("number", text) for text in ("0", "1", "2", "3", "0.5", "0.1", "2.75", "1e2", "7e-1", "13")),
     ("name", "heads"),
@@ -17,7 +17,7 @@ LEAVES = (
     ("^", ("name", "layers"), ONE),
 )
 _DEEPEST = 4
-# Multiples of one half and what lies around the distance at which a value counts as one.
+# Multiples of one half, and values about as far from one as still count as it.
 NEAR_HALVES = st.builds(
     lambda half, distance: half / 2 + distance * 2.0**-34 * max(1.0, abs(half / 2)),
     st.integers(-(2**40), 2**40) | st.integers(-20, 20),
@@ -38,12 +38,12 @@ def numbers(
     absent: bool = True,
     across: bool = True,
 ) -> Tree:
-    """A tree of a number.
+    """A tree whose value is a number.
 
     Args:
-        leaves: what it is made of.
+        leaves: leaves of the tree.
         totals: numbers that are the same at every layer, for `split` and `cascade` to divide.
-        absent: whether it may be absent.
+        absent: whether its value may be absent.
         across: whether it looks at other layers.
     """
     return _Writer(draw, leaves, totals, absent, across).number(draw(st.integers(0, _DEEPEST)))

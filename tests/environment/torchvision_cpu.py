@@ -1,9 +1,9 @@
 """Lets the CUDA-linked torchvision of the package index be imported beside a CPU build of torch.
 
 SGLang imports torchvision unconditionally. Without CUDA libraries torchvision's extension cannot
-load, so nobody defines the operators that its Python half registers meta kernels for. A `.pth` file
-next to this module imports it at start-up; it declares the two schemas just before torchvision is
-imported. No kernel is provided: nothing here is ever called.
+load, so the operators for which its Python part registers meta kernels are not defined. A `.pth`
+file next to this module imports it at start-up; it declares the two schemas just before torchvision
+is imported. It provides no kernels, as the operators are never called.
 """
 
 import sys

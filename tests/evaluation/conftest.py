@@ -18,7 +18,7 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def with_policies():
-    """A server with two policies, of which one has a name of its own."""
+    """A server with two policies, one of them under another name."""
     pytest.importorskip("sglang", reason="SGLang is an extra")
     from kvpolicy.evaluation.serving import serve
 
@@ -30,7 +30,7 @@ def with_policies():
 
 @pytest.fixture(scope="session")
 def stock():
-    """SGLang without policies."""
+    """A server of SGLang without policies."""
     pytest.importorskip("sglang", reason="SGLang is an extra")
     from kvpolicy.evaluation.serving import serve
 

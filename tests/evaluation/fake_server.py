@@ -1,4 +1,4 @@
-"""Small HTTP servers that behave as others do: well, badly, or not as a model server at all."""
+"""Small HTTP servers that imitate others: good ones, bad ones, and no model servers at all."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is none of the test's business."""
+        """Ignores clients that hang up."""
 
 
 @contextlib.contextmanager
 def listening(respond: Respond) -> Iterator[str]:
-    """A server whose every request goes to `respond` with its body; yields its address."""
+    """A server that passes every request and its body to `respond`; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -42,7 +42,7 @@ def listening(respond: Respond) -> Iterator[str]:
 
 
 def send(handler: BaseHTTPRequestHandler, body: object, status: int = 200) -> None:
-    """A JSON answer."""
+    """Sends a JSON answer."""
     text = json.dumps(body).encode()
     handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
@@ -52,7 +52,7 @@ def send(handler: BaseHTTPRequestHandler, body: object, status: int = 200) -> No
 
 
 def stream(handler: BaseHTTPRequestHandler, events: list, *, done: bool = True) -> None:
-    """Server-sent events, and how they end."""
+    """Sends server-sent events; with `done` also the end marker."""
     handler.send_response(200)
     handler.send_header("Content-Type", "text/event-stream")
     handler.end_headers()
@@ -64,7 +64,7 @@ def stream(handler: BaseHTTPRequestHandler, events: list, *, done: bool = True) 
 
 
 def web_page(handler: BaseHTTPRequestHandler, body: dict | None) -> None:
-    """What a web server says to whatever it is asked."""
+    """Answers any request with a web page."""
     handler.send_response(200)
     handler.send_header("Content-Type", "text/html; charset=utf-8")
     handler.end_headers()
@@ -75,9 +75,9 @@ class Completions:
     """An OpenAI-compatible server that repeats the last word of a prompt, in two pieces.
 
     Args:
-        models: what it lists.
-        key: that it wants.
-        broken: of how many requests the answer breaks off at first.
+        models: names that it lists.
+        key: API key that it requires, if any.
+        broken: number of first requests whose answers break off.
     """
 
     def __init__(self, models=("toy",), key: str | None = None, broken: int = 0) -> None:

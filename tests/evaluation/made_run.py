@@ -1,7 +1,7 @@
-"""Folders as `kvpolicy eval` leaves them, made from a seed instead of servers.
+"""Folders as `kvpolicy eval` writes them, made from a seed instead of by servers.
 
-Better policies find more, less kept means less found, and every figure is drawn; so that reports
-of any size can be looked at in seconds:
+Better policies and larger budgets find more; all figures are random. Reports of any size can be
+looked at in seconds:
 
     python tests/evaluation/made_run.py FOLDER [POLICIES]
 """
@@ -32,7 +32,7 @@ LAYERS, HEADS, BYTES = 6, 4, 6144
 
 
 def plan(names, tasks, lengths, samples, budgets=BUDGETS):
-    """plan.json of full KV and some policies."""
+    """Content of plan.json for full KV and policies `names`."""
     policies = [{"policy": FULL, "budget": None, "setting": {}, "about": "Everything."}]
     policies += [
         {"policy": n, "budget": b, "setting": {"rate": str(b)}, "about": f"What {n} keeps."}
@@ -116,7 +116,7 @@ def kept_maps(the_plan, seed=0, prompts=1):
 
 def write(folder, names=NAMES[:3], tasks=tuple(TITLES), lengths=(512, 1024), samples=30, seed=0,
           maps=True, budgets=BUDGETS):  # fmt: skip
-    """A whole folder; returns its plan."""
+    """Writes a whole folder; returns its plan."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     made = plan(names, tasks, lengths, samples, budgets)

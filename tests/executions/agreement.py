@@ -1,4 +1,4 @@
-"""One policy by every execution: interpreter, the commands, what is served.
+"""Compares every execution of a policy: interpreter, torch program, and decode steps as served.
 
 Steps between which nothing leaves are taken at once (`follow_together`), of all layers at once or
 layer by layer. All must keep what the interpreter keeps, no more than was promised before any
@@ -30,7 +30,7 @@ SHAPE: Shape = (3, 4, 2, 8)
 
 
 def written(text: str, shape: Shape = SHAPE, every: int = 1, **settings: str) -> Bound:
-    """The policy of a file that begins with `HEADER`."""
+    """The policy of a file with `text` after `HEADER`, bound; `every`: steps between folds."""
     return bind(_checked(text), ModelShape(*shape), settings, fold_interval=every)
 
 
@@ -40,9 +40,9 @@ def _checked(text: str) -> Program:
 
 
 def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings: str) -> None:
-    """All executions agree on a policy: prompts of some lengths, decode steps, with ties and not.
+    """Checks that all executions agree: prompts of `tokens` lengths, 5 steps; the first has ties.
 
-    After the longest prompt entries leave at every second step, so that steps are taken together.
+    After the longest prompt, entries leave at every second step, so that steps are taken together.
     """
     for seed, number in enumerate(tokens):
         every = 2 if number == max(tokens) else 1
@@ -51,12 +51,12 @@ def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings
 
 
 def frequencies(size: int) -> np.ndarray | None:
-    """[D / 2] angles by which RoPE turns a head of this size, as of `Store`; None: odd, no RoPE."""
+    """RoPE frequencies [D / 2] of a head of size D, as in `Store`; None without RoPE: D is odd."""
     return None if size % 2 else 100.0 ** (-np.arange(size // 2) / 2)
 
 
 def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Steps) -> Result:
-    """The interpreter's result, after checking that the others give the same.
+    """The interpreter's result, after checking that the other executions agree.
 
     Args:
         bound: the policy.
@@ -74,7 +74,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
         assert [set(x.sum(1)) for x in expected.kept] == [{number} for number in numbers]
     if bound.folded.decode is not None:
         _assert_served(Store(bound, (q, k, v), steps), expected)
-        # All layers at once where that is possible, whoever reads keys and values.
+        # Again with all layers at once where possible, as if kernels read keys and values.
         with patch.object(DecodeSteps, "by_kernels", True):
             _assert_served(Store(bound, (q, k, v), steps), expected)
     return expected
@@ -92,11 +92,11 @@ def _assert_served(store: Store, expected: Result) -> None:
 
 
 def stretches(bound: Bound, prompt: int, steps: int) -> Iterator[int]:
-    """How many steps are taken at once, so that entries leave at the last ones only."""
+    """Numbers of steps to take at once, so that entries leave only at the last of each."""
     number = 0
     for step in range(1, steps + 1):
         number += 1
-        # The first of several steps is taken alone: what it leaves behind is gone on from.
+        # The first step is taken alone, so that later ones start from its result.
         if bound.leaves_at(step, prompt) or step in (1, steps):
             yield number
             number = 0

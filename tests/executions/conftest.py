@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-# Random policies: grammar.py.
+# For grammar.py: random policies.
 sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
-# How waits for a GPU are found on a CPU: host_waits.py.
+# For host_waits.py: finds waits for a GPU on a CPU.
 sys.path.append(str(Path(__file__).parents[1] / "sglang_ext"))

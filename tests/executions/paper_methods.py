@@ -1,7 +1,7 @@
-"""The methods as their papers' code states them, in plain loops: independent of the language.
+"""The methods as in their authors' code, in plain loops, independent of the language.
 
 Every function takes one prompt's tensors, q [L, H, N, D], k and v [L, G, N, D], and returns the
-sorted positions kept, per layer and KV head. Ties: lower positions, lower heads first.
+sorted positions kept, per layer and KV head. Of equal scores, lower heads and positions win.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def window_attention(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
-    """[H, W, N] softmax over all keys of one layer, causal."""
+    """Attention [H, W, N] of one layer's window: causal softmax over all keys."""
     heads, tokens, size = q.shape
     group = heads // k.shape[0]
     window = min(window, tokens)
@@ -33,7 +33,7 @@ def window_attention(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
 
 
 def pooled(x: np.ndarray, width: int, average: bool) -> np.ndarray:
-    """[M] centred pooling: the maximum, or the sum divided by the width."""
+    """Centred pooling of [M]: the maximum, or the sum divided by the width."""
     half, result = width // 2, np.zeros(len(x))
     for i in range(len(x)):
         near = x[max(0, i - half) : i + half + 1]
@@ -42,14 +42,14 @@ def pooled(x: np.ndarray, width: int, average: bool) -> np.ndarray:
 
 
 def best(x: np.ndarray, number: int) -> list[int]:
-    """Indices of the highest values in float32, of equal ones the lowest indices."""
+    """Indices of the highest values in float32; of equal values, the lowest indices."""
     single = x.astype(np.float32)
     order = sorted(range(len(x)), key=lambda i: (-single[i], i))
     return sorted(order[: max(0, number)])
 
 
 def _prefix(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
-    """[H, W, M] attention to the tokens before the window."""
+    """Attention [H, W, M] to the M tokens before the window."""
     return window_attention(q, k, window)[:, :, : max(0, k.shape[1] - window)]
 
 
@@ -58,7 +58,7 @@ def _with_window(chosen: list[int], tokens: int, window: int) -> list[int]:
 
 
 def snapkv(q, k, v, *, capacity, window, kernel, average):
-    """Votes added up over the group after pooling each query head."""
+    """SnapKV: votes of each query head, pooled, then added up over the group."""
     result = []
     for q_layer, k_layer in zip(q, k, strict=True):
         tokens, group = k.shape[2], q.shape[1] // k.shape[1]
@@ -71,7 +71,7 @@ def snapkv(q, k, v, *, capacity, window, kernel, average):
 
 
 def vatp_snapkv(q, k, v, *, capacity, window, kernel, average):
-    """The group's pooled votes times the sizes of the values."""
+    """VATP with SnapKV: the group's pooled votes times the L1 norms of the values."""
     result = []
     for q_layer, k_layer, v_layer in zip(q, k, v, strict=True):
         tokens, group = k.shape[2], q.shape[1] // k.shape[1]
@@ -85,7 +85,7 @@ def vatp_snapkv(q, k, v, *, capacity, window, kernel, average):
 
 
 def pyramid_budgets(layers: int, tokens: int, *, capacity, window, beta) -> list[int | None]:
-    """Entries outside the window per layer; None: everything."""
+    """Entries outside the window per layer; None where all stay."""
     inner, rest = capacity - window, tokens - window
     if tokens < capacity:
         return [None] * layers
@@ -105,7 +105,7 @@ def _pyramid(layers: int, inner: int, rest: int, beta: int) -> list[int]:
 
 
 def pyramidkv(q, k, v, *, capacity, window, kernel, average, beta, strongest=False):
-    """The group's mean, or maximum, before pooling; a budget per layer."""
+    """PyramidKV: mean or maximum over the group, then pooling; a budget per layer."""
     layers, kv, tokens, _ = k.shape
     budgets = pyramid_budgets(layers, tokens, capacity=capacity, window=window, beta=beta)
     result = []
@@ -120,14 +120,14 @@ def pyramidkv(q, k, v, *, capacity, window, kernel, average, beta, strongest=Fal
 
 
 def _heads_compete(scores: list[np.ndarray], inner: int, alpha: float, even: int) -> list[int]:
-    """AdaKV's entries outside the window per KV head."""
+    """AdaKV's numbers of entries outside the window, per KV head."""
     flat = np.concatenate(scores)
     heads = [i // len(scores[0]) for i in best(flat, len(scores) * inner)]
     return [round(heads.count(g) * (1 - alpha) + even) for g in range(len(scores))]
 
 
 def adakv(q, k, v, *, capacity, window, kernel, average, alpha, strongest, beta=None):
-    """Heads compete; with `beta` the layers' budgets are PyramidKV's."""
+    """AdaKV: heads compete; with `beta`, layers have PyramidKV's budgets."""
     layers, kv, tokens, _ = k.shape
     inner, rest = capacity - window, tokens - window
     inners = [inner] * layers if beta is None else _pyramid(layers, inner, rest, beta)
@@ -151,7 +151,7 @@ def adakv(q, k, v, *, capacity, window, kernel, average, alpha, strongest, beta=
 
 
 def lava(q, k, v, *, capacity, window, kernel, average, alpha):
-    """Layers by entropy, heads by competition; `alpha` is the floor of the authors' code."""
+    """LAVa: layer budgets by entropy, heads compete; `alpha` is the floor of the authors' code."""
     layers, kv, tokens, _ = k.shape
     if tokens <= capacity:
         return [[list(range(tokens))] * kv] * layers
@@ -177,7 +177,7 @@ def lava(q, k, v, *, capacity, window, kernel, average, alpha):
 
 
 def simlayerkv(q, k, v, *, threshold, queries, start, reach, window):
-    """A layer whose last queries look at the ends keeps the ends."""
+    """SimLayerKV: a layer whose last queries attend mostly to the ends keeps only these."""
     result = []
     for q_layer, k_layer in zip(q, k, strict=True):
         tokens = k.shape[2]

@@ -1,4 +1,4 @@
-"""Ranks that share a model's KV heads, each in a thread of its own."""
+"""Ranks that divide a model's KV heads, each in its own thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """So many ranks, and what they sent.
+    """`number` ranks and their exchanges.
 
     Attributes:
-        sent: bytes of each exchange, as each rank sent them.
+        sent: bytes that each rank sent, per exchange.
     """
 
     def __init__(self, number: int) -> None:
@@ -29,7 +29,7 @@ class Ranks:
         self._parts: list[torch.Tensor] = [torch.empty(0)] * number
 
     def heads(self, rank: int, total: int) -> Divided:
-        """The KV heads of one."""
+        """KV heads of one rank, of `total` KV heads."""
 
         def exchange(x: torch.Tensor) -> torch.Tensor:
             self._parts[rank] = x
@@ -48,7 +48,7 @@ class Ranks:
         return Divided(rank, self.number, total, exchange, agree)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """The work of every rank at once; one that fails fails the others."""
+        """Runs the work of all ranks at once; results by rank, or the error of one that failed."""
 
         def contained(rank: int) -> T:
             try:
@@ -67,12 +67,12 @@ class Ranks:
 
 
 def divided(x: np.ndarray, ranks: int, rank: int, at: int = 1) -> np.ndarray:
-    """The part of a rank in an array with heads along a dimension; of fewer heads, one of them."""
+    """A rank's part of an array with heads along `at`; with fewer heads than ranks, one head."""
     parts = min(ranks, x.shape[at])
     return np.split(x, parts, at)[rank * parts // ranks]
 
 
 def queries_of(heads: Heads, own: np.ndarray, at: int = 1) -> np.ndarray:
-    """As a policy sees them, of an array of those of a rank with heads along a dimension."""
+    """The queries that a policy sees on a rank, from `own`, the rank's with heads along `at`."""
     (whole,) = heads.queries([(torch.from_numpy(own), at)])
     return whole.numpy()

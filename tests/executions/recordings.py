@@ -1,4 +1,4 @@
-"""Recorded tensors of a prompt and its decode steps, carried out by both executions."""
+"""Random tensors of a prompt and its decode steps, run by interpreter and torch program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shape = tuple[int, int, int, int]  # L, H, G, D
 
 
 def tensors(rng, shape: Shape, tokens: int, steps: int, ties: bool = False):
-    """q, k, v and (q, k, v of steps); with `ties` small integers, so that many scores are equal."""
+    """q, k, v, and (q, k, v) of steps; with `ties`, small integers that make scores equal."""
     layers, heads, kv, size = shape
 
     def made(*dims: int) -> np.ndarray:
@@ -26,7 +26,7 @@ def tensors(rng, shape: Shape, tokens: int, steps: int, ties: bool = False):
 
 
 def both(bound: Bound, q, k, v, steps=None, inv_freq=None) -> tuple[Result, Result]:
-    """The interpreter's result, after checking that the torch program's is the same."""
+    """Results of the interpreter and the torch program, checked to be the same."""
     expected = interpret(bound, q, k, v, steps, inv_freq)
     actual = apply(bound, q, k, v, steps, inv_freq)
     assert_same(expected, actual)
@@ -34,7 +34,7 @@ def both(bound: Bound, q, k, v, steps=None, inv_freq=None) -> tuple[Result, Resu
 
 
 def assert_same(expected: Result, actual: Result) -> None:
-    """The same entries at every step, the same numbers up to rounding."""
+    """Checks for the same entries at every step, and the same numbers up to rounding."""
     found = difference(expected, actual)
     assert found is None, f"{found.section} at step {found.step}: {found.text}"
     assert (expected.budgets is None) == (actual.budgets is None)

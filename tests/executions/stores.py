@@ -1,5 +1,5 @@
 """A store of one request's entries for `Memory`: keys and values of recorded tensors, laid out as
-the memory says, poisoned where a KV head does not hold the entry.
+the memory has them, with poison where a KV head does not hold the entry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from remembered import remembered
 
-# Kernels of a device for what requests are taken through together.
+# Device kernels for steps of several requests together.
 TOGETHER = (
     "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
     "merge_rows", "merge_mass", "links", "target", "nearest", "pairs", "means",
@@ -47,7 +47,7 @@ class Recorded:
 def in_one_pool(
     rows: list[Rows], layer: int, there: torch.Tensor, poison: float
 ) -> tuple[Entries, ...]:
-    """A layer's entries in a pool of all layers; what a KV head does not hold is `poison`."""
+    """Keys and values of a layer in a pool of all layers; entries not held read `poison`."""
     heads, entries, size = rows[layer][0].shape
     first = 1 + sum(k.shape[0] * k.shape[1] for k, _ in rows[:layer])
     ids = torch.arange(first, first + heads * entries).view(heads, entries)
@@ -63,13 +63,14 @@ class Store:
 
     Args:
         bound: the policy.
-        kernels: of its program; program: that, if it is shared.
+        kernels: kernel table of its program.
+        program: the program, if several stores share it.
         prompt: q [L, H, N, D], k and v [L, G, N, D].
-        steps: as `Recorded`.
-        poison: what rows hold that a KV head does not.
+        steps: q, k, v as in `Recorded`.
+        poison: content of rows that a KV head does not hold.
 
     Attributes:
-        names: the recording's position for each of the memory's.
+        names: the recording's position for each position of the memory.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Store:
         self.reads = 0
 
     def append(self) -> None:
-        """The next step's token, in every layer."""
+        """Appends the next step's token in every layer."""
         for layer, (k, v) in enumerate(self.rows):
             new = (self.steps.k[self.done, layer], self.steps.v[self.done, layer])
             pairs = zip((k, v), new, strict=True)
@@ -102,7 +103,7 @@ class Store:
         self.done += 1
 
     def leave(self, layer: int, choice: Choice | None) -> None:
-        """What stays is stored."""
+        """Stores the entries of a layer that stay; all of them if `choice` is None."""
         if choice is None:
             return
         k, v = self.rows[layer]
@@ -116,16 +117,16 @@ class Store:
         self.rows[layer] = (k[:, some], v[:, some])
 
     def step_by_step(self, number: int, *, leaves: bool = True) -> None:
-        """So many steps, each by itself; entries may leave at the last."""
+        """Takes `number` steps one at a time; entries may leave at the last."""
         for later in reversed(range(number)):
             self.follow(1, leaves=leaves and not later)
 
     def follow(self, number: int, *, leaves: bool = True) -> list[Choice]:
-        """The same steps at once."""
+        """Takes `number` steps at once; entries may leave at the last."""
         return together([self], number, leaves=leaves)[0]
 
     def held(self) -> list[list[list[int]]]:
-        """Per layer and KV head the recording's positions of its entries."""
+        """Positions in the recording of the entries of each layer and KV head."""
         kept = []
         for layer, (k, _) in enumerate(self.rows):
             positions, there = remembered(self.memory, layer)
@@ -135,7 +136,7 @@ class Store:
         return kept
 
     def vectors(self) -> list[list[Rows]]:
-        """Per layer and KV head the keys and values of its entries."""
+        """Keys and values of the entries of each layer and KV head."""
         return [
             [(k[i, own], v[i, own]) for i, own in enumerate(remembered(self.memory, layer)[1])]
             for layer, (k, v) in enumerate(self.rows)
@@ -143,7 +144,7 @@ class Store:
 
 
 def begun(stores: list[Store], number: int, *, leaves: bool = True) -> Staying | None:
-    """So many steps of several requests at once, all their entries in one pool; not what comes."""
+    """Takes `number` steps of several requests, in one pool, without storing what stays."""
     first = [each.done for each in stores]
     for each in stores:
         for _ in range(number):
@@ -183,13 +184,13 @@ def begun(stores: list[Store], number: int, *, leaves: bool = True) -> Staying |
 
 
 def together(stores: list[Store], number: int, *, leaves: bool = True) -> list[list[Choice]]:
-    """So many steps of several requests at once; what each stores is then what stays."""
+    """Takes `number` steps of several requests at once and stores what stays of each."""
     staying = begun(stores, number, leaves=leaves)
     return [[] for _ in stores] if staying is None else finished(staying, stores)
 
 
 def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
-    """What each request stores is what stays."""
+    """Stores the entries of each request that stay; returns its choices by layer."""
     made = []
     for i, each in enumerate(stores):
         choices = staying.choices(
@@ -207,7 +208,7 @@ def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
 
 
 def assert_merged_in_the_pool(staying: Staying, stores: list[Store]) -> None:
-    """What is merged where it lies is what the stores were given; others' rows do not change."""
+    """Checks that merging in the pool gives the stored rows and changes no others."""
     found = {}
     for merges in staying.merges:
         pairs = zip(merges.merging.merge.apply, merges.entries, strict=True)
@@ -231,7 +232,7 @@ def assert_merged_in_the_pool(staying: Staying, stores: list[Store]) -> None:
 
 
 def states_of(memory: Memory, layer: int) -> dict[str, torch.Tensor]:
-    """The states of what a layer holds, per KV head and along other axes."""
+    """States of the entries that a layer holds, per KV head and along other axes, by name."""
     remembered, place = memory.block
     folded = isinstance(remembered, Folded)
     block = remembered.block if folded else remembered
@@ -250,7 +251,7 @@ def states_of(memory: Memory, layer: int) -> dict[str, torch.Tensor]:
 
 
 def assert_alike(one: Store, other: Store) -> None:
-    """Layouts, rows, states, queries."""
+    """Checks that layouts, rows, states and queries of two stores are equal."""
     a, b = one.memory, other.memory
     assert (a.generated, a.not_finite) == (b.generated, b.not_finite)
     for layer in range(len(one.rows)):
@@ -268,7 +269,7 @@ def assert_alike(one: Store, other: Store) -> None:
 
 
 def assert_same_thresholds(one, other) -> None:
-    """States of a merge, which may not have begun."""
+    """Checks that states of merges are equal; None before the first merge."""
     assert one.keys() == other.keys()
     for name, values in one.items():
         for x, y in zip(values, other[name], strict=True):
@@ -278,7 +279,7 @@ def assert_same_thresholds(one, other) -> None:
 
 
 def assert_same_asked(one: Memory, other: Memory) -> None:
-    """Last queries, as many as a step reads."""
+    """Checks that the last queries, as many as a step reads, are equal."""
     window = one.bound.step_queries(one.prompt)
     if window <= 1:
         return

@@ -1,4 +1,4 @@
-"""A server that answers like the endpoints of an experiment: real lifecycle and analysis."""
+"""A server with the endpoints of an experiment, on a real lifecycle and analysis."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ class Endpoints:
     """The endpoints of one replica.
 
     Attributes:
-        made: what runs there; None answers as a server without an experiment.
-        api_key: that looking needs.
-        admin_key: that changing needs; None refuses every change.
-        refuses: what is said to another version of the experiment, in place of taking it.
+        made: the running experiment; None answers as a server without one.
+        api_key: key that reading requires, if any.
+        admin_key: key that changes require; None refuses every change.
+        refuses: message with which another version of the experiment is refused; None accepts it.
         asked: method, path and key of each request.
     """
 
@@ -37,7 +37,7 @@ class Endpoints:
         self.asked: list[tuple[str, str, str | None]] = []
 
     def reply(self, method: str, target: str, key: str | None, body: bytes) -> Reply:
-        """Status and JSON of an answer."""
+        """Status and JSON body of the answer to a request."""
         url = urlsplit(target)
         self.asked.append((method, url.path, key))
         if method == "GET":

@@ -1,4 +1,4 @@
-"""Documents of experiments as servers answer them: real lifecycles and analyses, made-up values."""
+"""Documents of experiments as servers send them: real lifecycles and analyses, random values."""
 
 import random
 from collections.abc import Mapping
@@ -42,11 +42,11 @@ def experiment(text: str = TEXT) -> Experiment:
 
 
 class Made:
-    """One replica.
+    """One replica's experiment.
 
     Attributes:
-        lifecycle, analysis: as a server has them.
-        clock: seconds of its lifecycle.
+        lifecycle, analysis: as in a server.
+        clock: time of the lifecycle in seconds.
     """
 
     def __init__(self, text: str = TEXT, name: str = "t") -> None:
@@ -60,11 +60,11 @@ class Made:
         self.shadow: Mapping[str, Mapping[str, int]] = SHADOW
 
     def wait(self, seconds: float) -> None:
-        """Time passes."""
+        """Moves the clock on."""
         self.clock += seconds
 
     def document(self) -> dict[str, Any]:
-        """What it answers."""
+        """The document that the replica sends."""
         return document(
             self.lifecycle,
             self.analysis,
@@ -85,12 +85,14 @@ def feed(
     seed: int = 0,
     first_key: int = 0,
 ) -> None:
-    """Requests with keys of their own, each told to every analysis.
+    """Feeds requests, each with its own key, to every analysis.
 
     Args:
-        drift: mean by arm in nats per token, or of all arms but control.
-        failures: share of the requests that fail.
-        sampled: share of the requests that are scored again.
+        requests: number of requests.
+        drift: mean in nats per token, by arm, or of all arms but control.
+        failures: share of requests that fail.
+        sampled: share of requests that are scored again.
+        first_key: number of the first key.
     """
     rng = random.Random(seed)
     made = analyses[0].experiment
@@ -124,7 +126,7 @@ def feed(
 
 
 def made(requests: int = 600, text: str = TEXT, **options: Any) -> Made:
-    """A replica that has run for an hour."""
+    """A replica after an hour and `requests` requests."""
     replica = Made(text)
     feed([replica.analysis], requests, **options)
     replica.wait(3600)

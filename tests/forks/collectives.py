@@ -1,10 +1,10 @@
-"""Collectives of ranks through memory that they share, as SGLang's kernels for CPUs have them.
+"""Collectives of ranks through shared memory, as in SGLang's kernels for CPUs.
 
-Those kernels are not installed with the tests. Gloo, which stands in for them, wakes a thread for
-each of dozens of messages, for which ranks that share a core wait. Each rank writes what it has
-to its own place, counts one up, and waits until the others have: the results are the same on all,
-in the order of ranks. What one rank sends to another goes through a pipe. What is large, and a
-collective that is not waited for, still go through gloo.
+Those kernels are not installed with the tests. Gloo, which replaces them, wakes a thread for each
+of dozens of messages, which is slow for ranks that share a core. Here each rank writes its data to
+its own place, raises its counter, and waits for the counters of the others; results are the same
+on all ranks, in the order of ranks. Messages from one rank to another go through a pipe. Large
+tensors and asynchronous collectives still go through gloo.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from forked import FOLDER
 from torch.distributed import distributed_c10d
 
-GLOO = "KVPOLICY_TEST_GLOO"  # variable: everything goes through gloo
-_BYTES = 1 << 16  # of a rank, at once
-_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 1 << 30  # of Linux on x86-64
-_PATH = 256  # characters
-_PIPE = 1 << 20  # bytes that a rank sends before the other one has to read
-_PATIENCE = 300  # seconds until a rank that does not come is an error
+GLOO = "KVPOLICY_TEST_GLOO"  # environment variable: everything goes through gloo
+_BYTES = 1 << 16  # most bytes of a rank in an exchange
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 1 << 30  # futex call and operations of Linux on x86-64
+_PATH = 256  # most bytes of the file's path
+_PIPE = 1 << 20  # bytes that a rank can send before the other has to read
+_PATIENCE = 300  # seconds to wait for a rank before an error
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
 
@@ -40,8 +40,8 @@ class _Pause(ctypes.Structure):
 class _Room:
     """Memory of one group of ranks: two halves, used in turn, so that none is written while read.
 
-    A rank that writes a half for the second time has seen all others begin the other one, and they
-    had read the first before.
+    When a rank writes a half again, all others have begun an exchange in the other half, after
+    they had read this one.
     """
 
     def __init__(self, group: Any, gather: Callable[..., Any]) -> None:
@@ -64,11 +64,14 @@ class _Room:
         self._round = 0
 
     def exchange(self, x: torch.Tensor | None, like: torch.Tensor) -> list[torch.Tensor]:
-        """What every rank has, until the exchange after the next.
+        """The tensors of all ranks, valid until the exchange after the next.
 
         Args:
-            x: as large on all; None: this one has nothing.
-            like: of its type and shape.
+            x: this rank's tensor, of one dtype and shape on all ranks; None to write none.
+            like: a tensor of that dtype and shape.
+
+        Raises:
+            RuntimeError: a rank has not come within `_PATIENCE` seconds.
         """
         number = like.numel() * like.element_size()
         self._round += 1
@@ -94,7 +97,7 @@ class _Sent:
     """A message that is in the pipe."""
 
     def wait(self, timeout: object = None) -> bool:
-        """It has been sent."""
+        """Returns at once: the message has been sent."""
         return True
 
 
@@ -102,7 +105,7 @@ class _Line:
     """A pipe from one rank of a group to another, whose messages arrive in their order.
 
     Args:
-        sends: whether this is the end that makes it; the other one finds it in the group's store.
+        sends: whether this end sends, and makes the pipe; the other finds it in the group's store.
     """
 
     def __init__(self, group: Any, source: int, target: int, *, sends: bool) -> None:
@@ -114,42 +117,42 @@ class _Line:
             store.set(name, path)
         else:
             path = store.get(name).decode()
-        self._file = os.open(path, os.O_RDWR)  # neither end waits for the other
+        self._file = os.open(path, os.O_RDWR)  # opening waits for neither end
         fcntl.fcntl(self._file, fcntl.F_SETPIPE_SZ, _PIPE)
         self._waiting: deque[_Received] = deque()
 
     def send(self, x: torch.Tensor) -> _Sent:
-        """Send a tensor."""
+        """Writes a tensor to the pipe."""
         left = memoryview(x.detach().contiguous().view(-1).view(torch.uint8).numpy())
         while left:
             left = left[os.write(self._file, left) :]
         return _Sent()
 
     def receive(self, x: torch.Tensor) -> _Received:
-        """Receive into a tensor, when it is waited for."""
+        """A message to be read into `x` when it is waited for."""
         message = _Received(self, x)
         self._waiting.append(message)
         return message
 
     def read_until(self, message: _Received) -> None:
-        """Read messages up to this one."""
+        """Reads messages up to this one."""
         while not message.done:
             self._waiting.popleft().read(self._file)
 
 
 class _Received:
-    """A message that is to be read, or has been: `done`."""
+    """A message to be read; `done` once it has been."""
 
     def __init__(self, line: _Line, x: torch.Tensor) -> None:
         self._line, self._x, self.done = line, x, False
 
     def wait(self, timeout: object = None) -> bool:
-        """Until it is there."""
+        """Waits until the message has been read."""
         self._line.read_until(self)
         return True
 
     def read(self, file: int) -> None:
-        """Read it."""
+        """Reads the message from the pipe."""
         made = torch.empty(self._x.numel() * self._x.element_size(), dtype=torch.uint8)
         left = memoryview(made.numpy())
         while left:
@@ -161,7 +164,7 @@ class _Received:
 
 
 def quicker() -> None:
-    """Has torch's collectives and messages of small tensors of the host use shared memory."""
+    """Replaces torch's collectives and messages for small CPU tensors by those of this module."""
     _collectives()
     _messages()
 

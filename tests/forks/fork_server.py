@@ -5,14 +5,14 @@
 (forked.py starts it, with its folder in PYTHONPATH.)
 
 Listens on the Unix socket ADDRESS until the process OWNER ends. A client (forked.py) sends a
-command line of Python's, an environment, a folder and the standard streams; a fork becomes that
-process, in a session of its own, and its exit status goes back. When the client hangs up first, the
-session is killed.
+command line of Python, an environment, a folder and the standard streams; a fork becomes that
+process, in a session of its own, and its exit status is sent back. If the client hangs up first,
+the session is killed.
 
-What is imported here has read its environment already: a request that differs in more than the
-variables named below is refused, and the client starts a new interpreter. A fork imports by itself
-the few modules by which a process is a scheduler or a launcher. Nothing here may start a thread or
-touch a device: a fork has neither.
+Modules imported here have already read their environment: a request whose environment differs in
+other variables than those of `READ_LATER` is refused, and the client starts a new interpreter. A
+fork imports for itself the few modules that make a process a scheduler or a launcher. Nothing here
+may start a thread or touch a device, as a fork inherits neither.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import forked
 import quicker
 from messages import place, receive, send
 
-# What schedulers, servers and evaluations import.
+# Modules that schedulers, servers and evaluations import.
 MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -53,10 +53,10 @@ MODULES = (
     "kvpolicy.evaluation.asking.eval",
     "kvpolicy.evaluation.reporting.report",
 )
-# Plugins tell by them what a process is, and the first reads SGLANG_TEST_RETRACT when it is
-# imported: they and what imports them are left to the forks.
+# Plugins see by these what a process is, and the first reads SGLANG_TEST_RETRACT when imported:
+# forks import them, and all modules that import them, for themselves.
 LEFT_OUT = {"sglang.srt.managers.scheduler", "sglang.srt.managers.tokenizer_manager"}
-# How the names of variables begin that none of the modules that stay reads before it is used.
+# Prefixes of variables that no imported module reads before it is used.
 READ_LATER = (
     "KVPOLICY_",
     "SGLANG_KV_POLICY",
@@ -71,13 +71,13 @@ READ_LATER = (
     "PYTHONPATH",  # `become` reads it
 )
 LAUNCHER = "sglang.launch_server"
-# Variable of a script that makes an `sgl.Engine`, and of servers whose processes start others.
+# Variable set for scripts that make an `sgl.Engine`, and servers whose processes start others.
 SPARES_WANTED = "KVPOLICY_TEST_SPARES"
-SPARES = 5  # a scheduler, a detokenizer, two HTTP workers, and one for what a flag may add
+SPARES = 5  # a scheduler, a detokenizer, two HTTP workers, and one more process
 
 
 def import_modules() -> None:
-    """Imports `MODULES` and forgets `LEFT_OUT` with all that imports them."""
+    """Imports `MODULES`, then forgets `LEFT_OUT` and all modules that import them."""
     imported_by: dict[str, set[str]] = {}
     original = builtins.__import__
 
@@ -114,23 +114,23 @@ def changed(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
 
 
 class ForkServer:
-    """Forks for clients, and tells each how its fork ended."""
+    """Forks for clients, and sends each the exit status of its fork."""
 
     def __init__(self, address: str, owner: int, before: Mapping[str, str]):
-        """`before`: the environment in which modules were imported; some of them add to it."""
+        """`before`: the environment before the imports; some modules add variables to it."""
         self.environment = dict(os.environ)
         self.added = {name: os.environ[name] for name in changed(before, os.environ)}
-        self.clients: dict[int, socket.socket] = {}  # by fork
+        self.clients: dict[int, socket.socket] = {}  # by pid of the fork
         self.selector = selectors.DefaultSelector()
         self.selector.register(os.pidfd_open(owner), selectors.EVENT_READ, self._end)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"{address}.new")
         listener.listen(64)
-        os.rename(f"{address}.new", address)  # who sees it can connect
+        os.rename(f"{address}.new", address)  # a client that sees the file can connect
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def serve(self) -> dict[str, Any]:
-        """Never returns in the server; in a fork, with the request that it has to fulfil."""
+        """Returns only in a fork, with the request that it has to fulfil."""
         while True:
             for key, _ in self.selector.select():
                 request = key.data(key.fileobj)
@@ -179,7 +179,7 @@ class ForkServer:
             client.close()
 
     def _give_up(self, pid: int) -> None:
-        """What a client does not wait for, nobody needs."""
+        """Kills the fork of a client that has hung up."""
         client = self.clients.pop(pid, None)
         if client is not None:
             self.selector.unregister(client)
@@ -192,7 +192,7 @@ class ForkServer:
         os._exit(0)
 
     def _close(self) -> None:
-        """In a fork, closes what is the server's."""
+        """In a fork, closes the server's files and sockets."""
         for key in list(self.selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -207,17 +207,17 @@ def _kill_session(pid: int) -> None:
 
 
 class Spares:
-    """Forks of an SGLang server, made before it begins, for what it starts with multiprocessing.
+    """Forks made before an SGLang server begins, for processes it starts with multiprocessing.
 
-    SGLang starts its scheduler and its detokenizer as new interpreters ("spawn"). A spare is as
-    new, since nothing but imports has happened in it, and is a child of the server as well.
+    SGLang starts its scheduler and its detokenizer as new interpreters ("spawn"). A spare is
+    equivalent: it has done nothing but imports, and is a child of the server too.
     """
 
     def __init__(self) -> None:
         self.waiting: list[tuple[int, socket.socket]] = []
 
     def fork(self) -> dict[str, Any] | None:
-        """None in the server; in a spare that is needed, the request that it has to fulfil."""
+        """Makes the spares. Returns None in the server, in a used spare the request to fulfil."""
         for _ in range(SPARES):
             ours, its = socket.socketpair()
             pid = os.fork()
@@ -236,7 +236,7 @@ class Spares:
         return None
 
     def take_over(self) -> None:
-        """Has multiprocessing take spares for new interpreters."""
+        """Makes multiprocessing use spares instead of new interpreters."""
         from multiprocessing import util
 
         start = util.spawnv_passfds
@@ -255,9 +255,9 @@ class Spares:
 
 
 def become(request: Mapping[str, Any]) -> None:
-    """Does what a new interpreter does with a request's command line, environment and folder.
+    """Acts as a new interpreter with a request's command line, environment and folder.
 
-    What it starts in its turn are forks too.
+    Processes that it starts are forks too.
     """
     words = request["words"][1:]
     if LAUNCHER in words or SPARES_WANTED in request["environment"]:
@@ -302,8 +302,8 @@ if __name__ == "__main__":
     if threads > 1:
         sys.exit(f"fork_server: {threads} threads run after the imports; a fork has one")
     gc.collect()
-    gc.freeze()  # forks need not look through what all of them share
-    # The first of them compiles the project's modules for all, whatever the environment says.
+    gc.freeze()  # spares forks from collecting what all share
+    # The first fork compiles the project's modules for all, even if the environment forbids it.
     sys.dont_write_bytecode = False
     sys.pycache_prefix = os.path.join(os.path.dirname(address), "bytecode")
     server = ForkServer(address, int(owner), before)

@@ -1,8 +1,8 @@
 """Starts Python as a fork of a process that has imported SGLang (see fork_server.py).
 
-`run` and `Popen` stand in for those of `subprocess` where a process would import SGLang first,
-which takes ten seconds. Where nothing can be forked they start a new interpreter: on a machine with
-a GPU, and in an environment that imports would have read.
+`run` and `Popen` replace those of `subprocess` for processes that import SGLang, which takes ten
+seconds. They start a new interpreter if nothing can be forked: on a machine with a GPU, or with an
+environment that the imports have already read differently.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import IO, Any
 
 from messages import receive, send
 
-FOLDER = "KVPOLICY_TEST_FORKS"  # variable: where the socket is, in the tests that may fork
-# Matrices are small here, and nothing is fetched: modules read this when they are imported.
+FOLDER = "KVPOLICY_TEST_FORKS"  # environment variable: folder of the socket, if tests may fork
+# Matrices are small and nothing is downloaded; modules read these when imported.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-# What `Popen` forks; everything else that a process starts is started as it says.
+# Modules, and the folder of scripts, that `Popen` forks; all else it starts as `subprocess` does.
 MODULES = ("sglang.launch_server", "kvpolicy.evaluation.cli")
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-# SGLang's platform as this tree has it: an environment keeps what it was once set up with.
+# SGLang's platform from this tree; the one installed in the environment may be older.
 PLATFORM = Path(__file__).resolve().parents[1] / "environment" / "platform" / "src"
-PATIENCE = 300  # seconds until SGLang is imported
+PATIENCE = 300  # most seconds to import SGLang
 _NewInterpreter = subprocess.Popen
 
 
 class NewInterpreter(UserWarning):
-    """What should have been forked could not be: its processes import SGLang, for half a minute."""
+    """A process could not be forked; a new interpreter imports SGLang, for half a minute."""
 
 
 class Fork:
-    """A running fork: what is used of a `subprocess.Popen` without pipes."""
+    """A running fork, with the used part of the interface of `subprocess.Popen`, without pipes."""
 
     stdin = stdout = stderr = None
 
@@ -51,13 +51,13 @@ class Fork:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """The exit status; None while the fork runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status; raises `subprocess.TimeoutExpired` when it runs longer."""
+        """Waits for the exit status; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         if self.returncode is None:
             if not select.select([self.channel], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
@@ -69,21 +69,21 @@ class Fork:
         return self.returncode
 
     def communicate(self, input: None = None, timeout: float | None = None) -> tuple[None, None]:
-        """Waits until it ends."""
+        """Waits until the fork ends."""
         self.wait(timeout)
         return None, None
 
     def send_signal(self, sign: int) -> None:
-        """To the fork alone, if it still runs."""
+        """Sends a signal to the fork alone, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, sign)
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it."""
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def __enter__(self) -> Fork:
@@ -107,7 +107,7 @@ class Popen(subprocess.Popen):
 
 @contextlib.contextmanager
 def forks() -> Iterator[None]:
-    """For the time of a `with` block this process and what it starts may fork."""
+    """In a `with` block, this process and those that it starts may fork."""
     with tempfile.TemporaryDirectory(prefix="kvpolicy-forks-") as folder:
         os.environ[FOLDER] = folder
         Path(folder, "owner").write_text(str(os.getpid()))
@@ -119,7 +119,7 @@ def forks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_interpreters() -> Iterator[None]:
-    """For the time of a `with` block processes are started as a user starts them."""
+    """In a `with` block, processes are new interpreters, as users start them."""
     folder = os.environ.pop(FOLDER, None)
     try:
         yield
@@ -137,11 +137,11 @@ def started(
     cwd: str | Path | None = None,
     **options: Any,
 ) -> Fork | subprocess.Popen:
-    """Starts a command line of this Python's, without input.
+    """Starts a command line of this Python, without input.
 
     Args:
         args, stdout, stderr, env, cwd: as in `subprocess.Popen`, but no pipes.
-        options: for a new interpreter; a fork has a session of its own and ends with its client.
+        options: used for a new interpreter; a fork has its own session and ends with its client.
     """
     environment = {**ENVIRONMENT, **(os.environ if env is None else env)}
     if FOLDER in os.environ:
@@ -168,7 +168,7 @@ def started(
 
 
 def run(args: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
-    """Runs a command line of this Python's; its output is captured as text.
+    """Runs a command line of this Python; its output is captured as text.
 
     Args:
         options: `env` and `cwd`, as in `subprocess.run`.
@@ -188,7 +188,7 @@ def run(args: Sequence[str], *, timeout: float, **options: Any) -> subprocess.Co
 
 
 def servers_are_forks(serving: ModuleType) -> None:
-    """Has `serving.serve` start servers as forks."""
+    """Makes `serving.serve` start servers as forks."""
     serving.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
 
 

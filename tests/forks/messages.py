@@ -19,7 +19,7 @@ def send(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its open files; None when the other side is gone."""
+    """The next message and its open files; None if the other side has closed."""
     try:
         head, files, _, _ = socket.recv_fds(channel, _LENGTH_BYTES, _MOST_FILES)
         if len(head) < _LENGTH_BYTES:
@@ -36,7 +36,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def place(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Gives open files the numbers by which a process knows them."""
+    """Moves open files to the given file descriptors."""
     above = max([2, *files, *numbers]) + 1
     held = [os.dup2(file, above + i) for i, file in enumerate(files)]
     for file in files:

@@ -1,4 +1,4 @@
-"""Spares the tests what others compute again and again; what comes out is the same."""
+"""Makes SGLang and Triton's interpreter faster in tests, with the same results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def hooks() -> None:
-    """Has SGLang look for what a hook replaces only where it may be.
+    """Makes SGLang look for a hook's target only in modules that may hold it.
 
-    It looks through all modules for each of a scheduler's 25 hooks, which takes a second. What
-    those hold that are imported now is known.
+    SGLang searches all modules for each of a scheduler's 25 hooks, which takes a second. Modules
+    imported now are indexed once; later ones are searched.
     """
     from sglang.srt.plugins import hook_registry
 
@@ -37,7 +37,7 @@ def hooks() -> None:
 
 
 def starts() -> None:
-    """Has SGLang's warm-up look for its server at once; it does so after each whole second."""
+    """Makes SGLang's warm-up look for its server at once, instead of after whole seconds."""
     sleep, looks = time.sleep, itertools.count(1)
 
     def sleep_less(seconds: float) -> None:
@@ -49,7 +49,7 @@ def starts() -> None:
 
 
 def kernels() -> None:
-    """Has Triton's interpreter do once what it does at each call, and not what nobody reads."""
+    """Makes Triton's interpreter cache its work per call, and skip unused checks."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -67,13 +67,13 @@ def kernels() -> None:
     _remember_types(tl.core)
     _see_what_is_equal(tl.core, interpreter.TritonSemantic)
     _remember_operands(tl.core, interpreter.TritonSemantic)
-    # Whether 32 bits overflow is computed at each sum and product, for an assertion that is off.
+    # Overflow of 32 bits is checked at each sum and product, for an assertion that is off.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _launch_one_at_a_time(interpreter: Any) -> None:
-    """Threads share the interpreter, and with it the program that it is at."""
+    """Serializes launches, as threads share the interpreter's current program."""
     launch, one = interpreter.GridExecutor.__call__, threading.RLock()
 
     def launch_alone(self: Any, *given: Any, **named: Any) -> Any:
@@ -84,15 +84,15 @@ def _launch_one_at_a_time(interpreter: Any) -> None:
 
 
 def _replace_once(interpreter: Any, tl: Any) -> None:
-    """Has it replace the language's functions at the first launch, for the whole process.
+    """Replaces the language's functions once per process, at the first launch.
 
-    It does so at each launch and at each call of a device function.
+    The interpreter does so at each launch and at each call of a device function.
     """
     semantic = interpreter.interpreter_semantic
     replace_all, replaced = interpreter._patch_lang, []
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        # A builtin only checks that there is a `_semantic` before it calls what it wraps.
+        # A builtin only checks that `_semantic` is given before it calls the wrapped function.
         function = getattr(member, "__wrapped__", member)
 
         def call(*values: Any, **named: Any) -> Any:
@@ -110,7 +110,7 @@ def _replace_once(interpreter: Any, tl: Any) -> None:
 
 
 def _see_what_is_equal(core: Any, semantic: Any) -> None:
-    """Looks first whether types, shapes and values are what they nearly always are."""
+    """Adds fast paths for plain values, equal shapes and equal types."""
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     broadcast, convert = semantic.broadcast_impl_value, semantic.cast
     plain = {core.tensor, core.dtype, int, float, bool}
@@ -131,7 +131,7 @@ def _see_what_is_equal(core: Any, semantic: Any) -> None:
 
 
 def _remember_operands(core: Any, semantic: Any) -> None:
-    """Has it find once what two types have in common, and what a number is beside a tensor."""
+    """Caches the common type of two types, and numbers converted for a tensor."""
     of_operation, tensor = semantic.binary_op_type_checking_impl, core.tensor
     plain, numbers, common = {int, float, bool}, {}, {}
 
@@ -157,7 +157,7 @@ def _remember_operands(core: Any, semantic: Any) -> None:
         key = (type(number), number, left, beside.dtype.name, beside.type.sizes, rules)
         if key not in numbers:
             made = of_operation(self, one, other, *rules)
-            if made[left] is not beside:  # it is of another type now
+            if made[left] is not beside:  # the tensor was converted
                 return made
             made[not left].handle.data.flags.writeable = False
             numbers[key] = made[not left]
@@ -167,7 +167,7 @@ def _remember_operands(core: Any, semantic: Any) -> None:
 
 
 def _remember_types(core: Any) -> None:
-    """Has Triton make what its types and tensors say of a shape once for each shape."""
+    """Caches the attributes of block types and tensors, once per shape."""
     make_block, blocks = core.block_type.__init__, {}
     scalar = core.constexpr(1), core.tuple([])
 
@@ -178,7 +178,7 @@ def _remember_types(core: Any) -> None:
             sizes = [core.constexpr(size) for size in self.shape]
             self.sizes = key[1:]
             self.of_tensors = core.constexpr(prod(self.shape)), core.tuple(sizes)
-            self.of_others = {}  # blocks of this shape, by what they hold
+            self.of_others = {}  # block types of this shape, by name of the element type
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key], element_ty=element_ty)
 
@@ -191,7 +191,7 @@ def _remember_types(core: Any) -> None:
             self.of_others[element_ty.name] = core.block_type(element_ty, self.shape)
         return self.of_others[element_ty.name]
 
-    core.dtype.sizes = ()  # of a scalar
+    core.dtype.sizes = ()  # a scalar's
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
     core.block_type.with_element_ty = with_element_ty
     core.block_type.to_ir = lambda self, _: self  # the interpreter's types are the language's own

@@ -1,4 +1,4 @@
-"""Ranks find the same through shared memory as through gloo, whoever comes first."""
+"""Collectives through shared memory give the same as through gloo, in any order of arrival."""
 
 import json
 import os

@@ -38,7 +38,7 @@ def script(tmp_path):
 
 
 def both(command, **options):
-    """What a fork and a new interpreter have done."""
+    """Results of a fork and of a new interpreter."""
     fork = forked.run(command, timeout=60, **options)
     with forked.new_interpreters():
         new = forked.run(command, timeout=60, **options)

@@ -1,4 +1,4 @@
-"""How an accepted policy is executed: by the interpreter, the torch program and as it is served.
+"""Executes an accepted policy by the interpreter, by the torch program and as served.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -28,15 +28,15 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """How an accepted policy is executed: sizes, values of parameters, tensors.
+    """Sizes, values of parameters and tensors with which a policy is executed.
 
     Attributes:
         shape: L, H, G, D.
         tokens: N.
-        every: entries leave at every so many steps, where the policy does not say when.
-        settings: of parameters.
-        seed: of the tensors.
-        ties: small whole numbers, so that many scores are equal.
+        every: steps between folds, for a policy without its own `when:`.
+        settings: values of parameters.
+        seed: seed of the tensors.
+        ties: whether tensors have small whole numbers, so that many scores are equal.
     """
 
     shape: Shape
@@ -48,7 +48,7 @@ class Case:
 
     @classmethod
     def of(cls, random: Random, program: Program) -> Case:
-        """A case for a policy."""
+        """A random case for a policy."""
         shape = random.choice(SHAPES)
         settings = {}
         for name, param in program.params.items():
@@ -69,7 +69,7 @@ class Case:
         return None
 
     def tensors(self) -> tuple:
-        """q, k, v of the prompt, and those of the steps."""
+        """q, k, v of the prompt, and q, k, v of the steps."""
         random = np.random.default_rng(self.seed)
         return tensors(random, self.shape, self.tokens, STEPS, self.ties)
 
@@ -91,15 +91,15 @@ def _setting(random: Random, param: Param, layers: int) -> str:
 
 
 def executed(checked: Checked, seed: str) -> str:
-    """Runs an accepted policy everywhere.
+    """Runs an accepted policy by every execution and compares them.
 
     Returns:
-        "agreed"; "unserved" or "refused" if it is not run for what it needs or for its parameters;
-        "unstable" if executions differ where rounding errors decide.
+        "agreed"; "unserved" if it uses features that are not served; "refused" if its parameters
+        are; "unstable" if executions differ only as rounding errors decide.
 
     Raises:
         Wrong: executions differ.
-        Exception: one of them raises.
+        Exception: an execution raises it.
     """
     if checked.unserved:
         return "unserved"
@@ -120,7 +120,7 @@ def executed(checked: Checked, seed: str) -> str:
 
 
 def _is_unstable(bound: Bound, case: Case) -> bool:
-    """Whether the interpreter itself differs when it rounds otherwise."""
+    """Whether the interpreter's own result changes with other rounding errors."""
     inv_freq = frequencies(case.shape[3])
     plain = interpret(bound, *case.tensors(), inv_freq)
     for seed in range(4):

@@ -2,9 +2,9 @@
 
     .venv/bin/python -P tests/fuzz/fuzz.py --texts 500000 --executed 50000 --seed 1 --processes 2
 
-Text number i of a seed is always the same. A run that was stopped goes on where it was. What is
-wrong is written to OUT/failures, shortened; exit code 1. `--again OUT/failures/*.yaml` takes those
-texts once more, as after a repair.
+Text number i of a seed is always the same. A stopped run is continued. Failures are written to
+OUT/failures, shortened, and the exit code is 1. `--again OUT/failures/*.yaml` runs those texts once
+more, as after a repair.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-# Beside this folder, how executions are compared and what that needs.
+# For helpers that compare executions.
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("fuzz", "executions", "sglang_ext")]
 
 import both_executions
@@ -40,11 +40,11 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
-BLOCK = 250  # texts that a process takes at once
-# How often each kind of text is made, of 20.
+BLOCK = 250  # texts in one task of a process
+# Texts of each kind among 20.
 MIX = {"characters": 9, "words": 7, "expressions": 2, "sections": 1, "made": 1}
 CYCLE = [kind for kind, number in MIX.items() for _ in range(number)]
-# How many of those accepted are executed: what loses a comment is still the same policy.
+# Share of accepted texts that is executed, else 1: many changed texts mean the same policy.
 EXECUTED = {"characters": 0.1, "words": 0.5}
 COLUMNS = ("refused", "accepted", "agreed", "unstable", "not bound", "unserved", "failed")
 GROWTH = 512 << 10  # KiB by which a process may grow after its first blocks
@@ -52,12 +52,12 @@ GROWTH = 512 << 10  # KiB by which a process may grow after its first blocks
 
 @dataclass
 class Block:
-    """What came of some texts.
+    """Results of BLOCK texts.
 
     Attributes:
-        counts: by kind of text and what came of it.
-        failures: number and kind of the text, error, shortened text.
-        memory: the most KiB that the process ever used.
+        counts: kind of text -> outcome -> number of texts.
+        failures: name and kind of the text, error, shortened text.
+        memory: the most KiB that the process has used.
     """
 
     number: int
@@ -68,16 +68,16 @@ class Block:
 
 
 def text_of(seed: str, number: int) -> tuple[str, str]:
-    """The kind and the text with a number."""
+    """Kind and content of the text with a number."""
     kind = CYCLE[number % len(CYCLE)]
     return kind, mutants.KINDS[kind](Random(f"{seed}:{number}"))
 
 
 def outcome(text: str, kind: str, seed: str) -> str:
-    """What comes of one text, as of COLUMNS.
+    """Outcome of one text, a name in COLUMNS.
 
     Raises:
-        Exception: whatever is wrong.
+        Exception: any failure.
     """
     checked = judge.judged(text)
     if checked.program is None:
@@ -88,7 +88,7 @@ def outcome(text: str, kind: str, seed: str) -> str:
 
 
 def signature(error: Exception) -> str:
-    """What kind of failure it is: the error, and where it was raised or what did not hold."""
+    """Kind of a failure: the error and the place that raised it, or the violated property."""
     if isinstance(error, judge.Wrong):
         text = re.sub(r"Case\(.*?\): ", "", str(error), flags=re.S)
         return re.sub(r"[\d.]+|`[^`]*`|'[^']*'", "", text)[:40]
@@ -97,9 +97,9 @@ def signature(error: Exception) -> str:
 
 
 def run_block(seed: str, number: int, size: int = BLOCK) -> Block:
-    """Takes the texts of a block one after the other."""
+    """Tries the texts of a block one after the other."""
     torch.set_num_threads(1)
-    gc.set_threshold(50_000)  # texts make and leave many small objects, and few cycles
+    gc.set_threshold(50_000)  # texts leave many small objects and few cycles
     block = Block(number)
     for place in range(number * size, (number + 1) * size):
         kind, text = text_of(seed, place)
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _wrong_again(path: Path) -> bool:
-    """Takes a text again that failed; says what comes of it now."""
+    """Tries a failed text again and prints the outcome; returns whether it still fails."""
     text = path.read_text(encoding="utf-8")
     kind, name = text.removeprefix("# ").split(maxsplit=2)[:2]
     torch.set_num_threads(1)
@@ -188,14 +188,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _digest() -> str:
-    """Of the code that is tried: counts of different code are not added up."""
+    """Digest of the code under test; counts of different code are not added up."""
     folders = (Path(kvpolicy.dsl.__file__).parent, Path(__file__).parent)
     paths = [path for folder in folders for path in sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def _read(state: Path, head: dict) -> tuple[list[Block], float]:
-    """The blocks that are done already, and how long they took."""
+    """Blocks that are done already, and the seconds they took."""
     if not state.exists():
         state.write_text(json.dumps(head) + "\n")
         return [], 0.0
@@ -207,7 +207,7 @@ def _read(state: Path, head: dict) -> tuple[list[Block], float]:
 
 
 def _blocks(args: argparse.Namespace, total: _Total) -> Iterator[Block]:
-    """Blocks that are not done yet, until there are enough."""
+    """Runs blocks that are not done yet, until there are enough."""
     numbers = (number for number in range(1 << 40) if number not in total.done)
     if args.processes == 1:
         while not total.enough():
@@ -226,7 +226,7 @@ def _blocks(args: argparse.Namespace, total: _Total) -> Iterator[Block]:
 
 
 class _Total:
-    """All blocks so far, written down as they come."""
+    """Sums over all blocks so far; each block is saved when it is added."""
 
     def __init__(
         self, args: argparse.Namespace, state: Path, blocks: list[Block], seconds: float
@@ -244,16 +244,16 @@ class _Total:
         )  # fmt: skip
 
     def count(self, *outcomes: str) -> int:
-        """Texts with one of these outcomes; without any, all."""
+        """Number of texts with one of these outcomes; of all texts without arguments."""
         return sum(n for (_, name), n in self.counts.items() if not outcomes or name in outcomes)
 
     @property
     def executed(self) -> int:
-        """Policies that ran everywhere."""
+        """Number of policies that every execution has run."""
         return self.count("agreed", "unstable")
 
     def enough(self) -> bool:
-        """Whether as much is done as was asked for."""
+        """Whether enough texts are tried and executed."""
         return self.count() >= self.args.texts and self.executed >= self.args.executed
 
     def _sum(self, block: Block) -> None:
@@ -262,7 +262,7 @@ class _Total:
                 self.counts[kind, name] += number
 
     def add(self, block: Block) -> None:
-        """One more block."""
+        """Saves and counts one more block and writes its failures."""
         now = time.monotonic()
         line = {"block": block.__dict__, "seconds": now - self._last}
         with self.state.open("a") as file:

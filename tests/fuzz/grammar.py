@@ -1,8 +1,7 @@
 """Random policy files, made by the rules of the language: most are accepted, some are refused.
 
-An expression is made for the axes that it is to have, so that what comes out is deep and yet has
-types that fit. Sections are those of the papers and compositions of them. The same seed gives the
-same text.
+An expression is made for given axes, so that it may be deep and still have types that fit. Sections
+are those of the papers and compositions of them. The same seed gives the same text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SCALAR: Axes = frozenset()
 ENTRY: Axes = frozenset(("kv", "token"))
 VECTOR: Axes = ENTRY | {"dim"}
 MAP: Axes = ENTRY | {"group", "query"}
-# In the order in which axes are written.
+# Axes in the order in which they are written.
 ORDER = ("kv", "group", "query", "token", "dim")
 
 UNARY = (
@@ -106,17 +105,17 @@ MERGES = (
 
 
 def policy(random: Random) -> str:
-    """The text of a policy; it may be refused."""
+    """Text of a random policy, which the check may refuse."""
     return _File(random).text()
 
 
 def expression(random: Random, axes: Axes, depth: int = 2) -> str:
-    """The text of a number with these axes."""
+    """Text of a random numeric expression with these axes."""
     return _File(random).number(axes, depth)
 
 
 def accepted(random: Random, shape: tuple[int, int, int, int]) -> Bound:
-    """The next policy that is accepted for L, H, G, D, and can be served."""
+    """The next random policy that is accepted for (L, H, G, D) and can be served."""
     while True:
         try:
             checked = load(Source("random.yaml", policy(random)))
@@ -128,7 +127,7 @@ def accepted(random: Random, shape: tuple[int, int, int, int]) -> Bound:
 
 @dataclass
 class _File:
-    """One file: the names that it has, and the window that expressions ask with just now."""
+    """One file: its names, and the observation window of the current expression."""
 
     random: Random
     lets: dict[str, Axes] = field(default_factory=dict)
@@ -141,7 +140,7 @@ class _File:
         self.layers = random.random() < 0.4
         decodes = random.random() < 0.7
         if decodes and random.random() < 0.8:
-            self.layers = False  # or no step could be decided
+            self.layers = False  # a decode step cannot look at other layers
         lets = self._lets()
         score = self.new_expression(ENTRY, random.randint(1, 3))
         parts = [
@@ -202,12 +201,12 @@ class _File:
     # Expressions.
 
     def new_expression(self, axes: Axes, depth: int) -> str:
-        """A number that asks with a window of its own."""
+        """A numeric expression with a newly drawn observation window."""
         self.window = self.random.choice(WINDOWS)
         return self.number(axes, depth)
 
     def number(self, axes: Axes, depth: int) -> str:
-        """A number with these axes, nested so deep at most."""
+        """A numeric expression with these axes, nested at most `depth` deep."""
         if depth <= 0:
             return self._leaf(axes)
         makers = [self._unary, self._binary, self._masked, self._chosen, self._reduced, self._leaf]
@@ -302,7 +301,7 @@ class _File:
         )  # fmt: skip
 
     def _of(self, text: str, own: Axes, axes: Axes) -> str:
-        """A value reduced to the axes wanted, some of which may be missing."""
+        """`text` with axes `own`, reduced to those in `axes`."""
         gone = [axis for axis in ORDER if axis in own - axes]
         if not gone:
             return text
@@ -310,5 +309,5 @@ class _File:
 
 
 def _fits(axes: Axes) -> bool:
-    """Whether some value has such axes: vectors are of entries, queries of attention."""
+    """Whether some value has these axes: those of attention, or those of vectors."""
     return axes <= MAP or axes <= VECTOR

@@ -1,4 +1,4 @@
-"""What must hold of the check and of `fmt` for any text; no torch is needed for it."""
+"""Properties of the check and of `fmt` that hold for any text; torch is not needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.syntax.fmt import format_policy
 from kvpolicy.dsl.syntax.source import Source
 
-CHECK_SECONDS = 2  # of processor time, whatever else the machine does
-GROWTH = 300 << 10  # KiB by which one text may raise the most memory that was ever used
+CHECK_SECONDS = 2  # of processor time, which other load does not change
+GROWTH = 300 << 10  # KiB by which one text may raise the peak memory
 
 
 class Wrong(AssertionError):
-    """A text for which something does not hold."""
+    """A property does not hold for a text."""
 
 
 class TooLong(Exception):
@@ -31,7 +31,7 @@ class TooLong(Exception):
 
 
 def judged(text: str) -> Checked:
-    """Checks and formats a text; raises Wrong where something does not hold."""
+    """Checks and formats a text; raises Wrong if a property does not hold."""
     before = _most_memory()
     with limited(CHECK_SECONDS), patch.object(yaml, "parse", _parsed_once(yaml.parse)):
         source = Source("any.yaml", text)
@@ -45,7 +45,7 @@ def judged(text: str) -> Checked:
 
 
 def _parsed_once(parse: Callable) -> Callable:
-    """YAML takes most of the time, and `fmt` and the check read the same text many times."""
+    """Caches YAML events by text: `fmt` and the check parse the same text many times."""
     known: dict[str, list[yaml.Event]] = {}
 
     def parsed(text: str, Loader: type) -> Iterator[yaml.Event]:
@@ -79,7 +79,7 @@ def _worded_well(checked: Checked, text: str) -> None:
 
 
 def _keeps_meaning(source: Source, program: Program) -> None:
-    """`fmt` says the same, keeps comments, and leaves its own work alone."""
+    """`fmt` keeps the meaning and comments, and does not change its own output."""
     formatted = format_policy(source)
     again = load(Source("any.yaml", formatted))
     if again.program is None:
@@ -93,7 +93,7 @@ def _keeps_meaning(source: Source, program: Program) -> None:
 
 
 def _comments(text: str) -> Counter[str]:
-    """How often the words after each `#` are there, in comments or in quoted texts."""
+    """Counts of the words after each `#`, in comments or in quoted texts."""
     return Counter(re.findall(r"#[ \t]*(\w*)", text))
 
 
@@ -104,7 +104,7 @@ def worded(error: PolicyError) -> None:
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises TooLong after so much processor time of this process."""
+    """Raises TooLong in a `with` block after `seconds` of this process's processor time."""
 
     def stop(*_) -> None:
         raise TooLong(f"more than {seconds} s of processor time")
@@ -119,5 +119,5 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def _most_memory() -> int:
-    """KiB."""
+    """Peak memory of this process in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

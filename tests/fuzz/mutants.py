@@ -1,8 +1,8 @@
 """Mutants of policies: of their characters, words, expressions and sections.
 
-A mutant of characters or words is mostly refused, which the check must survive. One of expressions
-or sections mostly stays a policy: parts are exchanged by parts of like kind, wrapped, or taken from
-other policies together with the names that they need. The same seed gives the same text.
+Mutants of characters or words are mostly refused, without a crash of the check. Those of
+expressions or sections mostly stay policies: parts are replaced by parts of like kind, wrapped, or
+taken from other policies with the names that they need. The same seed gives the same text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SNIPPETS = (
     "20%", "0.2", "\N{MINUS SIGN}", "\N{NO-BREAK SPACE}", "  # a comment\n", "keep: ", "let:\n",
     *BUILTINS, *(f"{name}(" for name in FUNCTIONS),
 )  # fmt: skip
-# Functions and operators that may stand for each other: by arguments and axes.
+# Names that may replace each other: they take the same arguments and axes.
 ALIKE = (
     ("sum", "mean", "max", "min", "var", "count"), ("norm1", "norm2"), ("attn", "logits"),
     ("recent", "sinks"), ("maxpool", "avgpool"), ("rank", "softmax", "minmax", "normalize"),
@@ -62,7 +62,7 @@ AXES = (
 
 @cache
 def good() -> tuple[str, ...]:
-    """Texts of policies that are well: shipped ones, those of the tests, examples."""
+    """Texts of accepted policies: the shipped ones, those of the tests, the examples."""
     paths = [*shipped().values(), *sorted(GOOD.glob("*.yaml")), *sorted(EXAMPLES.glob("*.yaml"))]
     return tuple(path.read_text() for path in paths if not path.name.endswith(".test.yaml"))
 
@@ -73,12 +73,12 @@ def _lengths() -> tuple[int, ...]:
 
 
 def _good(random: Random) -> str:
-    """One of them, a short one rather than a long one, which takes longer."""
+    """One of the good texts; short ones are more likely, as long ones take longer."""
     return random.choices(good(), cum_weights=_lengths())[0]
 
 
 def characters(random: Random) -> str:
-    """A good file with a few edits: pieces removed, repeated, moved, or put in."""
+    """A good text with a few edits: pieces removed, repeated, replaced or inserted."""
     text = _good(random)
     for _ in range(random.randint(1, 4)):
         at = random.randint(0, len(text))
@@ -98,14 +98,14 @@ def characters(random: Random) -> str:
 
 
 def words(random: Random) -> str:
-    """A good file with words of its expressions exchanged, doubled, lost, or made others."""
+    """A policy with words of its expressions replaced, removed or joined by others."""
     text = _start(random)
     found = {expression.span.start: expression.span for expression in expressions_of(text)}
     some = random.sample(sorted(found), min(len(found), random.randint(1, 3)))
     for span in (found[start] for start in sorted(some, reverse=True)):
         try:
             tokens = tokenize(text[span.start : span.end])
-        except ExpressionError:  # written over lines with comments, or in quotes
+        except ExpressionError:  # has comments inside, or is quoted
             continue
         one, other = random.choice(tokens), random.choice(tokens)
         made = random.choice((str(other), "", f"{one} {other}", random.choice(SNIPPETS)))
@@ -115,7 +115,7 @@ def words(random: Random) -> str:
 
 
 def expressions(random: Random) -> str:
-    """A policy with parts of its expressions exchanged by others of like kind."""
+    """A policy with parts of its expressions replaced by others of like kind."""
     text = _start(random)
     for _ in range(random.randint(1, 3)):
         text = _changed(random, text)
@@ -123,7 +123,7 @@ def expressions(random: Random) -> str:
 
 
 def sections(random: Random) -> str:
-    """A policy with sections of another one, and the names that these need."""
+    """A policy with sections of another one, and the names that they need."""
     one, other = sections_of(_start(random)), sections_of(_start(random))
     keys = "merge decode propagate keep budget score positions state share".split()
     for key in random.sample(keys, random.randint(1, 3)):
@@ -131,7 +131,7 @@ def sections(random: Random) -> str:
             one[key] = other[key]
         elif random.random() < 0.3:
             one.pop(key, None)
-    for key in ("params", "let", "state"):  # what the taken sections may name
+    for key in ("params", "let", "state"):  # names that the taken sections may use
         if key in other and key in one:
             names = set(re.findall(r"^  (\w+):", one[key], re.M))
             entries = _entries(other[key])
@@ -143,7 +143,7 @@ def sections(random: Random) -> str:
 
 
 def made(random: Random) -> str:
-    """A policy by the rules of the language alone."""
+    """A policy made by the rules of the language."""
     return grammar.policy(random)
 
 
@@ -169,7 +169,7 @@ def _parsed(text: str) -> Block | None:
 
 
 def expressions_of(text: str) -> list[Expr]:
-    """Every expression of a file whose characters stand in it one by one."""
+    """Expressions of a file that have a place in its text."""
     block = _parsed(text)
     found = [] if block is None else list(_inside(block))
     return [x for x in found if 0 <= x.span.start < x.span.end <= len(text)]
@@ -189,7 +189,7 @@ def _inside(value: object):
 
 
 def sections_of(text: str) -> dict[str, str]:
-    """The texts of a file's keys; what stands before the first belongs to it."""
+    """Texts of a file by top-level key; text before the first key belongs to that key."""
     keys = list(re.finditer(r"^([a-z]+):", text, re.M))
     starts = [0, *(match.start() for match in keys[1:])]
     ends = [*starts[1:], len(text)]
@@ -200,7 +200,7 @@ def sections_of(text: str) -> dict[str, str]:
 
 
 def _entries(section: str) -> dict[str, str]:
-    """The texts of the names in a section of the block style."""
+    """Texts of a block-style section by name."""
     parts = re.split(r"^(?=  \w+:)", section, flags=re.M)
     return {part[2 : part.index(":")]: part for part in parts[1:]}
 
@@ -218,7 +218,7 @@ def _changed(random: Random, text: str) -> str:
     return f"{text[: part.span.start]}{' '.join(change.split())}{text[part.span.end :]}"
 
 
-# Changes of an expression: from it, the text, and all parts of the whole to the new text or None.
+# Changes of a part of an expression: (random, file, part, all parts) -> its new text, or None.
 
 
 def _text(text: str, span: Span) -> str:
@@ -234,7 +234,7 @@ def _sibling(random: Random, text: str, part: Expr, parts: list[Expr]) -> str | 
 
 
 def _stranger(random: Random, text: str, part: Expr, parts: list[Expr]) -> str | None:
-    """A part of another expression of this file, or of a name."""
+    """A part of any expression of this file."""
     other = list(random.choice(expressions_of(text)).walk())
     return f"({_text(text, random.choice(other).span)})"
 

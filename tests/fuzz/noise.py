@@ -1,10 +1,10 @@
-"""Whether rounding errors decide what a policy keeps: the interpreter with a little noise added.
+"""Adds noise to the interpreter, to tell whether rounding errors decide what a policy keeps.
 
-Sums come in another order in another execution. Where a policy divides by what cancels to nothing,
-or compares such numbers, the last bit of a float64 decides and executions may differ rightly. The
+Executions add numbers in different orders. If a policy divides by a sum that cancels to nearly 0,
+or compares such sums, the last bit of a float64 decides, and executions may rightly differ. The
 interpreter is run again with every operand of an inexact operation moved by a few units in the last
-place (as in discrete stochastic arithmetic, Vignes 1993). Equal numbers stay equal where they are
-ordered, because they are rounded to float32 there: noise hides no defect of ties.
+place (as in discrete stochastic arithmetic, Vignes 1993). Equal numbers still tie when they are
+ordered, as they are rounded to float32 then, so noise hides no defect of ties.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INEXACT = {
 
 @contextmanager
 def rounded_otherwise(seed: int) -> Iterator[None]:
-    """Within it the interpreter rounds differently."""
+    """A block in which the interpreter rounds differently."""
     random = np.random.default_rng(seed)
     elementwise, reduce = arrays.elementwise, arrays.reduce
 

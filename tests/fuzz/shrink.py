@@ -1,4 +1,4 @@
-"""A shorter text that is wrong in the same way, for those who read it."""
+"""Shortens a text that fails, so that the failure is easier to read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TRIES = 300
 
 
 def shrunk(text: str, wrong: Callable[[str], bool], tries: int = TRIES) -> str:
-    """The text without what it needs not for `wrong` to hold.
+    """The text without parts that the failure does not need.
 
     Args:
-        text: for which `wrong` holds.
-        wrong: of a text; it may be asked so many times.
-        tries: at most.
+        text: a text for which `wrong` is True.
+        wrong: whether a text fails in the same way.
+        tries: the most calls of `wrong`.
     """
     left = tries
     smaller = True
@@ -35,7 +35,7 @@ def shrunk(text: str, wrong: Callable[[str], bool], tries: int = TRIES) -> str:
 
 
 def _smaller(text: str) -> Iterator[str]:
-    """Texts with less in them, those that lose most first."""
+    """Shorter texts, those that lose most first."""
     keys = mutants.sections_of(text)
     for key in keys:
         yield "".join(part for name, part in keys.items() if name != key)
@@ -57,11 +57,11 @@ def _smaller(text: str) -> Iterator[str]:
 def _expressions(text: str) -> list[Expr]:
     try:
         return mutants.expressions_of(text)
-    except Exception:  # what is wrong may be that the file cannot even be read
+    except Exception:  # the failure may be that the file cannot be read
         return []
 
 
 def headed(text: str, lines: list[str]) -> Source:
-    """The text under comments that say what is wrong."""
+    """The text under comments with the failure."""
     head = "".join(f"# {line}\n" for each in lines for line in each.splitlines())
     return Source("failure.yaml", head + text)

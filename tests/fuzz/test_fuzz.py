@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, and that it finds what is wrong."""
+"""A short run of the fuzzer, and planted defects that it must find."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_text_has_a_number():
 
 
 def failures(text: str, kind: str = "made") -> list[dict]:
-    """What is found when this is the only text."""
+    """Failures that the fuzzer finds in this text alone."""
     with patch.object(fuzz, "text_of", return_value=(kind, text)):
         return fuzz.run_block("planted", 0, 1).failures
 
@@ -110,7 +110,7 @@ def test_a_check_that_grows_is_found(monkeypatch):
 
 
 def test_a_run_goes_on(tmp_path, capsys):
-    """What was done is not done again, and the files of failures say what is wrong."""
+    """Blocks are not done again, and the files of failures state the error."""
     arguments = ["--texts", "10", "--executed", "0", "--seed", "7", "--out", str(tmp_path)]
     made = []
 

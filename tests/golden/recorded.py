@@ -1,4 +1,4 @@
-"""The authors' vectors, and `kvpolicy run` on tensors."""
+"""Vectors recorded from the authors' code, and `kvpolicy run` on tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ VECTORS = json.loads((Path(__file__).parent / "vectors.json").read_text())
 
 
 def run(tmp_path, policy, settings, execution, q, k, v=None, steps=None, options=(), **arrays):
-    """What `kvpolicy run` writes.
+    """The result that `kvpolicy run` writes.
 
     Args:
-        tmp_path: where files go.
+        tmp_path: folder for files.
         policy: a name, a path, or the text of a policy.
         settings: parameter values.
-        execution: name of one.
-        q, k, v: of the prompt; v left out is 0.
-        steps: q_step, k_step, v_step.
+        execution: name of the execution.
+        q, k, v: tensors of the prompt; v is zeros if left out.
+        steps: q_step, k_step, v_step, or None.
         options: more options of the command.
         arrays: more arrays of the npz.
     """

@@ -1,4 +1,4 @@
-"""Modules beside the tests can be imported."""
+"""Makes the helpers of this folder importable by its tests."""
 
 import sys
 from pathlib import Path

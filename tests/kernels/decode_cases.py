@@ -1,4 +1,4 @@
-"""A batch for decode attention, and how far from float64 its result may be."""
+"""A batch for decode attention, and the error allowed to its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpolicy.kernels.entries.tables import Tables
 
 @dataclass
 class Case:
-    """Requests in a pool of which everything that no list names is NaN."""
+    """Requests in a pool where every entry outside their lists is NaN."""
 
     q: torch.Tensor  # [B, H, D]
     storage: torch.Tensor  # [L, 2, padded, G, D]
@@ -38,11 +38,11 @@ class Case:
 
 
 def exact(given: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 [B, H, D] attention, and how far a float32 computation of it may be off.
+    """Attention in float64 and the error allowed in float32, both float64 [B, H, D].
 
-    A weight is off by the error of its score, twice (its own and the sum's), and of what weighs a
-    value: with A = sum of weight x |value|,
-      scores: (D + 4) roundings of float32 relative to scale x |q|.|k|, through exp, both ways;
+    A weight has twice the error of a score, from its own and from the sum. Relative to
+    A = sum of weight x |value|, the errors are:
+      scores: (D + 4) roundings of float32 relative to scale x |q|.|k|, through exp, twice;
       sums over n entries, in tiles: 512 + n / 64 roundings of float32 in any implementation;
       weights and result rounded to the dtype: 2 eps.
     Weights in float16 also underflow: 2^-25 each against a largest one of 1.

@@ -1,12 +1,11 @@
 """Compiles kernels for an H200 (sm_90) on a machine without a GPU.
 
-`compiled(call)` runs a wrapper on tensors that have a shape, a dtype and the device "cuda" but no
-data, and compiles every kernel that it launches instead of launching it. A wrapper that waits for
-the device raises, since there is no number to wait for: the check that it does not is part of it.
-So is that a GPU would take the grid.
-`asked(call, number)` compiles nothing and says for which kernels Triton would look, whatever the
-sizes; who waits for the device is given that number.
-Triton must not be in its interpreter, so this runs in a process of its own: see test_sm90.py.
+`compiled(call)` runs a wrapper on tensors with a shape, a dtype and the device "cuda" but no data,
+and compiles every kernel that it would launch. A wrapper that waits for the device raises, as there
+is no data to wait for; so does one with a grid that a GPU would refuse.
+`asked(call, number)` compiles nothing and returns the kernels for which Triton would look; tensors
+that are read hold `number`.
+Triton must not be in its interpreter, so this runs in its own process: see test_sm90.py.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ _H200 = SimpleNamespace(
     shared_memory_per_multiprocessor=228 << 10, max_threads_per_multi_processor=2048,
 )  # fmt: skip
 _CAPABILITY = 90
-_PROGRAMS = 65535  # along the second and the third axis of a grid
+_PROGRAMS = 65535  # most programs along the second or third axis of a grid
 
 
 class _Driver:
-    """What Triton asks of a driver when it compiles, for a capability such as 90."""
+    """The part of a driver that Triton needs to compile, for a capability such as 90."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
-        return self._target.arch  # Triton keeps what it compiled by device
+        return self._target.arch  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -53,10 +52,10 @@ class _Driver:
 
 
 class _Device(TorchFunctionMode):
-    """Tensors of the GPU have no data: torch's "meta" tensors, which say that they are on "cuda".
+    """Makes tensors of the GPU torch's "meta" tensors, without data, that claim to be on "cuda".
 
     Args:
-        number: what stands in every tensor whose numbers are read; None: it is an error.
+        number: content of every tensor whose values are read; None: reading is an error.
     """
 
     def __init__(self, number: int | None) -> None:
@@ -97,7 +96,7 @@ _BETWEEN_DEVICES = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__}
 
 
 def _sized(args: Any) -> list[Tensor]:
-    """Tensors among arguments but for single numbers, which may be the host's anywhere."""
+    """Tensors among arguments, without scalars, which may be on the host in any operation."""
     return [x for x in args if isinstance(x, Tensor) and x.dim()]
 
 
@@ -107,25 +106,25 @@ def _without_cuda(x: Any) -> Any:
 
 
 class _Argument(int):
-    """Stands for the argument of this number, which an operation returns as it was given."""
+    """Number of the argument that an operation returns unchanged."""
 
 
 _RESULTS: dict[tuple, Any] = {}
-_NEITHER = object()  # a result that is no tensor, or one of the host
-_PLAIN: set[Callable[..., Any]] = set()  # operations that say sizes, types and the like
+_NEITHER = object()  # marks a result that is no tensor of the device
+_PLAIN: set[Callable[..., Any]] = set()  # operations that return sizes, types and the like
 _NO_TENSORS = (int, float, torch.Size, torch.dtype, torch.device)
 
 
 def _result(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an operation makes of tensors without data: asked once for arguments of the same kind.
+    """Result of an operation on tensors without data, computed once per kind of arguments.
 
-    torch finds shapes in Python, which takes longer than all else that is looked at here.
+    torch finds shapes in Python, which takes most of the time here.
     """
     given: list[Tensor] = []
     try:
         key = (func, _kind(args, given), _kind(kwargs, given))
         known = _RESULTS.get(key, _NEITHER)
-    except TypeError:  # something among the arguments has no hash
+    except TypeError:  # an argument has no hash
         return func(*args, **kwargs)
     if known is not _NEITHER:
         return _again(known, given)
@@ -140,7 +139,7 @@ def _result(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> An
 
 
 def _kind(x: Any, given: list[Tensor]) -> Any:
-    """What a result's shape depends on; tensors are added to `given`."""
+    """A key of everything that a result's shape depends on; tensors are added to `given`."""
     if isinstance(x, Tensor):
         given.append(x)
         return x.is_meta, x.dtype, x.shape, x.stride(), x.storage_offset()
@@ -154,7 +153,7 @@ def _kind(x: Any, given: list[Tensor]) -> Any:
 
 
 def _remembered(result: Any, given: list[Tensor]) -> Any:
-    """A result, arguments in it by their number, or _NEITHER."""
+    """A result with arguments replaced by their number, or `_NEITHER`."""
     if isinstance(result, Tensor):
         same = [_Argument(at) for at, x in enumerate(given) if x is result]
         return same[0] if same else result if result.is_meta else _NEITHER
@@ -165,7 +164,7 @@ def _remembered(result: Any, given: list[Tensor]) -> Any:
 
 
 def _again(known: Any, given: list[Tensor]) -> Any:
-    """The same result, other tensors."""
+    """A remembered result with new tensors."""
     if isinstance(known, _Argument):
         return given[known]
     if isinstance(known, Tensor):
@@ -177,17 +176,17 @@ def _again(known: Any, given: list[Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel.
+    """One compiled kernel.
 
     Attributes:
-        warps: of a program.
+        warps: warps of a program.
         shared: bytes of shared memory.
-        registers: per thread.
-        spilled: bytes per thread that went to local memory because registers were too few.
+        registers: registers per thread.
+        spilled: bytes per thread spilled to local memory.
         tensor_cores: whether it multiplies matrices on tensor cores.
-        counts: atomic additions to memory.
-        ordered: of these, before which all threads have stored, and after which none has yet read.
-        seconds: of processors, that compiling it took.
+        counts: number of atomic additions.
+        ordered: number of those that release and acquire, with a barrier before and after.
+        seconds: processor seconds of compilation.
     """
 
     name: str
@@ -210,7 +209,7 @@ def compiled(call: Callable[[], Any]) -> list[Compiled]:
 
 
 def compiling(found: dict[str, Compiled]) -> Callable[..., Any]:
-    """Instead of a launch: compiles, and notes by its hash each kernel that is not noted yet."""
+    """Replacement of a launch: compiles the kernel and notes it in `found` by its hash."""
 
     def run(self: JITFunction, *args: Any, **options: Any) -> Any:
         before = sum(os.times()[:4])
@@ -224,10 +223,10 @@ def compiling(found: dict[str, Compiled]) -> Callable[..., Any]:
 
 
 def asked(call: Callable[[], Any], number: int) -> set[tuple[str, str]]:
-    """Of the kernels that a call launches the name and what Triton compiles them for.
+    """(Name, Triton's cache key) of each kernel that a call launches.
 
     Args:
-        number: what is in every tensor that the call reads.
+        number: content of every tensor that the call reads.
     """
     found: set[tuple[str, str]] = set()
 
@@ -245,11 +244,11 @@ def asked(call: Callable[[], Any], number: int) -> set[tuple[str, str]]:
 def on_device(
     run: Callable[..., Any], number: int | None = None, capability: int = _CAPABILITY
 ) -> Iterator[None]:
-    """A block that has a GPU, in which launches are given to `run`, without data.
+    """A block with a GPU whose tensors have no data, in which launches go to `run`.
 
     Args:
-        number: as of `asked`; None: reading a tensor of the device raises.
-        capability: of the GPU, 90 for an H200, whose other properties it has in any case.
+        number: as in `asked`; None: reading a tensor of the device raises.
+        capability: the GPU's capability, 90 for an H200; its other properties are an H200's.
     """
 
     def launched(self: JITFunction, *args: Any, warmup: bool, grid: Any, **options: Any) -> Any:
@@ -278,7 +277,7 @@ def on_device(
 
 
 class _Address(MockTensor):
-    """A tensor without data, at its place in what was allocated, which is aligned."""
+    """A tensor without data; its address is its offset in an aligned allocation."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.dtype, list(tensor.shape))
@@ -297,7 +296,7 @@ def _without_data(x: Any) -> Any:
 def _note_what_ptxas_says(
     backend: Any = None, stages: Any = None, *_: Any
 ) -> tuple[str, str] | None:
-    """Has Triton keep with each kernel what its assembler prints of it; the cache does so too."""
+    """Makes Triton keep the assembler's output with each kernel, in the cache too."""
     if stages is None:
         return __name__, __name__  # part of the cache's key
     assemble = stages["cubin"]

@@ -1,4 +1,4 @@
-"""What is compiled for an H200: every kernel on the shapes of Llama-3.1-8B, as a server calls it.
+"""Compiles for an H200 every kernel on the shapes of Llama-3.1-8B, as a server calls it.
 
 Run by test_sm90.py in a process without Triton's interpreter; prints one JSON object.
 """
@@ -65,7 +65,7 @@ def reductions(*shape: int, over: tuple[int, ...]) -> None:
 
 def ranks() -> None:
     scores = empty(1, N, dtype=torch.float64)
-    for size in (N, 80 * G * 131072):  # of one row, and of all layers of a large model
+    for size in (N, 80 * G * 131072):  # one row, and all layers of a large model
         TRITON["rank"](ids(1, size, dtype=torch.int32))
     TRITON["keys"](scores, empty(1, N, dtype=torch.bool))
     TRITON["keys"](scores, None)
@@ -135,7 +135,7 @@ def settling(
 
 
 def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
-    """A fold of B requests, all layers."""
+    """Kernels of a fold of B requests, all layers."""
     tables, width, lists = Tables.empty(4097, L, G, SLOTS, "cuda"), 2064, B * L * G
     slots, storage = ids(4097, 131076, dtype=torch.int32), empty(L, 2, SLOTS, G, size, dtype=dtype)
     kept, there = (empty(lists, width, dtype=torch.bool) for _ in range(2))
@@ -180,7 +180,7 @@ def merging(stored: torch.dtype = torch.bfloat16) -> None:
 
 
 def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
-    """What a fold of B requests merges, of 16 entries of each list into the 16 after them."""
+    """Kernels that merge in a fold of B requests: 16 entries per list, each into the next 16."""
     width, lists, number = 2064, B * L * G, 16
     pool, row_ids = empty(SLOTS * G, size, dtype=dtype), ids(lists, width)
     there = empty(lists, width, dtype=torch.bool)
@@ -216,7 +216,7 @@ def decided(
     group: int = H // G,
     **settings: str,
 ) -> None:
-    """A prefill of two layers, up to what is kept; nothing may wait for the device before that."""
+    """A prefill of two layers up to the kept entries; nothing may wait for the device."""
     heads = G * group
     bound = bind(load(policy).require(), ModelShape(2, heads, G, D), settings)
     run = TorchProgram(bound, kernels=TRITON).start(tokens)

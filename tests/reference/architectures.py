@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights of the architectures of production."""
+"""Small checkpoints with random weights, one per architecture used in production."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from methods import METHODS, PROPAGATING
 
 OPERATORS = Path(__file__).parents[2] / "docs" / "operators.md"
-SLOTS = ("streamingllm", "cam")  # methods whose keys turn
+SLOTS = ("streamingllm", "cam")  # methods that rotate keys
 TOKENS_LEAVE = (*PROPAGATING, "gemfilter")  # between layers, or before a second prefill
 SMALL = {
     "vocab_size": 512,
@@ -31,12 +31,12 @@ GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.125, "residual
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
-    """How a config scales its rotary embedding."""
+    """The part of a config that scales its rotary embedding."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
 def group(heads: int, kv_heads: int) -> dict[str, Any]:
-    """How many query heads of 16 and KV heads a config has."""
+    """The part of a config that sets the numbers of query heads, of size 16, and KV heads."""
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     return {**sizes, "hidden_size": 16 * heads}
 
@@ -49,13 +49,13 @@ LLAMA3 = rope(
     original_max_position_embeddings=64,
 )
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
-# By name: transformers' model type, and what differs from `SMALL`.
+# Name -> (transformers' model type, changes to `SMALL`).
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", LLAMA3),
     "arcee": ("arcee", {}),
     "cohere": ("cohere", {}),
     "ernie-4.5": ("ernie4_5", {}),
-    # SGLang computes this class with GELU itself, transformers with an approximation by default.
+    # SGLang computes this class with exact GELU, transformers by default with an approximation.
     "gemma": ("gemma", {**group(4, 1), "hidden_act": "gelu_python"}),
     "glm-4": ("glm4", HALF),
     "glm-4-moe": ("glm4_moe", {**HALF, **EXPERTS, "n_routed_experts": 4, "use_qk_norm": True}),
@@ -99,7 +99,7 @@ def rows(title: str) -> dict[str, list[str]]:
 
 
 def served_with(name: str) -> list[str]:
-    """Methods that an architecture is served with, as its row says."""
+    """Methods that an architecture is served with, by its row in docs/operators.md."""
     *_, propagates, slots = rows("model")[name]
     without = {*(TOKENS_LEAVE if propagates == "no" else ()), *(SLOTS if slots == "no" else ())}
     return [method for method in METHODS if method not in without]
@@ -118,13 +118,13 @@ def config_of(name: str) -> Any:
 
 
 def make(name: str, folder: Path) -> str:
-    """The folder, with a checkpoint whose greedy answers depend on every entry that is kept."""
+    """Saves a checkpoint whose greedy answers depend on every kept entry; returns the folder."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(name))
-    # Where nothing has been trained biases are zero and norms change nothing.
+    # Untrained biases are zero and untrained norms change nothing.
     for part, weight in model.named_parameters():
         if part.endswith("bias") or "norm" in part:
             weight.data += 0.3 * torch.randn(weight.shape)

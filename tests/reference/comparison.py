@@ -1,4 +1,4 @@
-"""Answers of a server beside those of the plain model."""
+"""Compares answers of a server with those of the plain model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from eager import Generation, generate
 from methods import METHODS, PROPAGATING
 
-# Sums in float32 may come out in another order: where the best two logits are closer than this a
-# server may take the other one, and the rest of the answer is not compared. In a cache of 8 bits a
-# number near the middle of two may become the other one, which is 6 to 25 % away.
+# Float32 sums may be added in another order: if the best two logits are closer than this, a server
+# may take the second, and the rest of the answer is not compared. In an 8-bit cache, a number near
+# the middle of two values may be rounded to either; they are 6 to 25 % apart.
 TOLERANCE, OF_8_BITS = 1e-3, 0.06
-EXCHANGED = 0.02  # of what is kept, with a cache of 8 bits
+EXCHANGED = 0.02  # most share of kept positions that may differ with an 8-bit cache
 
 
 def compare(
@@ -23,12 +23,13 @@ def compare(
     tolerance: float = TOLERANCE,
     **options: Any,
 ) -> tuple[list[Any], int, set[str]]:
-    """What differs, how many end in a tie, and the methods whose answers policies changed.
+    """Differences, the number of answers with a tie, and methods that changed an answer.
 
     Args:
         model: folder of the checkpoint.
         answers: as `served.py` writes them.
-        options: of `generate`.
+        tolerance: gap of the best two logits below which they tie.
+        options: options of `generate`.
     """
     different, ties, changed = [], 0, set()
     for answer in answers:
@@ -62,7 +63,7 @@ def compare(
 
 
 def exchanged(one: list[list[list[int]]], other: list[list[list[int]]]) -> float:
-    """Share of the kept positions that only one of two has."""
+    """Share of the kept positions that only one of the two has."""
     pairs = [
         (set(a), set(b))
         for heads in zip(one, other, strict=True)
@@ -72,7 +73,7 @@ def exchanged(one: list[list[list[int]]], other: list[list[list[int]]]) -> float
 
 
 def positions(said: dict[str, Any]) -> list[list[list[int]]]:
-    """Positions of the prompt that an answer says are kept, by layer and KV head."""
+    """Kept positions of the prompt that an answer reports, by layer and KV head."""
     layers, heads, tokens = said["shape"]
     bits = np.frombuffer(b64decode(said["bits"]), np.uint8).reshape(layers, heads, -1)
     chosen = np.unpackbits(bits, axis=-1)[..., :tokens]
@@ -82,7 +83,7 @@ def positions(said: dict[str, Any]) -> list[list[list[int]]]:
 def kept(policy: str, prompt: list[int], expected: Generation) -> list[list[list[int]]]:
     """Positions of the prompt that the plain model has kept."""
     lists = expected.kept[0]
-    if policy == "minicache":  # what two layers share is the whole prompt
+    if policy == "minicache":  # layers in pairs share the whole prompt
         return [[list(range(len(prompt)))] * len(layer) for layer in lists]
     if expected.restarted is None:
         return lists

@@ -1,4 +1,4 @@
-"""The plain model stands beside its tests."""
+"""Makes the plain model importable by its tests, and models to compare with."""
 
 import sys
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def embedded():
-    """Folder of the model that the repository brings."""
+    """Folder of the model in this repository."""
     pytest.importorskip("torch", reason="the plain model needs torch")
     pytest.importorskip("safetensors", reason="checkpoints are read with safetensors")
     return str(ROOT / "examples" / "model-tiny")
@@ -51,7 +51,7 @@ def embedded():
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs the scenario of served.py, or another, with a checkpoint, in a process of its own."""
+    """`scenario.run`, with an output file in the test's folder."""
     import scenario
 
     return partial(scenario.run, tmp_path / "out.json")

@@ -1,8 +1,8 @@
 """Greedy answers of the plain model under any policy, without a server.
 
-What a policy decides is the interpreter's; what then happens is done here: hidden rows that do not
-go deeper leave the computation, a restart computes its second pass, and while decoding every layer
-and KV head attends to a list of its own.
+The interpreter makes the policy's decisions; this module carries them out: hidden rows that do not
+go deeper leave the computation, a restart computes its second pass, and in decode every KV head of
+every layer attends to its own list.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Generation:
 
     Attributes:
         tokens: new token ids.
-        logits: [T, vocabulary] float64: what each of them was chosen from.
-        result: what the policy decided, up to the last step; None without a policy.
-        kept: after the prefill and after each step: per layer and KV head, sorted positions as in
-            `StepResult`; after a restart they count the second pass.
+        logits: float64 [vocabulary] per new token, from which it was chosen.
+        result: the policy's decisions up to the last step; None without a policy.
+        kept: after the prefill and each step, per layer and KV head, sorted positions as in
+            `StepResult`; after a restart, positions of the second pass.
         restarted: positions that a restart chose, or None.
     """
 
@@ -45,7 +45,7 @@ class Generation:
     restarted: list[int] | None = None
 
     def gap(self, step: int) -> float:
-        """By how much the best logit of a step exceeds the second."""
+        """Difference of the best two logits of a step."""
         best, second = self.logits[step].topk(2).values.tolist()
         return best - second
 
@@ -67,19 +67,20 @@ def generate(
     """The greedy answer to a prompt.
 
     Args:
-        folder: of a checkpoint, as of `save_pretrained`.
+        folder: folder of a checkpoint, as `save_pretrained` writes it.
         ids: token ids of the prompt.
         policy: a path or the name of a shipped policy.
         overrides: parameter values as text.
-        new_tokens: how many to generate; no token ends the answer.
-        fold_interval: as of `bind`.
-        reused: so many first tokens have keys and values of a plain prefill at every layer: a
-            prefix that a server shares between requests.
-        forced: the first new tokens, whatever the logits say.
-        stored: in which type keys and values are cached.
-        scales: by which those of each layer are multiplied when they are read; of policies that
-            keep entries as they are.
-        prefills_as_computed: a prefill reads its own keys and values before they are stored.
+        new_tokens: number of tokens to generate; no token ends the answer.
+        fold_interval: as in `bind`.
+        reused: number of first tokens with keys and values of a plain prefill at every layer, as
+            a prefix that a server shares between requests.
+        forced: the first new tokens, taken instead of the best logits.
+        stored: dtype in which keys and values are cached.
+        scales: per layer, factors of keys and values when they are read; only for policies that
+            keep entries unchanged.
+        prefills_as_computed: whether a prefill reads its own keys and values before they are
+            stored.
     """
     model = checkpoint(folder)
     bound = None
@@ -117,13 +118,13 @@ class _Request:
         self.model, self.bound, self.reused, self.cached = model, bound, reused, cached
         self.layers = range(model.shape.layers)
         self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
-        self.steps: list[list[np.ndarray]] = [[], [], []]  # of q, k, v: [L, heads, D]
-        self.caches: list[list[tuple[Tensor, Tensor]]] = []  # by layer, KV head: [n, D] twice
+        self.steps: list[list[np.ndarray]] = [[], [], []]  # q, k and v per step, [L, heads, D] each
+        self.caches: list[list[tuple[Tensor, Tensor]]] = []  # k, v [n, D] by layer, KV head
         self.prompt: Prompt | None = None  # as the policy left it
         self.answered = Generation()
 
     def answer(self, ids: list[int], new_tokens: int, forced: Sequence[int]) -> Generation:
-        """Prefill, then a step for every token but the first."""
+        """Computes the prefill, then a step for every new token but the first."""
         hidden, position = self._prefill(torch.tensor(ids))
         for step in range(new_tokens):
             logits = self.model.logits(hidden)[-1]
@@ -139,12 +140,12 @@ class _Request:
 
     @contextmanager
     def rounding(self) -> Iterator[None]:
-        """The interpreter rounds as the cache does what merges and rotations make."""
+        """A block in which the interpreter rounds merged and rotated vectors as the cache does."""
 
         def as_stored(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
             return self.cached.rounded(torch.from_numpy(x)).numpy()
 
-        # Of layers in pairs the direction is stored, see `_cache`.
+        # Layers in pairs store directions, which `_cache` rounds.
         shares = self.bound is not None and self.bound.lowered.share is not None
         with ExitStack() as stack:
             for module in () if shares else (decode, interpreter):
@@ -173,7 +174,7 @@ class _Request:
         return alone.recorded
 
     def _pass(self, ids: Tensor, plain: list[np.ndarray] | None) -> tuple[Tensor, Tensor | None]:
-        """All layers, or those up to a restart: the last hidden states, the chosen tokens."""
+        """Computes all layers, or those up to a restart: last hidden states, tokens it chose."""
         shape = self.model.shape
         sizes = [(shape.layers, n, len(ids), shape.head_dim) for n in self._heads()]
         self.recorded = [np.zeros(size, dtype=np.float32) for size in sizes]
@@ -196,7 +197,7 @@ class _Request:
     def _recorded(
         self, layer: int, there: Tensor, plain: list[np.ndarray] | None, *parts: Tensor
     ) -> Tensor:
-        """[H, T, D] of the tokens that are there, whose queries, keys and values are noted."""
+        """Notes queries, keys and values of the tokens in `there`; returns attention [H, T, D]."""
         computed, parts = parts, (parts[0], *self.cached.of_layer(layer, *parts[1:]))
         if plain is not None:
             old = there < self.reused
@@ -212,7 +213,7 @@ class _Request:
         return shape.heads, shape.kv_heads, shape.kv_heads
 
     def _goes_deeper(self, layer: int) -> Tensor | None:
-        """Positions that a propagation at this layer chooses; deeper layers are zeros so far."""
+        """Positions that propagation at this layer chooses, or None; deeper layers are zeros."""
         result = interpret(self.bound, *self.recorded)
         if self.bound.folded.propagate.repeats:
             chosen = (result.propagated or {}).get(layer)
@@ -223,7 +224,7 @@ class _Request:
     # Caches
 
     def _decide(self) -> None:
-        """Every KV head's cache after the prefill or after a step."""
+        """Updates every KV head's cache after the prefill or after a step."""
         if self.bound is None:
             kept = [[self._everything()] * self.model.shape.kv_heads for _ in self.layers]
             vectors = None
@@ -267,7 +268,7 @@ class _Request:
         return tuple(self._restored(x, own) for x, own in zip(made, both, strict=True))
 
     def _restored(self, made: Tensor, own: Tensor) -> Tensor:
-        """Vectors [n, D] whose direction is stored, but for those that are cached as they were."""
+        """Vectors [n, D] from stored directions; unchanged vectors are cached as they were."""
         length = own.double().norm(dim=-1, keepdim=True).float().double()
         direction = self.cached.rounded((made.double() / length).nan_to_num(0.0)).double()
         same = (made.float() == own).all(-1, keepdim=True)
@@ -276,7 +277,7 @@ class _Request:
     # Decode
 
     def _step(self, token: int, position: int) -> Tensor:
-        """One token: the last hidden state [1, C]."""
+        """Computes one token; returns the last hidden state [1, C]."""
         hidden = self.model.embed(torch.tensor([token]))
         at = torch.tensor([position])
         seen: list[list[np.ndarray]] = [[], [], []]
@@ -291,7 +292,7 @@ class _Request:
     def _attended(
         self, layer: int, seen: list[list[np.ndarray]], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """[H, 1, D]: each KV head over its own list, the new entry last; notes what is new."""
+        """Attention [H, 1, D], each KV head over its list and the new entry; notes q, k, v."""
         k, v = self.cached.of_layer(layer, k, v)
         for each, part in zip(seen, (q, k, v), strict=True):
             each.append(part[:, 0].numpy())

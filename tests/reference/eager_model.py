@@ -1,10 +1,10 @@
-"""A model of any class of transformers, layer by layer in float64, with attention from outside.
+"""A model of any class of transformers, layer by layer in float64; attention is passed in.
 
-Independent of everything that is served: the computation is transformers' own, and shares no code
-with SGLang, `sglang_ext` or `kernels`. Slow, and meant for small checkpoints.
+The computation is transformers' own and shares no code with SGLang, `sglang_ext` or `kernels`. It
+is slow, and meant for small checkpoints.
 
 Dimensions: H query heads, G KV heads, N cached tokens, T new tokens, D head size, C hidden size,
-R dimensions that rotate.
+R rotated dimensions.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import torch
 from kvpolicy.dsl.ir.nodes import ModelShape
 from torch import Tensor
 
-# From queries [H, T, D], keys and values [G, T, D] to what attention read, [H, T, D].
+# From queries [H, T, D], keys and values [G, T, D] to the attention output [H, T, D].
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-GIVEN = "given"  # transformers' name of an attention that is given from outside
+GIVEN = "given"  # transformers' name of the attention that is passed in
 
 
 class Model:
     """The model of one checkpoint.
 
     Args:
-        folder: as of `save_pretrained`, of a language model with rotary embeddings or none.
+        folder: checkpoint, as `save_pretrained` writes it, with or without rotary embeddings.
 
     Attributes:
-        frequencies: [D / 2] float64: by how much a position turns dimensions i and i + D / 2 of
-            queries and keys, in the order in which attention is given them; 0 where none turns.
+        order: int64 [D]: order of a head's dimensions in which attention gets queries and keys.
+        frequencies: float64 [D / 2]: angle per position by which dimensions i and i + D / 2 in
+            that order rotate; 0 for those that do not.
     """
 
     def __init__(self, folder: str) -> None:
@@ -57,10 +58,10 @@ class Model:
         self.order, self.frequencies = self._rotation()
 
     def _rotation(self) -> tuple[Tensor, Tensor]:
-        """Dimensions of a head by the halves that turn together, and how fast.
+        """`order` and `frequencies`: dimensions i and i + D / 2 of the order rotate together.
 
-        Models pair dimensions in ways of their own, and some turn only the first R: those that do
-        not turn make further pairs, of frequency 0. Scores and distances are the same in any order.
+        Models pair dimensions differently, and some rotate only the first R: the others form pairs
+        of frequency 0. Scores and distances are the same in any order.
         """
         size = self.shape.head_dim
         turns = getattr(self._base, "rotary_emb", None)
@@ -70,7 +71,7 @@ class Model:
         second = first
         if rotated:
             halves = sys.modules[type(self._base).__module__].rotate_half
-            partner = halves(torch.arange(1, rotated + 1))  # -j at i: (i, j) turn together
+            partner = halves(torch.arange(1, rotated + 1))  # -(j + 1) at i: (i, j) rotate together
             first = (partner < 0).nonzero()[:, 0]
             second = -partner[first] - 1
         rest = torch.arange(rotated, size)
@@ -81,7 +82,7 @@ class Model:
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """Hidden states [T, C] that enter the first layer, of token ids [T]."""
+        """Hidden states [T, C] before the first layer, from token ids [T]."""
         self._stand_in.returned = None
         self._base(input_ids=ids[None], use_cache=False)
         return self._stand_in.entered[0]
@@ -91,11 +92,11 @@ class Model:
         """Hidden states [T, C] after a layer.
 
         Args:
-            x: [T, C] before it.
-            positions: [T].
-            attention: is given queries, keys and values after their norms and rotations, rounded
-                to float32, which is what a server caches and a policy sees. Queries are scaled so
-                that softmax(q k / sqrt(D)) is the model's attention.
+            x: hidden states [T, C] before the layer.
+            positions: int64 [T].
+            attention: gets queries, keys and values after their norms and rotations, rounded to
+                float32, as a server caches and a policy sees them. Queries are scaled so that
+                softmax(q k / sqrt(D)) is the model's attention.
         """
         layer = self._layers[number]
         scale = math.sqrt(self.shape.head_dim)
@@ -118,7 +119,7 @@ class Model:
 
     @torch.no_grad()
     def final(self, x: Tensor) -> Tensor:
-        """What the head is given, [T, C], of the last layer's hidden states [T, C]."""
+        """Input [T, C] of the output head, from the last layer's hidden states [T, C]."""
         return self._through(self._base, x).last_hidden_state[0]
 
     @torch.no_grad()
@@ -132,7 +133,7 @@ class Model:
 
 
 class _StandIn(torch.nn.Module):
-    """Stands where a model's layers were: notes what enters, and returns what it was told to."""
+    """Replaces a model's layers: notes its input and returns `returned`, or else its input."""
 
     entered: Tensor
     returned: Tensor | None = None
@@ -145,7 +146,7 @@ class _StandIn(torch.nn.Module):
 def _given(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """An attention of transformers: [1, T, H, D] of queries [1, H, T, D]."""
+    """An attention function for transformers: output [1, T, H, D] of queries [1, H, T, D]."""
     return module.given(q[0], k[0], v[0], scaling).transpose(0, 1)[None].to(q.dtype), None
 
 

@@ -1,6 +1,6 @@
 """Scenario for `test_hierarchical.py`: `python hierarchical.py OUT.json MODEL '{"flag": value}'`.
 
-That of served.py with the hierarchical cache, whose copies between device and host are followed.
+The scenario of served.py with the hierarchical cache, whose copies to and from the host it checks.
 Every prompt is sent again when its entries have left the device for the host.
 """
 
@@ -19,9 +19,16 @@ from in_process import Driver
 
 
 class Copies:
-    """SGLang's copies between device and host, made and followed.
+    """Makes SGLang's copies between device and host, and checks them.
 
-    It stands in for the function of `sgl_kernel` that makes them on a GPU.
+    `copy` replaces the function of `sgl_kernel` that makes them on a GPU.
+
+    Attributes:
+        saved, loaded: number of slots copied to the host, and back, over all calls.
+        private: number of saved slots that were private.
+        changed: number of rows that came back different.
+        waits: number of forwards that loaded entries.
+        unwaited: number of layers for which these forwards did not wait.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -29,17 +36,17 @@ class Copies:
 
         self._driver = driver
         self._pool = driver.scheduler.tp_worker.model_runner.token_to_kv_pool
-        self._saved: dict[tuple[int, int], torch.Tensor] = {}  # by address of a layer and slot
+        self._saved: dict[tuple[int, int], torch.Tensor] = {}  # by address of a layer, slot
         self.saved = self.loaded = self.private = self.changed = 0
         module.transfer_kv_direct = self.copy
-        self.waits, self.unwaited = 0, 0  # forwards that load, and layers that none waited for
-        self._awaited: set[int] | None = None  # by the forward that is computed, if it loads
+        self.waits, self.unwaited = 0, 0
+        self._awaited: set[int] | None = None  # layers, by the current forward, if it loads
         self._follow(self._pool.layer_transfer_counter)
 
     def _follow(self, counter: Any) -> None:
-        """Notes for which layers a forward waits until their entries have come from the host."""
+        """Notes the layers for which a forward waits until their entries are loaded."""
         begin, wait, load = counter.set_consumer, counter.wait_until, counter.update_producer
-        loads = [0, 0]  # begun, and seen by forwards
+        loads = [0, 0]  # loads begun, and loads seen by forwards
 
         def update_producer() -> int:
             loads[0] += 1
@@ -48,7 +55,7 @@ class Copies:
         def set_consumer(index: int) -> None:
             begin(index)
             if index >= 0 and loads[0] == loads[1]:
-                return  # it decodes what an earlier forward has waited for
+                return  # it decodes entries that an earlier forward has waited for
             if self._awaited is not None:
                 self.waits += 1
                 self.unwaited += counter.num_layers - len(self._awaited)
@@ -70,7 +77,7 @@ class Copies:
         dst_indices: torch.Tensor,
         page_size: int,
     ) -> None:
-        """Copies rows of layers, and compares what comes back with what went."""
+        """Copies rows of layers; rows that come back are compared with those saved."""
         backs_up = src_layers[0].data_ptr() == self._pool.k_buffer[0].data_ptr()
         if backs_up:
             self.private += int(torch.isin(src_indices, self._private_slots()).sum())
@@ -96,7 +103,7 @@ class Copies:
 
 
 def come_back_to_chunks(driver: Driver) -> None:
-    """A prompt whose first tokens are on the host, and of which no row goes deep in some chunks."""
+    """Sends a prompt whose first tokens are on the host; in some chunks no row goes deeper."""
     from kvpolicy.sglang_ext.face import compat
 
     ids = list(range(3, 100))
@@ -109,7 +116,7 @@ def come_back_to_chunks(driver: Driver) -> None:
 
 
 def main(out: str, model: str, flags: dict[str, Any]) -> None:
-    """Writes every answer, what was copied, and what is left when all have ended."""
+    """Writes every answer, the counts of copies, and slots in use when all have ended."""
     rnd = random.Random(7)
     methods, pause = flags.pop("methods"), flags.pop("pause")
     sent = served.requests(rnd, methods, flags.pop("each"))

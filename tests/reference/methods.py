@@ -1,4 +1,4 @@
-"""Every method with values at which prompts of some sixty tokens lose entries in five layers."""
+"""Parameters with which every method drops entries of sixty-token prompts in five layers."""
 
 METHODS: dict[str, dict[str, str]] = {
     "ada-pyramidkv": {"capacity": "20", "window": "6"},
@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, str]] = {
     "vatp": {"rate": "0.2", "start": "2"},
     "vatp-snapkv": {"capacity": "20", "window": "6"},
 }
-# Chosen tokens go deeper: a shared prefix brings its own deeper keys and values.
+# Only chosen tokens go deeper, while a shared prefix has keys and values at all layers.
 PROPAGATING = ("asl", "asl-lava-d2o", "fastkv", "fastkv-adakv", "pyramidinfer")
 
 

@@ -23,17 +23,18 @@ def run(
     timeout: float = 400,
     **flags: Any,
 ) -> dict[str, Any]:
-    """What the scenario has written.
+    """Runs a scenario and returns its results.
 
     Args:
-        out: the file that it writes.
+        out: file for the results.
         model: folder of the checkpoint.
-        environment: variables that are added to this process'.
+        environment: variables added to those of this process.
+        script: file of the scenario in this folder.
         timeout: seconds.
-        flags: of the scenario.
+        flags: flags of the scenario.
 
     Raises:
-        RuntimeError: it has ended without; says what it printed last.
+        RuntimeError: it ended without results; the message is its last output.
     """
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "sglang_ext")])
     done = forked.run(

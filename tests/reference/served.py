@@ -1,10 +1,9 @@
 """Scenario for `test_served.py`: `python served.py OUT.json MODEL '{"flag": value}'`.
 
-Requests of every method and of none in one scheduler, in batches that mix them, with shared
-prefixes, aborts and whatever the flags and the environment add. The flag `methods` names methods,
-`each` says how many requests one gets, `pause` how many steps at most there are between two
-requests, `scales` what the checkpoint says of each layer's entries, `adapter` the folder of a LoRA
-adapter, which every third request names; the others are SGLang's.
+Sends requests of every method, and without one, to one scheduler in mixed batches, with shared
+prefixes and aborts. Flags: `methods`; `each`, the number of requests per method; `pause`, the most
+steps between two requests; `scales`, the checkpoint's scales of keys and values per layer;
+`adapter`, the folder of a LoRA adapter, which every third request names. Other flags are SGLang's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ADAPTER = "adapter"
 
 
 def requests(rnd: random.Random, methods: list[str], each: int) -> list[tuple[str, list[int]]]:
-    """Policy and token ids; every other prompt begins with the same 24 tokens."""
+    """(Policy, token ids) of requests; every other prompt begins with the same 24 tokens."""
 
     def drawn(length: int) -> list[int]:
         return [rnd.randrange(3, VOCABULARY) for _ in range(length)]
@@ -57,7 +56,7 @@ def start(model: str, methods: list[str], flags: dict) -> Driver:
 
 
 def set_scales(scales: Sequence[tuple[float, float]]) -> None:
-    """Every attention layer has the scales that a checkpoint would bring."""
+    """Gives every attention layer scales as a checkpoint would."""
     import torch
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -72,7 +71,7 @@ def set_scales(scales: Sequence[tuple[float, float]]) -> None:
 
 
 def named(folder: str) -> Any:
-    """SGLang's name for the adapter of a folder."""
+    """SGLang's reference to the adapter in a folder."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     return LoRARef(lora_id=ADAPTER, lora_name="adapter", lora_path=folder, pinned=False)
@@ -81,7 +80,7 @@ def named(folder: str) -> Any:
 def send_all(
     driver: Driver, rnd: random.Random, sent: list[tuple[str, list[int]]], pause: int
 ) -> int:
-    """Sends the requests between steps, and aborts copies of some; returns how many."""
+    """Sends requests between steps, and aborts copies of some; returns the number aborted."""
     doomed: list[str] = []
     aborted = 0
     for i, (policy, ids) in enumerate(sent):
@@ -102,7 +101,7 @@ def send_all(
 
 
 def adapter_of(driver: Driver, number: int) -> str | None:
-    """The adapter that a request names."""
+    """The adapter that a request names, or None."""
     has_one = driver.scheduler.tp_worker.model_runner.lora_manager is not None
     return ADAPTER if has_one and number % 3 == 0 else None
 
@@ -110,7 +109,7 @@ def adapter_of(driver: Driver, number: int) -> str | None:
 def answered(
     driver: Driver, rnd: random.Random, sent: list[tuple[str, list[int]]], pause: int
 ) -> dict[str, Any]:
-    """Every answer to the requests, and what is left when all have ended."""
+    """Every answer, the number of aborts, and slots in use when all have ended."""
     aborted = send_all(driver, rnd, sent, pause)
     driver.finish()
     used, private = driver.used_slots(), driver.store.held
@@ -128,7 +127,7 @@ def answered(
 
 
 def main(out: str, model: str, flags: dict) -> None:
-    """Writes what was answered."""
+    """Runs the scenario and writes its results."""
     rnd = random.Random(7)
     methods, pause = flags.pop("methods"), flags.pop("pause")
     sent = requests(rnd, methods, flags.pop("each"))

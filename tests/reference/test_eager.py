@@ -66,7 +66,7 @@ def test_a_restart_answers_as_the_chosen_tokens_alone(random_model, policy, sett
 
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "fastkv", "streamingllm-original"])
 def test_a_step_reads_the_kept_entries_and_nothing_else(random_model, policy):
-    # Written down again: the new token's row of a whole forward, the others' columns masked.
+    # Independent computation: the new token's row of a whole forward, dropped columns masked.
     import torch
     from eager import generate
     from eager_model import attend, checkpoint

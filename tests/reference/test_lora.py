@@ -1,4 +1,4 @@
-"""`--enable-lora`: requests with an adapter answer as the model does into which it is merged."""
+"""`--enable-lora`: requests with an adapter answer as the model with the adapter merged in."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def adapted(model: str, adapter: Path, merged: Path) -> None:
-    """Makes a random adapter for a model, and the model into which it is merged."""
+    """Makes a random adapter for a model, and the model with the adapter merged in."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -38,7 +38,7 @@ def adapted(model: str, adapter: Path, merged: Path) -> None:
 
 @pytest.mark.server
 def test_answers_are_those_of_the_merged_model(serve, random_model, tmp_path):
-    # Rows of requests with the adapter and without leave in one batch, and restart.
+    # Requests with and without the adapter lose rows, and restart, in one batch.
     from comparison import compare
 
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"

@@ -1,4 +1,4 @@
-"""Architectures of production: served, each beside the plain model, or refused."""
+"""Architectures in production: served, with the plain model's answers, or refused."""
 
 import re
 
@@ -20,14 +20,14 @@ from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
 from methods import METHODS
 
-WHEN_LOADED = ("cohere-2", "gemma-2", "gemma-3")  # of the models that are refused
+WHEN_LOADED = ("cohere-2", "gemma-2", "gemma-3")  # refused when loaded, not by their config
 OTHERS = sorted(set(METHODS) - {*SLOTS, *TOKENS_LEAVE})
 
 
 def chosen(name):
-    """Methods for an architecture: all architectures together have all.
+    """Methods to test an architecture with; over all architectures, every method is tested.
 
-    `python benchmarks/architectures.py` has each with each.
+    `python benchmarks/architectures.py` tests every pair.
     """
     number, served = list(SERVED).index(name), served_with(name)
     found = [OTHERS[(4 * number + i) % len(OTHERS)] for i in range(4)]

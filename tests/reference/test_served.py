@@ -31,8 +31,8 @@ def test_batches_that_mix_all_methods(serve, random_model):
 
 
 def test_chunks_and_retractions(serve, random_model):
-    # Where the layer of a propagation depends on data a prompt in chunks is served in full.
-    # SGLang retracts the newest request at every other step: with pauses that is another one.
+    # A chunked prompt is served with full KV if data decide the layer of its propagation.
+    # SGLang retracts the newest request at every other step; pauses vary which one that is.
     from comparison import compare
     from methods import METHODS
 
@@ -95,7 +95,7 @@ SCALES = [(0.37, 1.9), (2.0, 0.5), (1.0, 1.0), (5.3, 0.11), (0.08, 3.0)]
 def test_entries_of_8_bits_are_read_through_the_scales_of_a_checkpoint(
     serve, random_model, kernels
 ):  # fmt: skip
-    """A policy sees what they stand for; SGLang's prefill reads its own before they are stored."""
+    """A policy sees scaled entries; SGLang's prefill reads its own before they are stored."""
     import torch
     from comparison import compare
 

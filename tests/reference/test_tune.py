@@ -35,7 +35,7 @@ def prompts(tmp_path):
 
 
 def table(output: str) -> dict[str, list[str]]:
-    """By value its distance, relative distance and rows computed."""
+    """Value -> its distance, relative distance and share of rows computed."""
     head, *below = output.partition("prompts: ")[2].splitlines()[1:]
     assert head.split()[1:] == ["distance", "relative", "rows", "computed"]
     return {line.split()[0]: line.split()[1:] for line in below[: below.index("")]}
@@ -59,7 +59,7 @@ def salient(q, k, window: int, kernel: int, number: int):
 
 
 def distance(model, prompt: list[int], layer: int, **selection: int) -> float:
-    """Mean squared difference of the last final state, by the plain model."""
+    """Mean squared change of the last final state by propagation, by the plain model."""
     from eager_model import attend
 
     def forward(propagate: bool):

@@ -1,4 +1,4 @@
-"""A model for the tests of the runtime, made from nothing."""
+"""Models with random weights for the tests of the runtime."""
 
 import json
 import os
@@ -16,7 +16,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 @pytest.fixture
 def unregistered():
-    """Series that a test exports are gone after it."""
+    """Removes the Prometheus series that a test has exported."""
     from prometheus_client import REGISTRY
 
     before = set(REGISTRY._collector_to_names)
@@ -27,16 +27,16 @@ def unregistered():
 
 @pytest.fixture(scope="session")
 def model(checkpoint):
-    """Folder of a Llama checkpoint with random weights whose words are w0 ... w511."""
+    """Folder of a Llama checkpoint with random weights and the words w0 to w511."""
     return checkpoint("llama")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """From a model type to the folder of a checkpoint with random weights.
+    """A function from a model type to the folder of a checkpoint with random weights.
 
-    4 layers, 4 heads, 2 KV heads of 32, unless told otherwise. Weights are large enough that
-    attention is far from uniform and that greedy answers depend on what is kept.
+    It has 4 layers, 4 heads and by default 2 KV heads of 32. Weights are large enough that
+    attention is far from uniform and greedy answers depend on the kept entries.
     """
     folders = {}
 
@@ -77,7 +77,7 @@ def _make(folder, kind, kv_heads):
     if kind == "mistral":
         config.sliding_window = None
     made = AutoModelForCausalLM.from_config(config)
-    if kind != "llama":  # biases are zero and norms are one where nothing has been trained
+    if kind != "llama":  # untrained biases are zero and untrained norms are one
         for name, weight in made.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
@@ -87,7 +87,7 @@ def _make(folder, kind, kv_heads):
 
 @pytest.fixture(scope="session")
 def scenario(model, tmp_path_factory):
-    """Runs one scenario of a file in a process of its own; what it wrote."""
+    """A function that runs a scenario of a file in its own process and returns its results."""
 
     def run(file, name, env=None, folder=None, **flags):
         out = tmp_path_factory.mktemp("scenario") / "out.json"

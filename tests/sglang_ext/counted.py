@@ -1,4 +1,4 @@
-"""What a server's metrics say of one request more, however many schedulers it has."""
+"""Checks that a server's metrics count a request once, with any number of schedulers."""
 
 COUNTERS = ("requests", "folds", "decode_dropped_entries")
 
@@ -10,7 +10,7 @@ def _totals(server, policy):
 
 
 def assert_counted_once(server, policy, facts):
-    """Args: facts: asks the server under a policy that folds; gives what it says of the request."""
+    """`facts` sends a request under a policy that folds and returns the facts of its answer."""
     before = _totals(server, policy)
     told = facts()
     more = [after - once for after, once in zip(_totals(server, policy), before, strict=True)]

@@ -24,7 +24,7 @@ class Allocator:
         self.free_slots = torch.cat([self.free_slots, free_index])
 
     def free_segment(self, free_index, *, start_pos):
-        """Whole pages, one after the other."""
+        """Frees whole pages, each listed slot by slot."""
         pages = free_index.view(-1, self.page_size) // self.page_size
         assert start_pos % self.page_size == 0
         assert (pages == pages[:, :1]).all()

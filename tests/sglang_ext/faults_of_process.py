@@ -1,7 +1,7 @@
-"""A plugin of SGLang for tests: policies fail in one process of a server, now and then.
+"""A plugin of SGLang for tests: policies fail now and then in one process of a server.
 
-KVPOLICY_TEST_FAULTS is JSON: the `stage` and the `rank` of that process, and `points`, of
-`scenarios_faults`, each with a number: one in so many calls raises.
+KVPOLICY_TEST_FAULTS is JSON: `stage` and `rank` of that process, and `points`: point of
+`scenarios_faults` -> n, where every n-th call raises.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 VARIABLE = "KVPOLICY_TEST_FAULTS"
 _HERE = Path(__file__).resolve()
-_FAILING = ExitStack()  # as long as the process lives
+_FAILING = ExitStack()  # open as long as the process lives
 
 
 def installed(folder: Path) -> str:
-    """A PYTHONPATH by which SGLang finds this plugin, as of an installed package."""
+    """A PYTHONPATH with which SGLang finds this plugin as an installed package."""
     own = folder / "faults_of_process-0.dist-info"
     own.mkdir()
     (own / "METADATA").write_text("Metadata-Version: 2.1\nName: faults-of-process\nVersion: 0\n")
@@ -29,7 +29,7 @@ def installed(folder: Path) -> str:
 
 
 def register() -> None:
-    """Has the points raise, in a scheduler once it knows which one it is."""
+    """Makes the points raise, in the scheduler of the given stage and rank."""
     from kvpolicy.sglang_ext.face import compat
     from scenarios_faults import failing
 
@@ -39,7 +39,7 @@ def register() -> None:
     def is_the_one() -> bool:
         try:
             own = compat.stage_group().stage, compat.tensor_group().rank
-        except Exception:  # no scheduler, or none yet
+        except Exception:  # no scheduler, or not initialized yet
             return False
         return own == (given["stage"], given["rank"])
 

@@ -1,10 +1,10 @@
-"""Where code would make the host wait for a GPU, found on a CPU.
+"""Finds, on a CPU, code that would make the host wait for a GPU.
 
-Tensors are taken for the device's unless they were made on the host: by `torch.tensor`, `zeros` and
-the like without `device` (or with `torch_values.HOST`), or from nothing but host tensors. What then
-needs a device tensor's values is noted: numbers, lists and truth values of it, boolean indices,
-lengths that data decide, copies to the host, copies to the device that do not say `non_blocking`,
-and operations on tensors of both, which a GPU does not compute or waits for.
+Every tensor counts as the device's unless it was made on the host: by `torch.tensor`, `zeros` and
+the like without `device` (or with `values.HOST`), or only from host tensors. Every operation that
+needs values of a device tensor is noted: its numbers, lists and truth values, boolean indices,
+lengths that depend on data, copies to the host, copies to the device without `non_blocking`, and
+operations that mix host and device tensors, which a GPU refuses or waits for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Where they are reached, the host has waited, whatever the size of the tensor.
+# Functions that always wait, for a tensor of any size.
 _READS = {"tolist", "numpy", "cpu", "__array__"}
 _LENGTHS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2",
@@ -33,7 +33,7 @@ _ON_HOST = "made_on_the_host"
 
 
 def on_host(tensor: torch.Tensor) -> None:
-    """Says that a tensor which others made is the host's."""
+    """Marks a tensor made elsewhere as the host's."""
     setattr(tensor, _ON_HOST, True)
 
 
@@ -44,7 +44,7 @@ class HostWaits(TorchFunctionMode):
         super().__init__()
         self.found: list[str] = []
         self._dispatch = _Dispatch(self)
-        self.on_host = [False]  # of the operations that are being computed
+        self.on_host = [False]  # stack of running operations: all their tensors are the host's
 
     def __enter__(self) -> HostWaits:
         self._dispatch.__enter__()
@@ -86,14 +86,14 @@ class HostWaits(TorchFunctionMode):
                 if isinstance(x, torch.Tensor):
                     setattr(x, _ON_HOST, True)
             return made
-        if name in ("cpu", "to"):  # it may be the same object, which stays where it is
+        if name in ("cpu", "to"):  # may return the same object, whose mark must not change
             made = made.view_as(made)
         if host:
             setattr(made, _ON_HOST, True)
         return made
 
     def note(self, operation: str) -> None:
-        """A wait, unless SGLang's own code or Triton's interpreter is what waits."""
+        """Notes a wait, unless SGLang's own code or Triton's interpreter waits."""
         place = _place(sys._getframe(2))
         if place is not None:
             self.found.append(f"{place} {operation}")
@@ -127,7 +127,7 @@ def _frames(frame: Any) -> Iterator[tuple[str, str]]:
 
 
 def _place(frame: Any) -> str | None:
-    """Whose code computes: a function of this project, or None."""
+    """`file:function` of this project that computes; None if it is SGLang's or Triton's code."""
     frames = list(_frames(frame))
     if any("/triton/" in file for file, _ in frames):
         return None

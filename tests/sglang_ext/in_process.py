@@ -1,8 +1,8 @@
 """A real SGLang scheduler inside the test's own process, driven step by step.
 
-SGLang's hooks are global and one process holds one scheduler, so tests run scenarios in
-subprocesses: see `run` and `scenarios.py`. Requests go in where the tokenizer's would arrive and
-answers are taken where the detokenizer would receive them; everything between is SGLang's.
+SGLang's hooks are global and a process holds one scheduler, so tests run scenarios in subprocesses:
+see `scenarios.py`. Requests enter where the tokenizer's would arrive, and answers are taken where
+the detokenizer would receive them; everything between is SGLang's.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What came back for one request."""
+    """The answer to one request so far."""
 
     tokens: list[int] = field(default_factory=list)
     finish: dict | None = None
     cached_tokens: int = 0
     facts: dict | None = None
     retractions: int = 0
-    logprobs: list[float] = field(default_factory=list)  # of its tokens
-    top: list[list[float]] = field(default_factory=list)  # the best of each distribution
+    logprobs: list[float] = field(default_factory=list)  # one per token
+    top: list[list[float]] = field(default_factory=list)  # best logprobs per token
 
 
 class Driver:
@@ -43,7 +43,9 @@ class Driver:
     ):
         """
         Args:
-            rank: of `tp_size`, each of which has a driver in a process of its own.
+            model, policies, settings: as for a server.
+            rank: rank among `tp_size`; each has a driver in its own process.
+            flags: SGLang's server arguments.
         """
         os.environ["SGLANG_KV_POLICY"] = os.pathsep.join(policies)
         os.environ["SGLANG_KV_POLICY_SET"] = ",".join(settings)
@@ -76,7 +78,7 @@ class Driver:
         self.steps = 0
         self.each_step: list[Callable[[], None]] = []
         self.mixed = 0  # rows that decoded in mixed forwards
-        self._aborted: set[str] = set()  # in the queue they get no answer here
+        self._aborted: set[str] = set()  # those in the queue get no answer
         self._inbox: list[Any] = []
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._started = False
@@ -94,12 +96,12 @@ class Driver:
     def send(self, rid: str, tokens: Sequence[int], **options: Any) -> None:
         """Queue a greedy request; it is received at the scheduler's next step.
 
-        Only a stop token among the options ends it before its `max_new_tokens`.
+        It generates `max_new_tokens` unless `stop_token_ids` are among the options.
 
         Args:
-            options: `policy`, `custom` (further custom parameters), `stream`, `top` (so many of the
-                best logprobs of each token), `adapter` (the id of a LoRA adapter), `session` (its
-                id), and sampling parameters.
+            options: `policy`, `custom` (further custom parameters), `stream`, `top` (number of best
+                logprobs per token), `adapter` (id of a LoRA adapter), `session` (id), and sampling
+                parameters.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -134,7 +136,7 @@ class Driver:
         )
 
     def abort(self, rid: str) -> None:
-        """Abort a request wherever it is."""
+        """Abort a request in any state."""
         from sglang.srt.managers.io_struct import AbortReq
 
         self._aborted.add(rid)
@@ -154,7 +156,7 @@ class Driver:
             check()
 
     def run_until(self, done: Callable[[], bool], limit: int = 20000) -> None:
-        """Make rounds until `done`, at most so many."""
+        """Make rounds until `done`, at most `limit`."""
         for _ in range(limit):
             if done():
                 return
@@ -195,7 +197,7 @@ class Driver:
         return answers
 
     def go_on(self, rnd: Random, abort: float) -> set[str]:
-        """Make up to two rounds, then abort a request by that chance; those aborted."""
+        """Make up to two rounds, then abort a request with probability `abort`; those aborted."""
         for _ in range(rnd.randrange(3)):
             self.step()
         victim = rnd.choice(list(self.answers))
@@ -205,12 +207,12 @@ class Driver:
         return set()
 
     def poison(self) -> None:
-        """Write NaN to every slot that nobody holds; most are full of it already."""
+        """Write NaN to every free slot that does not hold it already."""
         from kvpolicy.sglang_ext.face import compat
 
         free = compat.free_slots(self.scheduler.token_to_kv_pool_allocator)
         storage = self.store.arena.storage
-        first = storage[..., 0].float()  # number of each entry
+        first = storage[..., 0].float()  # of each entry's numbers
         written = free[~first.isnan().all(dim=(0, 1, 3))[free]]
         if len(written):
             storage[:, :, written] = float("nan")

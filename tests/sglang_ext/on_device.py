@@ -1,6 +1,6 @@
-"""What policies work with in a server on a GPU, over tensors without data; see sm90.py.
+"""The parts of a server on a GPU that policies use, over tensors without data; see sm90.py.
 
-SGLang and its allocator are not there, and what the host reads of the device is made up.
+SGLang and its allocator are replaced, and numbers that the host reads of the device are made up.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvpolicy.sglang_ext.request import request as request_module
 from kvpolicy.sglang_ext.request.request import Served
 
 POLICIES = Path(__file__).parents[2] / "policies"
-# So many that from layer to layer are more numbers than 32 bits count.
+# Enough slots that offsets between layers exceed 32 bits.
 SLOTS, ROWS, HIDDEN = 1 << 21, 64, 4096
-DEFERRED = 256 << 17  # bytes: of 4 layers, as 256 MiB of 32
-KEPT, STEPS = 96, 16  # entries that each list keeps, as the host is told, and decode steps
+DEFERRED = 256 << 17  # bytes for 4 layers, as 256 MiB for 32
+KEPT, STEPS = 96, 16  # made-up entries kept per list, and decode steps
 
 
 class Allocator:
-    """SGLang's, with slots for all."""
+    """Replaces SGLang's allocator; never runs out of slots."""
 
     page_size, size = 1, SLOTS
 
@@ -49,10 +49,10 @@ class Allocator:
         return torch.empty(need, dtype=torch.int64, device="cuda")
 
     def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def available_size(self) -> int:
-        """All of them."""
+        """The number of all slots."""
         return SLOTS
 
 
@@ -62,7 +62,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 class OneOf(Ranks):
-    """The first of several ranks, all of which have what this one has."""
+    """The first of several ranks, all of which send the same."""
 
     def __init__(self, size: int, kv_heads: int) -> None:
         self.size = size
@@ -70,16 +70,16 @@ class OneOf(Ranks):
             self.heads = Divided(0, size, kv_heads, self._exchange, self.meet)
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        # Copied, as what comes from other ranks is.
+        # A copy, as tensors from other ranks are.
         return x.expand(self.size, -1).clone()
 
 
 def services(shape: ModelShape, *, pairs: bool = False, ranks: int = 1) -> SimpleNamespace:
-    """What works in a forward sees, over a pool without data.
+    """`Services` of a forward over a pool without data.
 
     Args:
         pairs: whether layers may be stored in pairs.
-        ranks: among which the model's heads are divided.
+        ranks: number of ranks that divide the model's heads.
     """
     one = OneOf(ranks, shape.kv_heads)
     sizes = (shape.layers, SLOTS, one.heads.number(shape.kv_heads), shape.head_dim)
@@ -112,7 +112,7 @@ def services(shape: ModelShape, *, pairs: bool = False, ranks: int = 1) -> Simpl
 
 
 def served(parts: SimpleNamespace, shape: ModelShape, name: str) -> Served:
-    """A shipped policy, bound to a model of that shape."""
+    """A shipped policy, bound to a model of `shape`."""
     policy = Policy(name, load(name).require(), str(POLICIES / f"{name}.yaml"), {})
     return Served(policy, policy.bind(shape), parts.arena, 1, parts.ranks.heads)
 
@@ -120,20 +120,20 @@ def served(parts: SimpleNamespace, shape: ModelShape, name: str) -> Served:
 def paired(
     arena: Any, slots: torch.Tensor, layer: int, run: Run, heads: Heads, original=share.paired
 ) -> Any:
-    """As of `share`: lists are twice as long as the prompt."""
+    """`share.paired`, with made-up lists twice as long as the prompt."""
     longest = torch.full((heads.total(arena.kv_heads),), 2 * len(slots))
     with mock.patch.object(share, "to_host", return_value=[longest]):
         return original(arena, slots, layer, run, heads)
 
 
 def names() -> list[str]:
-    """The shipped policies."""
+    """Names of the shipped policies."""
     return sorted(path.stem for path in POLICIES.glob("*.yaml") if "." not in path.stem)
 
 
 @contextmanager
 def made_up(shape: ModelShape) -> Iterator[None]:
-    """A block in which the host is told numbers."""
+    """A block in which numbers that the host reads of the device are made up."""
 
     def counts(self: block.Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
         self.numbers = numbers

@@ -1,4 +1,4 @@
-"""Pinned host memory where there is no device: ordinary memory, which needs no registration."""
+"""Pinned host memory on a machine without a device: ordinary memory, never registered."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,9 +10,9 @@ from torch.utils._device import _device_constructors
 
 
 def stand_in() -> None:
-    """Lets memory be pinned and registered with CUDA without doing anything."""
+    """Makes pinning memory, and registering it with CUDA, do nothing."""
     torch.Tensor.pin_memory = lambda self, device=None: self
-    _device_constructors()  # torch remembers here which functions a `with torch.device` changes
+    _device_constructors()  # torch caches the functions that `with torch.device` changes
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     runtime = SimpleNamespace(

@@ -13,7 +13,7 @@ host_memory.stand_in()
 
 
 class CpuTorchPlatform(SRTPlatform):
-    """Everything SGLang asks of a device, answered for plain torch on the CPU."""
+    """SGLang's device interface, answered for plain torch on the CPU."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
