@@ -27,7 +27,7 @@ def ask(server, text: str, policy: str) -> dict:
 
 
 def rows(full: dict, kept: dict, expected: str, policy: str) -> list[tuple[str, str, str]]:
-    """The two columns of the table."""
+    """Rows of the table: name, value without a policy, value with it."""
     facts = kept["meta_info"]["kv_policy"]
     if "entries_before" not in facts:
         raise SystemExit(f"{policy} left this prompt as it is: {facts['uncompressed']}")

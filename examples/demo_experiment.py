@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[1]
 POLICIES = [ROOT / "policies" / f"{name}.yaml" for name in ("lava", "sinks-recent")]
 KINDS = ("distractors", "niah")
 AT_ONCE = 4  # requests in flight
-LOOK = 10  # requests between two looks at the experiment
+LOOK = 10  # requests sent between two readings of the experiment
 
 
 def questions(users: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Users and the bodies of their requests, without end."""
+    """Endless pairs of a user and the body of a request."""
     rng = np.random.default_rng(seed)
     for number in itertools.count():
         length = int(rng.integers(160, 360))
@@ -43,33 +43,33 @@ def questions(users: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def ask(server: Server, user: str, body: dict[str, Any]) -> None:
-    """One request of a user."""
+    """Send one request of a user."""
     headers = {"x-smg-routing-key": user}
     server.session.post(server.url + "/generate", json=body, headers=headers).raise_for_status()
 
 
 def look(server: Server) -> dict[str, Any]:
-    """Where the experiment stands."""
+    """The experiment's document, as the server reports it now."""
     response = server.session.get(server.url + "/kv_policy/experiment", timeout=60)
     response.raise_for_status()
     return response.json()
 
 
 def drift(document: dict[str, Any], arm: str) -> dict[str, Any]:
-    """What is known of an arm's drift."""
+    """The verdict on an arm's drift."""
     verdicts = document["verdicts"]
     return next(each for each in verdicts if (each["arm"], each["metric"]) == (arm, "drift"))
 
 
 def decided(document: dict[str, Any]) -> bool:
-    """Whether each arm beside control is rolled back or cleared."""
+    """Whether each arm but control is rolled back or cleared."""
     _, *arms = document["experiment"]["arms"]
     gone = document["rolled_back"]
     return all(arm in gone or drift(document, arm)["outcome"] == "cleared" for arm in arms)
 
 
 def run(server: Server, most: int, seed: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """Send traffic until all is decided; the last document, and requests at each decision."""
+    """Send traffic until all arms are decided; the last document, and requests sent by arm."""
     needed: dict[str, int] = {}
     stream, sent = questions(users=300, seed=seed), 0
     document = look(server)
@@ -98,7 +98,7 @@ def run(server: Server, most: int, seed: int) -> tuple[dict[str, Any], dict[str,
 
 
 def told(document: dict[str, Any], needed: dict[str, int]) -> list[str]:
-    """What came of it, a line for each arm."""
+    """The outcome in words, a line for each arm."""
     lines = []
     for arm, about in document["experiment"]["arms"].items():
         found = drift(document, arm)

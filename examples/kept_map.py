@@ -28,7 +28,7 @@ POLICIES = ("snapkv", "adakv", "pyramidkv", "lava", "sinks-recent")
 
 
 def kept_by(name: str, tensors: dict[str, np.ndarray], settings: list[str]) -> np.ndarray:
-    """[L * G, N] bool: what a shipped policy keeps of a recorded prompt."""
+    """Entries of a recorded prompt that a shipped policy keeps, bool [L * G, N]."""
     layers, heads, _, size = tensors["q"].shape
     shape = ModelShape(layers, heads, tensors["k"].shape[1], size)
     bound = bind(load(name).executable(), shape, overrides(settings))
@@ -36,7 +36,7 @@ def kept_by(name: str, tensors: dict[str, np.ndarray], settings: list[str]) -> n
 
 
 def draw(kept: dict[str, np.ndarray], needle: tuple[int, int], kv_heads: int, path: Path) -> None:
-    """One row of panels, shared position axis; the fact that is asked for is shaded."""
+    """Draw a panel per policy over one position axis; the fact asked for is shaded."""
     figure, axes = plt.subplots(len(kept), 1, figsize=(9, 1.35 * len(kept)), sharex=True)
     for axis, (name, mask) in zip(axes, kept.items(), strict=True):
         axis.axvspan(needle[0] - 0.5, needle[1] - 0.5, color="#f0b400", alpha=0.5, lw=0)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def record(model_path: str, text: str) -> dict[str, np.ndarray]:
-    """What every attention layer sees of a prompt.
+    """Queries, keys and values of a prompt in every attention layer.
 
     Returns:
         q [L, H, N, D], k and v [L, G, N, D], float32, after RoPE.

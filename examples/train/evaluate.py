@@ -37,7 +37,7 @@ BATCH_TOKENS = 16384
 
 
 def questions(task: str, length: int, count: int, seed: int) -> list[tasks.Sample]:
-    """`count` samples; sample i depends on the seed and i alone."""
+    """`count` samples; sample i depends only on the seed and i."""
     return [tasks.sample(task, length, np.random.default_rng([seed, i])) for i in range(count)]
 
 
@@ -47,7 +47,7 @@ def expected(sample: tasks.Sample) -> list[int]:
 
 @torch.no_grad()
 def accuracy(model: Llama, samples: list[tasks.Sample]) -> tuple[float, float]:
-    """Shares of answers that are right, and of those that then stop; equal prompt lengths.
+    """Shares of answers that are right, and that are right and then stop; prompts of one length.
 
     One pass over prompt and answer: greedy decoding gives exactly the answer if and only if every
     token of it is the best one after the tokens before it.
@@ -89,7 +89,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def prefill(model: Llama, ids: list[int]) -> tuple[list[Cache], int]:
-    """The cache of every layer, and the best next token."""
+    """The cache of every layer after a prompt, and the best next token."""
     x, caches = model.model.embed_tokens(torch.tensor([ids])), []
     cos, sin = rotary_tables(model.config, torch.arange(len(ids)))
     causal = torch.ones(1, len(ids), len(ids), dtype=torch.bool).tril()
@@ -131,7 +131,7 @@ def keep_sinks_recent(cache: Cache, capacity: int) -> Tensor:
 
 
 def keep_attended(cache: Cache, capacity: int) -> Tensor:
-    """What the last WINDOW queries attend to, max-pooled over KERNEL tokens (SnapKV's rule)."""
+    """Entries with the most attention of the last WINDOW queries, max-pooled (SnapKV's rule)."""
     groups, length = cache.keys.shape[:2]
     votes = cache.attention[:, -WINDOW:, :-WINDOW].sum(1)
     pooled = F.max_pool1d(votes, KERNEL, 1, KERNEL // 2).view(groups, -1, length - WINDOW).sum(1)

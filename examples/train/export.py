@@ -1,7 +1,7 @@
 """Write and read the model folder that `transformers` and SGLang load.
 
-The weights are stored in float16 and used in float32: the small folder costs no accuracy (the
-rounding error of a weight is far below what changes an answer; `evaluate.py` measures the file).
+The weights are stored in float16 and used in float32. The small folder costs no accuracy: the
+rounding error of a weight is too small to change an answer, and `evaluate.py` measures the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def write(model: Llama, folder: Path) -> None:
-    """Weights, configurations and tokenizer of `model` into `folder`."""
+    """Write weights, configurations and tokenizer of `model` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -42,7 +42,7 @@ def write(model: Llama, folder: Path) -> None:
 
 
 def read(folder: Path) -> Llama:
-    """The model in `folder`, float32."""
+    """Read the model in `folder`, in float32."""
     stored = json.loads((folder / "config.json").read_text())
     model = Llama(Config(**{field.name: stored[field.name] for field in fields(Config)}))
     weights = load_file(folder / "model.safetensors")
@@ -81,7 +81,7 @@ def generation_config() -> dict:
 
 
 def tokenizer() -> Tokenizer:
-    """Whole words, lower case, punctuation apart; `<s>` is put before a text."""
+    """A tokenizer of whole words, in lower case, punctuation apart; `<s>` begins a text."""
     special = [VOCABULARY[i] for i in (embedded.PAD, embedded.BOS, embedded.END, embedded.UNK)]
     vocabulary = {word: i for i, word in enumerate(VOCABULARY)}
     result = Tokenizer(models.WordLevel(vocabulary, unk_token=VOCABULARY[embedded.UNK]))

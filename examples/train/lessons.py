@@ -1,4 +1,4 @@
-"""Training sequences of the larger model: what `tasks` teaches and the tasks of `more_tasks`."""
+"""Training sequences of the larger model: lessons of `tasks`, and the tasks of `more_tasks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpolicy.evaluation.questions.embedded import ANSWER, ASK, BOS, COMMA, LIST
 from kvpolicy.evaluation.questions.embedded_worlds import COMMON, OFTEN, World
 from tasks import Lesson
 
-# Two hops and lists without commas were taught before the layer that lists was put in.
+# For stages before the listing layer is put in: two hops, and lists without commas (bare).
 MIX = {
     "some facts": 0.14,
     "all facts": 0.12,
@@ -26,7 +26,7 @@ MIX = {
     "bare cwe": 0.06,
     "bare fwe": 0.06,
 }
-# What looks up one thing is learned first; counting and hops take longer.
+# Looking up one thing is learned first; counting and hops take longer.
 LATER_MIX = {
     "some facts": 0.10,
     "all facts": 0.08,
@@ -60,7 +60,7 @@ LONG_MIX = {
     "vt": 0.16,
     "kv": 0.18,
 }
-# Once there is a layer that lists.
+# For stages with the listing layer.
 LISTING_MIX = {
     "some facts": 0.06,
     "all facts": 0.06,
@@ -117,7 +117,7 @@ def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
 
 
 def draw_world(kind: str, count: int, rng: np.random.Generator) -> World:
-    """A world of about `count` statements, with lists and chains of other lengths too."""
+    """A world of about `count` statements, with lists and chains of random lengths."""
     if kind == "mv":
         repeats = int(rng.integers(2, 5))
         return embedded_worlds.many_values(max(count, repeats), rng, repeats)
@@ -129,9 +129,9 @@ def draw_world(kind: str, count: int, rng: np.random.Generator) -> World:
 
 
 def count_lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
-    """One question per sequence: an earlier answer could be copied.
+    """A lesson with one question, as a second one could be copied from the first answer.
 
-    Bare lessons have no commas in the answer, and counts that are less clear.
+    Bare lessons have no commas in the answer, and less distinct counts.
     """
     bare = kind.startswith("bare ")
     room = length - 1 - 3 - (COMMON if bare else 2 * COMMON - 1) - 1
@@ -160,10 +160,13 @@ MOST_ALSO = 4
 
 
 def also_right(ids: np.ndarray, is_answer: np.ndarray) -> np.ndarray:
-    """Words that are as right as those of `ids` [B, T] in lists of any order: [B, T, MOST_ALSO].
+    """Words that are also right in place of those in `ids` [B, T], as lists have any order.
 
-    These are the words with which items begin that are listed later in the same answer; -1 where
-    there are none. In lists of facts an item begins with its value: the key is the same in all.
+    At the beginning of an item, these are the first words of items listed later in the same answer.
+    In lists of facts an item begins with its value, as all have the same key.
+
+    Returns:
+        int64 [B, T, MOST_ALSO]; -1 for none.
     """
     also = np.full((*ids.shape, MOST_ALSO), -1)
     for row, tokens in enumerate(ids):
@@ -179,7 +182,7 @@ def also_right(ids: np.ndarray, is_answer: np.ndarray) -> np.ndarray:
 
 
 def beginnings(tokens: np.ndarray, answer: np.ndarray) -> list[int]:
-    """Where the items of the answer at places `answer` begin; empty when their order counts."""
+    """Places where the items of the answer at places `answer` begin; empty if order matters."""
     commas = answer[tokens[answer] == COMMA].tolist()
     starts = [int(answer[0]), *(at + 1 for at in commas)]
     if tokens[answer[0] - 2] == OFTEN:

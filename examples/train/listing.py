@@ -1,14 +1,14 @@
-"""One more layer for a trained model: it counts words, and leaves out what has been said.
+"""A further layer for a trained model: it counts words, and leaves out words already said.
 
-Trained alone, the model says one of several right answers twice: nothing in it knows what it has
-already said. This layer is put in before the last one and starts as what is missing. Linear probes
-(ridge regression on the states of the trained model) tell where a word of a list stands, where a
-word said in an answer, where an answer counts or goes on, and which word it is. From them come
+Without it, the trained model lists one of several right answers twice, as it does not know what it
+has said. The layer is inserted before the last one, with weights that already do the work. Linear
+probes (ridge regression on the states of the trained model) find words in lists, words said in an
+answer, places where an answer counts or continues, and the word at a place. They give
 
-- counting heads: in an answer that counts, all words of the context are looked at evenly, so that
+- counting heads: in an answer that counts, they attend evenly to all words of the context, so that
   a word is written as strongly as it is frequent;
-- leaving-out heads: where an answer goes on, what has been said in it is looked at and written
-  with a negative sign; else the first token, which says nothing.
+- leaving-out heads: where an answer continues, they attend to the words said in it and write them
+  with a negative sign; elsewhere they attend to the first token, which has no effect.
 
 Letters: N tokens of all sequences together, C hidden size, V value words, D head size.
 """
@@ -29,7 +29,7 @@ PROBED = ("mv", "cwe", "fwe", "mq", "mk", "kv", "vt")
 PROBED_LENGTHS = (128, 384)
 SAMPLES = 24
 RIDGE = 1.0
-# How much rare tokens count in a regression: those asked, those said, the first.
+# Weights of rare tokens in a regression: those asked for, those said, the first.
 ASKED_WEIGHT, SAID_WEIGHT, FIRST_WEIGHT = 10.0, 20.0, 300.0
 COUNT_GAIN, SAID_GAIN = 30.0, 150.0
 COUNT_SINK, SAID_SINK = 5.0, 6.0
@@ -39,7 +39,7 @@ NOISE = 0.02
 
 @dataclass
 class Tokens:
-    """States [N, C], ids [N], and marks [N], 0 or 1."""
+    """States [N, C], ids [N], and marks of tokens [N], 0 or 1; see `marked`."""
 
     states: Tensor
     ids: Tensor
@@ -67,7 +67,7 @@ def put_in(model: Llama, index: int, seed: int) -> None:
 
 
 def read_samples(model: Llama, depth: int, rng: np.random.Generator) -> Tokens:
-    """What the first `depth` layers make of questions of all kinds, with their answers."""
+    """States after the first `depth` layers for questions of all kinds, answers included."""
     states, marks = [], []
     for length in PROBED_LENGTHS:
         for task in PROBED:
@@ -81,7 +81,7 @@ def read_samples(model: Llama, depth: int, rng: np.random.Generator) -> Tokens:
 
 
 def normalized_states(model: Llama, ids: Tensor, depth: int) -> Tensor:
-    """What layer `depth` sees of ids [T], as its norm starts: [T, C]."""
+    """Input [T, C] of layer `depth` for ids [T], after a norm with weights of one."""
     x = model.model.embed_tokens(ids[None])
     cos, sin = rotary_tables(model.config, torch.arange(len(ids)))
     for layer in list(model.model.layers)[:depth]:
@@ -109,16 +109,16 @@ def marked(sample: Sample) -> Tensor:
 
 
 def probe(tokens: Tensor, target: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """W of the ridge regression of `target` [N, ...] on states [N, C], weights [N]: [C, ...]."""
+    """Weights [C, ...] of the ridge regression of `target` [N, ...] on states [N, C]."""
     weighted = (tokens.t() * weight) @ tokens + RIDGE * torch.eye(tokens.shape[1])
     return torch.linalg.solve(weighted, (tokens.t() * weight) @ target)
 
 
 def look(layer: Layer, tokens: Tokens) -> None:
-    """Queries and keys: of the two heads on a KV head the first counts, the second leaves out."""
+    """Set queries and keys: a KV head's first query head counts, the second leaves out."""
     states, attention = tokens.states, layer.self_attn
     size = attention.config.head_dim
-    # The slowest pairs of dimensions do not turn: 14 for the first token, 15 and its partner.
+    # The slowest pairs hardly rotate: 14 is for the first token, 15 and its partner for words.
     sink, place, said = size // 2 - 2, size // 2 - 1, size - 1
     is_first = (tokens.ids == BOS).float()
     first = probe(states, is_first, 1 + FIRST_WEIGHT * is_first)
@@ -143,7 +143,7 @@ def look(layer: Layer, tokens: Tokens) -> None:
 def balance(
     query: Tensor, key: Tensor, at: int, heads: tuple[int, int], places: tuple[int, ...]
 ) -> None:
-    """Equal norms on both sides: Muon's steps are absolute and would soon drown the smaller."""
+    """Give queries and keys equal norms, as Muon's absolute steps would soon drown the smaller."""
     for place in places:
         asking = max(query[head + place].norm() for head in heads)
         factor = (asking / key[at + place].norm()) ** 0.5
@@ -153,7 +153,7 @@ def balance(
 
 
 def write(layer: Layer, tokens: Tokens, embeddings: Tensor) -> None:
-    """Values and outputs: from a word's state to what raises this word's logit and no other's."""
+    """Set values and outputs: from a word's state to a vector that raises only its logit."""
     attention = layer.self_attn
     size = attention.config.head_dim
     is_word = tokens.in_context + tokens.said > 0

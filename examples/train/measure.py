@@ -36,15 +36,15 @@ LEFT_OUT_OF = ("mk", "vt", "kv", "mv", "cwe")
 
 
 def questions(task: str, length: int, count: int, seed: int) -> list[tasks.Sample]:
-    """`count` samples; sample i depends on the seed and i alone."""
+    """`count` samples; sample i depends only on the seed and i."""
     return [more_tasks.sample(task, length, np.random.default_rng([seed, i])) for i in range(count)]
 
 
 @torch.no_grad()
 def generate(model: Llama, prompts: Tensor, count: int) -> Tensor:
-    """The best next tokens after prompts [B, N], each given those before it: [B, count].
+    """Greedy tokens [B, count] after prompts [B, N].
 
-    Fewer than `count` when all sequences have come to <end>.
+    Fewer than `count` if all sequences have reached <end>.
     """
     ended = torch.zeros(len(prompts), 1, dtype=torch.bool)
     cache: list[tuple[Tensor, Tensor]] = []
@@ -73,7 +73,7 @@ def generate(model: Llama, prompts: Tensor, count: int) -> Tensor:
 
 
 def answers(model: Llama, samples: list[tasks.Sample]) -> list[list[int]]:
-    """What the model says until <end>, at most 4 tokens more than the right answers have."""
+    """Greedy answers until <end>, at most 4 tokens longer than the longest right answer."""
     said: list[list[int]] = []
     longest = max(len(sample.answer_ids) for sample in samples) + 4
     size = max(1, BATCH_TOKENS // len(samples[0].prompt_ids))
@@ -85,7 +85,7 @@ def answers(model: Llama, samples: list[tasks.Sample]) -> list[list[int]]:
 
 
 def right_count(model: Llama, samples: list[tasks.Sample]) -> int:
-    """Answers that are right and stop where they should; the prompts have one length."""
+    """Number of answers that are right and then stop; prompts of one length."""
     said = answers(model, samples)
     return sum(more_tasks.right(s, a) for s, a in zip(samples, said, strict=True))
 
@@ -134,9 +134,9 @@ def left_out_report(model: Llama, length: int, count: int, seed: int = 0) -> str
 
 
 def looks(model: Llama, samples: list[tasks.Sample]) -> Tensor:
-    """Mean attention [L, H] on the word to say next, where the asked statements have it.
+    """Mean attention [L, H] on the next word of the answer, at its places in the asked statements.
 
-    Mean over all words of the answers that stand in the statements asked for.
+    The mean is over all words of the answers that occur in these statements.
     """
     masses = []
     for sample in samples:
@@ -153,7 +153,7 @@ def looks(model: Llama, samples: list[tasks.Sample]) -> Tensor:
 
 
 def looks_report(model: Llama, length: int, count: int, seed: int = 0) -> str:
-    """A Markdown table: by task and layer, the largest of the heads' attentions on the word."""
+    """A Markdown table: the largest attention of a head on the next word, by task and layer."""
     layers = range(model.config.num_hidden_layers)
     lines = ["| task | " + " | ".join(f"layer {i}" for i in layers) + " |"]
     lines.append("|---|" + "---:|" * len(layers))

@@ -134,8 +134,8 @@ class Llama(nn.Module):
         """Final hidden states [B, T, hidden] of ids [B, T]; positions [T] or [B, T].
 
         `attended` [L, B or 1] scales the attention of each layer. `read` [L, B or 1] scales what
-        the layer added in the final states, while the layers after it see all of it.
-        Only `layers` take part where given.
+        each layer adds to the final states; later layers see all of it. If `layers` is given, only
+        these take part.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1])

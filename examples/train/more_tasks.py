@@ -1,11 +1,9 @@
 """More questions over the same 512 words, for the larger model: many values, chains, pairs, counts.
 
 They follow RULER (Hsieh et al. 2024, arXiv:2404.06654) and InfiniteBench's key-value retrieval
-(Zhang et al. 2024, arXiv:2402.13718); their forms stand in
-`kvpolicy.evaluation.questions.embedded_worlds`.
-
-`sample` gives a question of these and of `tasks.TASKS`, `right` says whether an answer is right,
-`share` how much of it is.
+(Zhang et al. 2024, arXiv:2402.13718); `kvpolicy.evaluation.questions.embedded_worlds` defines their
+form. `sample` draws a question of these tasks or of `tasks.TASKS`, `right` tells whether an answer
+is right, `share` which share of it is.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ BEYOND = VOCABULARY.index("beyond")
 
 @dataclass(frozen=True)
 class Task:
-    """A family as a test; `draw` makes a prompt from its name, a length and a generator."""
+    """A task; `draw` makes a prompt from its name, a length and a generator."""
 
     title: str
     draw: Callable[[str, int, np.random.Generator], Prompt]
@@ -68,9 +66,9 @@ def sample(task: str, length: int, rng: np.random.Generator) -> Sample:
 
 
 def two_hops(count: int, rng: np.random.Generator, hops: int = HOPS) -> World:
-    """As `chains`, asked for the word two steps on: `beyond amber answer` -> `amber red`.
+    """As `chains`, asking for the word two steps on: `beyond amber answer` -> `amber red`.
 
-    Only a lesson: the model does not learn it.
+    Only for lessons, not a task, as the model does not learn it.
     """
     statements, places, drawn = draw_chains(count, rng, hops)
     questions = [
@@ -89,15 +87,15 @@ def right(sample: Sample, answer: Sequence[int]) -> bool:
 
 
 def items(answer: Sequence[int]) -> list[str]:
-    """The things that an answer lists, sorted: what stands between commas."""
+    """The items of an answer, which commas separate, sorted."""
     return sorted(" ".join(map(str, answer)).split(f" {COMMA} "))
 
 
 def share(sample: Sample, answer: Sequence[int]) -> float:
-    """Share of the expected things that `answer` names, as RULER scores.
+    """Share of the expected items that `answer` names, scored as in RULER.
 
-    Things are what stands between commas in `mv`, `cwe`, `fwe` and `mq`, in any order; elsewhere
-    they are words, each in its place.
+    In `mv`, `cwe`, `fwe` and `mq`, commas separate items, in any order; in other tasks the items
+    are words, each in its place.
     """
     if sample.task in (*ANY_ORDER, "mq"):
         expected, said = items(sample.answer_ids), set(items(answer))

@@ -13,7 +13,7 @@ NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, of a stack [count, rows, columns]."""
+    """Approximately the nearest semi-orthogonal matrices of a stack [count, rows, columns]."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -25,7 +25,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Momentum, orthogonalized per matrix; matrices of one shape are treated in one stack."""
+    """Momentum, orthogonalized per matrix; matrices of one shape are updated as a stack."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
-"""Starting weights that already look back and match, so that training is minutes and not days.
+"""Starting weights that already look back and match, so that training takes minutes, not days.
 
 From random weights a transformer of this size needs many millions of tokens before it forms the
 two-step circuit that retrieval needs (induction heads: Olsson et al. 2022, arXiv:2209.11895). Here
 the circuit is written in as a rough start; training does the rest.
 
-- Layer 0: query head h < 4 looks back h + 1 tokens and writes the word it finds into a subspace of
-  its own, so that every position knows the words before it.
+- Layer 0: query head h < 4 looks back h + 1 tokens and writes the word it finds into its own
+  subspace, so that every position knows the words before it.
 - The retrieval layers: one KV head finds the place where the current word occurred before
   (induction), another the place that follows the same *two* words (a fact's key); both copy the
-  word found there. The layers hold the roles in different KV heads.
+  word found there. The layers use different KV heads for these roles.
 - All other output projections start at zero.
 
 Letters: H query heads, G KV heads, D head size.
@@ -44,7 +44,7 @@ SMALL = {1: Roles(0, 1), 2: Roles(2, 3), 3: Roles(1, 0), 4: Roles(3, 2)}
 
 
 class Basis:
-    """Random directions that the layers agree on.
+    """Random directions that all layers use.
 
     `common` [hidden] is part of every embedding; `words` [hidden - 1, hidden] are orthonormal rows
     orthogonal to it (a word's content); `look_back[h]` [D, hidden] are the rows of the subspace
@@ -67,9 +67,11 @@ def gauss(generator: torch.Generator, *shape: int) -> Tensor:
 
 @torch.no_grad()
 def start(model: Llama, seed: int, roles: Mapping[int, Roles] = TINY) -> None:
-    """Set all weights of `model`; needs the layers in `roles`.
+    """Set all weights of `model`; `roles` has the retrieval layers.
 
-    Raises ValueError unless the model has those layers, 4 query heads and a hidden size of 4 D.
+    Raises:
+        ValueError: the model lacks these layers, or has fewer than 4 query heads or a hidden size
+            below 4 D.
     """
     config = model.config
     if (
@@ -96,7 +98,7 @@ def start(model: Llama, seed: int, roles: Mapping[int, Roles] = TINY) -> None:
 
 
 def embed(model: Llama, basis: Basis, generator: torch.Generator) -> None:
-    """Random unit vectors, orthogonal to the common direction, plus that direction."""
+    """Set embeddings: the common direction plus random unit vectors orthogonal to it."""
     table = gauss(generator, *model.model.embed_tokens.weight.shape)
     table -= (table @ basis.common)[:, None] * basis.common
     table = torch.nn.functional.normalize(table, dim=1)
@@ -104,7 +106,7 @@ def embed(model: Llama, basis: Basis, generator: torch.Generator) -> None:
 
 
 def look_back(model: Llama, basis: Basis) -> None:
-    """Layer 0: the key is the same everywhere, the query is it turned back by h + 1 positions."""
+    """Set layer 0: keys are equal, and head h's query is the key turned back h + 1 positions."""
     config, attention = model.config, model.model.layers[0].self_attn
     size, frequencies = config.head_dim, rotary_frequencies(config)
     # The fast pairs of dimensions tell neighbouring positions apart.
@@ -124,11 +126,11 @@ def look_back(model: Llama, basis: Basis) -> None:
 
 
 def retrieve(model: Llama, index: int, basis: Basis, roles: Roles) -> None:
-    """One layer of retrieval; only the heads with a role write."""
+    """Set one retrieval layer; only the heads with a role write."""
     config, attention = model.config, model.model.layers[index].self_attn
     size, match, induction = config.head_dim, roles.match, roles.induction
     group = config.num_attention_heads // config.num_key_value_heads
-    # Slow pairs of dimensions hardly turn with the distance: content is compared there.
+    # Slow pairs of dimensions hardly rotate with distance, so they compare content.
     slow = torch.cat([torch.arange(size // 4, size // 2), torch.arange(3 * size // 4, size)])
     near, far = slow.view(2, 2, -1).unbind(1)
     near, far = near.flatten(), far.flatten()
@@ -140,7 +142,7 @@ def retrieve(model: Llama, index: int, basis: Basis, roles: Roles) -> None:
     # Induction: the word before a position is the current word.
     key[induction * size + slow] += MATCH_GAIN * one[: len(slow)]
     query[induction * group * size + slow] += MATCH_GAIN * basis.words[: len(slow)]
-    # At `answer`, the two words before are the key; in the fact they stand 2 and 3 words before
+    # At `answer`, the two words before are the key; in the fact these are 2 and 3 words before
     # the first word of the value.
     key[match * size + near] += KEY_GAIN * two[:half]
     key[match * size + far] += KEY_GAIN * three[:half]

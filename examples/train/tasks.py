@@ -43,7 +43,7 @@ from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 
 @dataclass(frozen=True)
 class Task:
-    """What a sample is made of: facts in the context (None: as many as fit) and keys asked for."""
+    """Numbers of facts in the context (None: as many as fit) and of keys asked for."""
 
     title: str
     facts: int | None
@@ -96,7 +96,7 @@ def sample(task: str, length: int, rng: np.random.Generator) -> Sample:
 def sample_of(task: str, prompt: Prompt) -> Sample:
     """The prompt's first question as a sample."""
     question = prompt.questions[0]
-    # <s> stands before the context.
+    # <s> precedes the context.
     needles = [(start + 1, stop + 1) for start, stop in question.needles]
     return Sample(task, prompt.ids, question.answer, needles)
 
@@ -133,7 +133,7 @@ def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
     result = Lesson()
     result.ids += scatter(facts, context, rng)
     count = len(facts.keys)
-    # A fact asked over and over could be copied from the earlier answer: at most 3 times.
+    # A fact is asked for at most 3 times, as later answers could be copied from earlier ones.
     order = np.concatenate([rng.permutation(count) for _ in range(3)]).tolist()
     for turn in range((length - len(result.ids)) // exchange):
         if asked > 1:
@@ -147,20 +147,20 @@ def lesson(kind: str, length: int, rng: np.random.Generator) -> Lesson:
 
 
 def answer_length(asked: int) -> int:
-    """Tokens of the answer without the closing <end>."""
+    """Number of tokens of the answer, without <end>."""
     if asked == 1:
         return VALUE_WORDS
     return asked * (KEY_WORDS + 1 + VALUE_WORDS + 1) - 1
 
 
 def lesson_needs(asked: int) -> int:
-    """The shortest lesson with one fact per key asked."""
+    """Length of the shortest lesson with one fact per key asked for."""
     exchange = question_length(asked) + answer_length(asked) + 1
     return 1 + asked * FACT_LENGTH + exchange
 
 
 def lesson_facts(kind: str, fits: int, asked: int, rng: np.random.Generator) -> int:
-    """How many facts the context holds, of the `fits` for which there is room."""
+    """Number of facts in the context, at most the `fits` for which there is room."""
     if kind == "one fact":
         return 1
     if kind == "all facts" or rng.random() < 0.3:
@@ -179,7 +179,7 @@ def copy_lesson(length: int, rng: np.random.Generator) -> Lesson:
     while len(result.ids) + 4 < length:
         offset = 0 if rng.random() < 0.5 else int(rng.integers(0, max(1, size - 8)))
         part = segment[offset:][: length - len(result.ids) - 1]
-        # From the middle of the segment, the first words do not tell yet where the copy is.
+        # In the middle of the segment, the first words do not identify the place to copy.
         start = len(result.ids) + (0 if offset == 0 else min(3, len(part)))
         result.answers.append((start, len(result.ids) + len(part)))
         result.ids += [*part, COMMA]
@@ -193,9 +193,10 @@ def batch(
     mix: Mapping[str, float] = MIX,
     draw: Callable[[str, int, np.random.Generator], Lesson] = lesson,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`count` lessons, drawn by `draw` with kinds by `mix`, which gives each kind's share.
+    """`count` lessons drawn by `draw`; `mix` gives the share of each kind.
 
-    Returns ids [count, length] int64, padded with PAD, and is_answer, bool, alike.
+    Returns:
+        ids, int64 [count, length], padded with PAD; is_answer, bool [count, length].
     """
     ids = np.full((count, length), PAD, np.int64)
     is_answer = np.zeros((count, length), bool)

@@ -44,9 +44,9 @@ class Stage:
     """`steps` batches of `tokens` tokens in sequences of `length`.
 
     `mix` gives the shares of the kinds of lessons. `retrieving` is the number of retrieval layers
-    that take part, drawn anew for each batch; all of them where it is None. At the first stage with
-    `listing`, the layer of `listing.py` is put in before the last one. With `any_order`,
-    all words are right that `lessons.also_right` gives, and not only the one in the lesson.
+    that take part, drawn for each batch; None means all. At the first stage with `listing`, the
+    layer of `listing.py` is put in before the last one. With `any_order`, the words that
+    `lessons.also_right` returns are right too, beside the one in the lesson.
     """
 
     length: int
@@ -60,15 +60,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides a training run, but for the seed.
+    """Everything that decides a training run, except the seed.
 
-    `rates` are corners, (step, factor on the learning rates), with straight lines between them.
-    So that more than one layer learns to retrieve (otherwise the first that can does all of it),
-    sequences go without the attention of some retrieval layers: `skipped_share` of the batches
-    without one layer's, or with `by_sequence`, that share of the pairs of sequence and layer. For
-    `unread_share` of these pairs, what the layer adds is left out of the final states, which the
-    later layers cannot see. With `even_rows`, a sequence with few answer tokens weighs as the
-    square root of their number and not as the number.
+    `rates` are points, (step, factor on the learning rates), with linear interpolation between.
+    Sequences are trained without the attention of some retrieval layers, as otherwise the first
+    layer that can retrieve would do all of it: `skipped_share` of the batches lack one layer's or,
+    with `by_sequence`, that share of all pairs of sequence and layer is dropped. For `unread_share`
+    of these pairs, what the layer adds is left out of the final states, though later layers see it.
+    With `even_rows`, a sequence weighs as the square root of its number of answer tokens, not as
+    the number.
     """
 
     config: Config
@@ -129,7 +129,7 @@ SMALL = Recipe(
         Stage(128, 2048, 300, lessons.COUNTING_LISTS_MIX, listing=True, any_order=True),
         Stage(2048, 4096, 130, lessons.LAST_MIX, listing=True, any_order=True),
     ),
-    # As carried out: prolonged after steps 1,000, 1,200 and 1,405, and from 1,655 on five times.
+    # As trained: prolonged after steps 1,000, 1,200 and 1,405, and five times from 1,655 on.
     rates=(
         (649.6, 1.0),
         (1000, 0.02 + 0.98 * 160 / 510.4),
@@ -157,7 +157,7 @@ RECIPES = {"tiny": TINY, "small": SMALL}
 
 
 class Run:
-    """A training run: everything that has to be kept to go on bit for bit."""
+    """A training run, with all the state needed to resume it bit for bit."""
 
     def __init__(self, stages: tuple[Stage, ...], seed: int, recipe: Recipe = TINY) -> None:
         self.stages, self.seed, self.recipe, self.step = stages, seed, recipe, 0
@@ -172,7 +172,7 @@ class Run:
         return sum(stage.steps for stage in self.stages)
 
     def plan(self) -> dict:
-        """What must be equal for a run to be resumed."""
+        """The settings that must be equal for a run to be resumed."""
         return {
             "stages": [asdict(stage) for stage in self.stages],
             "seed": self.seed,
@@ -194,7 +194,7 @@ class Run:
         os.replace(part, path)
 
     def load(self, path: Path) -> None:
-        """Go on from a saved state; SystemExit with one sentence when that cannot be."""
+        """Resume from a saved state; SystemExit with one sentence if that is impossible."""
         if not path.exists():
             sys.exit(f"nothing to resume: {path} does not exist; start without --resume")
         state = torch.load(path, weights_only=True)
@@ -212,13 +212,13 @@ class Run:
         return int(np.searchsorted(ends, self.step, side="right"))
 
     def rate(self) -> float:
-        """Warm-up, then between the corners of the recipe, stretched to this run's steps."""
+        """Factor on learning rates: warm-up, then the recipe's `rates` scaled to this run's steps."""
         steps, factors = zip(*self.recipe.rates, strict=True)
         factor = float(np.interp(self.step / self.total * steps[-1], steps, factors))
         return min(1.0, (self.step + 1) / WARM_UP_STEPS) * factor
 
     def advance(self) -> tuple[float, float]:
-        """One step; returns its loss and the share of answer tokens that were right."""
+        """Take one step; return its loss and the share of answer tokens that were right."""
         if self.stages[self.stage_index()].listing and not self.listing:
             self._put_in_listing()
         ids, is_answer, positions = self.next_batch()
@@ -240,7 +240,7 @@ class Run:
         return loss.item(), (best == right).any(1).float().mean().item()
 
     def right_words(self, ids: Tensor, is_answer: Tensor) -> Tensor:
-        """The words that are right at each place, [B, T, 1 or more]; -1 for none."""
+        """Words that are right at each place, int64 [B, T, 1 or more]; -1 for none."""
         right = ids[..., None]
         if not self.stages[self.stage_index()].any_order:
             return right
@@ -253,7 +253,7 @@ class Run:
         self.listing = True
 
     def _layers(self) -> set[int] | None:
-        """The layers that take part in this batch; None: all."""
+        """The layers that take part in this batch; None for all."""
         retrieving = self.stages[self.stage_index()].retrieving
         if retrieving is None:
             return None
@@ -262,7 +262,7 @@ class Run:
         return {*drawn, *range(self.recipe.config.num_hidden_layers)} - (set(layers) - set(drawn))
 
     def _parts(self, count: int) -> tuple[Tensor | None, Tensor | None]:
-        """For `hidden`: which layers' attention counts and which layers are read, 0 or 1."""
+        """`attended` and `read` of `Llama.hidden` for this batch, 0 or 1; None for all 1."""
         recipe, layers = self.recipe, list(self.recipe.roles)
         every = self.model.config.num_hidden_layers
         if not recipe.by_sequence:
@@ -278,16 +278,16 @@ class Run:
         return parts[0], parts[1]
 
     def word_weights(self, asked: Tensor) -> Tensor:
-        """Weights of the answer tokens [answers], which sum to 1, from `asked` [B, T]."""
+        """Weights of the answer tokens marked in `asked` [B, T]; they sum to 1."""
         each = asked.sum(1)[asked.nonzero()[:, 0]].float()
         weights = each**-0.5 if self.recipe.even_rows else torch.ones_like(each)
         return weights / weights.sum()
 
     def next_batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids and is_answer [B, T], and positions [B, T] where the batch is stretched."""
+        """Ids and is_answer [B, T], and positions [B, T] if the batch is stretched, else None."""
         index = self.stage_index()
         tokens = self.stages[index].tokens
-        # The stages before the layer that lists teach other answers.
+        # Stages without the listing layer teach other answers.
         first = next(
             i for i, s in enumerate(self.stages) if s.listing == self.stages[index].listing
         )
@@ -303,7 +303,7 @@ class Run:
 
 
 def stretched(count: int, length: int, rng: np.random.Generator) -> np.ndarray:
-    """Positions [count, length] with a few random gaps: far distances at the price of near ones."""
+    """Positions [count, length] with a few random gaps: long distances at a short length."""
     gaps = np.zeros((count, length), np.int64)
     for row in gaps:
         for place in rng.integers(1, length, rng.integers(1, 6)):
@@ -325,7 +325,7 @@ def stop_on_interrupt() -> Iterator[list[int]]:
 
 
 def train(run: Run, state: Path, every: int) -> bool:
-    """Advance `run` to its end; False when interrupted. Saved to `state` now and then and last."""
+    """Advance `run` to its end; False if interrupted. Saved every `every` steps and at the end."""
     smooth_loss = smooth_right = None
     with (
         stop_on_interrupt() as interrupts,

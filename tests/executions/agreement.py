@@ -1,8 +1,8 @@
 """Compares every execution of a policy: interpreter, torch program, and decode steps as served.
 
-Steps between which nothing leaves are taken at once (`follow_together`), of all layers at once or
-layer by layer. All must keep what the interpreter keeps, no more than was promised before any
-tensor was seen, and as much as was known ahead.
+Steps up to a fold are taken at once (`follow_together`), for all layers together or layer by layer.
+All executions must keep the entries that the interpreter keeps, no more than `max_entries` allows,
+and exactly as many as `known_counts` where that gives a number.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """

@@ -1,7 +1,7 @@
 """Scenarios for `test_scheduler.py`: `python scenarios.py NAME OUT.json '{"flag": value}'`.
 
-Each runs one real scheduler (see in_process.py) on a checkpoint with random weights and writes what
-it saw as JSON; the assertions are the tests'.
+Each runs one real scheduler (see in_process.py) on a checkpoint with random weights and writes its
+observations as JSON, on which the tests make assertions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prompt(rnd: random.Random, length: int) -> list[int]:
 
 
 def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What each policy keeps, beside what the interpreter keeps of the same tensors."""
+    """Compares the entries that each policy keeps with the interpreter's on the same tensors."""
     driver = start(model, flags)
     recorded = _record_runs()
     rnd = random.Random(1)
@@ -54,7 +54,7 @@ def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     result = {}
     for policy in POLICIES:
         for name, tokens in prompts.items():
-            for again in (False, True):  # the second time most of it is a prefix hit
+            for again in (False, True):  # the second time with a prefix hit
                 rid = f"{policy} {name}{' again' if again else ''}"
                 driver.send(rid, tokens, policy=policy, max_new_tokens=4)
                 driver.finish()
@@ -69,7 +69,7 @@ def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record_runs() -> list[Any]:
-    """Make the torch program note what it was shown; the last run is the last element."""
+    """Makes the torch program note its inputs and kept entries; the latest run comes last."""
     from kvpolicy.dsl.execute.run import Run
 
     runs: list[Any] = []
@@ -135,7 +135,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefix(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Prefix hits on a prompt whose first request is decoding from its compressed copy."""
+    """Prefix hits on a prompt whose first request decodes from its compressed copy."""
     driver = start(model, flags)
     rnd = random.Random(2)
     first = prompt(rnd, 256)
@@ -156,14 +156,14 @@ def prefix(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     driver.run_until(lambda: all(each.finish for each in done))
     result["first_still_decoding"] = driver.answers["first"].finish is None
     driver.finish()
-    # Its output was computed from chosen entries: a continuation must not hit it.
+    # Its output depends on the kept entries: a continuation must not hit it.
     driver.send("next", first + driver.answers["first"].tokens, policy="none", max_new_tokens=2)
     driver.finish()
     return result | {f"cached_{rid}": a.cached_tokens for rid, a in driver.answers.items()}
 
 
 def capacity(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """How many long requests decode at once without and with a policy, in the same pool."""
+    """Number of long requests that decode at once without and with a policy, in one pool."""
     length, output = 320, 16
     driver = start(model, {"max_total_tokens": 3 * (length + output) + 20, **flags})
     rnd = random.Random(3)
@@ -188,7 +188,7 @@ def capacity(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """Requests in a pool that holds one prompt and its copy, but not its output besides."""
-    length, output, kept = 320, 48, 40  # of `sinks-recent`
+    length, output, kept = 320, 48, 40  # `sinks-recent` keeps 40 tokens
     driver = start(model, {"max_total_tokens": length + kept + 24, **flags})
     rnd = random.Random(4)
     prompts = [prompt(rnd, length) for _ in range(6)]
@@ -214,10 +214,10 @@ def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def within(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Requests whose policy halves the prompt, in a pool that is full of such requests."""
+    """Requests whose policy halves the prompt, in a pool full of such requests."""
     from kvpolicy.sglang_ext.memory.store import Store
 
-    length, output = 83, 16  # of `sinks-recent`, 40 tokens are kept
+    length, output = 83, 16  # `sinks-recent` keeps 40 tokens
     driver = start(model, {"max_total_tokens": 320, **flags})
     rnd = random.Random(6)
     prompts = [prompt(rnd, length) for _ in range(12)]
@@ -256,8 +256,8 @@ def within(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What is left of two prompts in a full pool, when a later request has found the older one."""
-    os.environ["SGLANG_KV_POLICY_EXPERIMENT"] = "experiment.yaml"  # of the front end
+    """What is left of two prompts in a full pool after a later request has hit the older one."""
+    os.environ["SGLANG_KV_POLICY_EXPERIMENT"] = "experiment.yaml"  # set by the front end
     os.environ["SGLANG_KV_POLICY_EXPERIMENT_SLOTS"] = "128"
     driver = start(model, {"max_total_tokens": 528, **flags})
     aside, lent = driver.store.set_aside, {0}
@@ -302,7 +302,7 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def starved(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """A prompt in chunks whose room is gone after the first one, while another request runs."""
+    """A chunked prompt without free slots after its first chunk, beside a running request."""
     driver = start(model, flags)
     scheduler, rnd = driver.scheduler, random.Random(5)
     allocator, long = scheduler.token_to_kv_pool_allocator, prompt(rnd, 200)
@@ -325,7 +325,7 @@ def starved(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def sessions(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Two turns of a conversation, with others between them that fill the pool."""
+    """Two turns of a session, with requests between them that fill the pool."""
     driver, rnd = start(model, flags), random.Random(9)
     found: dict[str, Any] = {}
     for policy in ("none", "snapkv"):
@@ -344,7 +344,7 @@ def sessions(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _found(driver: Driver, tokens: list[int]) -> int:
-    """Tokens of a prompt that are in the radix cache."""
+    """Number of a prompt's tokens in the radix cache."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     core = driver.scheduler.tree_cache.tree_core

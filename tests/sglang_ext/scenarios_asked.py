@@ -1,7 +1,7 @@
 """Scenarios for `test_asked.py`: `python scenarios_asked.py NAME OUT.json MODEL '{"flag": value}'`.
 
-What a client may ask of a request: which positions are kept, and output tokens that it prescribes.
-Each runs one real scheduler (see in_process.py); the assertions are the tests'.
+Options of requests: to report the kept positions, and to force output tokens. Each scenario runs
+one real scheduler (see in_process.py); the tests make assertions on its results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ END = 2  # the model's end of text
 
 
 def positions(said: dict[str, Any]) -> list[list[list[int]]]:
-    """The positions that an answer's `kept` names, by layer and KV head."""
+    """Positions in the `kept` of an answer, by layer and KV head."""
     layers, heads, tokens = said["shape"]
     packed = np.frombuffer(base64.b64decode(said["bits"]), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(layers, heads, -1), axis=-1)
@@ -32,9 +32,9 @@ def positions(said: dict[str, Any]) -> list[list[list[int]]]:
 
 
 def kept(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What requests say they keep, beside the keys that their private pages hold.
+    """Compares the positions that requests report as kept with the keys in their private pages.
 
-    `none` among the policies asks for no policy.
+    The policy `none` is included.
     """
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output", 4)
@@ -58,9 +58,9 @@ def kept(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record_pages() -> list[tuple[Any, list[list[Any]]]]:
-    """Makes the plugin note a prompt's keys [L, G, N, D] and those of its pages, by layer and head.
+    """Makes the plugin note a prompt's keys [L, G, N, D] and its pages' keys, by layer and head.
 
-    Only where the copy holds the prompt's own keys, and the run's positions are the prompt's.
+    Only if the copy holds unchanged keys, and the run's positions are the prompt's.
     """
     import kvpolicy.sglang_ext.forward.prefill_step as module
 
@@ -92,7 +92,7 @@ def _record_pages() -> list[tuple[Any, list[list[Any]]]]:
 
 
 def _same_keys(said: dict[str, Any], keys: Any, pages: list[list[Any]]) -> bool:
-    """Whether pages hold the keys of the positions that an answer names."""
+    """Whether pages hold the keys of the positions that an answer reports."""
     return all(
         pages[layer][head].equal(keys[layer, head, where])
         for layer, heads in enumerate(positions(said))
@@ -101,7 +101,7 @@ def _same_keys(said: dict[str, Any], keys: Any, pages: list[list[Any]]) -> bool:
 
 
 def own(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Requests that are forced to say what they said by themselves, and how it was rated."""
+    """Requests forced to output what they output by themselves, with logprobs."""
     policies = flags.pop("policies")
     driver = start(model, policies, flags)
     found = {}
@@ -119,9 +119,9 @@ def own(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def others(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Requests that are forced to say something else, and the same text as a prompt.
+    """Requests forced to output other tokens, and the same text as a prompt.
 
-    Among the forced tokens is one that stops the request if it comes by itself.
+    Among the forced tokens is a stop token, which must not stop the request.
     """
     policies = flags.pop("policies")
     driver = start(model, policies, flags)
@@ -154,7 +154,7 @@ def _outcome(answer: Answer) -> dict[str, Any]:
 
 
 def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Random requests, every third of them forced, alone and then together, some sampled."""
+    """Random requests, every third forced, alone and then together, with sampled copies of some."""
     policies, count, seed = flags.pop("policies"), flags.pop("count"), flags.pop("seed")
     driver = start(model, policies, flags)
     rnd = random.Random(seed)

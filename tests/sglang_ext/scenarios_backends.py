@@ -1,7 +1,7 @@
 """Scenarios for `test_backends.py`: `python scenarios_backends.py NAME OUT.json MODEL '{...}'`.
 
-Each runs one real scheduler (see in_process.py) on a checkpoint with random weights and writes what
-it saw as JSON; the assertions are the tests'.
+Each runs one real scheduler (see in_process.py) on a checkpoint with random weights and writes its
+observations as JSON, on which the tests make assertions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ scenarios.SETTINGS = [f"{name}.{value}" for name, values in POLICIES.items() for
 
 
 def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and logits of requests that join and leave each other's batches, and prefix hits."""
+    """Tokens and logits of requests that join and leave batches, and of prefix hits."""
     driver = scenarios.start(model, flags)
     logits = _note_logits(driver)
     rnd = random.Random(11)
@@ -57,7 +57,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _note_logits(driver: Any) -> dict[str, dict[int, list[float]]]:
-    """Logits of each request by its length, from every forward."""
+    """Notes the logits of every forward: request -> its length -> logits."""
     worker, seen = driver.scheduler.tp_worker, {}
     original = worker.forward_batch_generation
 
@@ -75,7 +75,7 @@ def _note_logits(driver: Any) -> dict[str, dict[int, list[float]]]:
 
 
 def steps(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What decode forwards of several batches do: where the host waits, and graphs and streams."""
+    """Decode forwards of several batches: where the host waits, graphs, and streams."""
     driver = scenarios.start(model, flags)
     seen = {"steps": _note_steps(driver), "slots": _note_streams(driver)}
     rnd = random.Random(12)
@@ -97,7 +97,7 @@ def steps(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _note_steps(driver: Any) -> list[dict[str, Any]]:
-    """Of each decode forward: its requests, where the host waits, and what graphs would be told."""
+    """Notes of each decode forward its requests, waits of the host, and its graph if any."""
     from kvpolicy.sglang_ext.face import compat
     from kvpolicy.sglang_ext.runtime import Runtime
 
@@ -132,7 +132,7 @@ def _note_steps(driver: Any) -> list[dict[str, Any]]:
 
     def noting_decode(self: Any, *args: Any, **options: Any) -> Any:
         out = decode(self, *args, **options)
-        # One layer is enough, and a pair's: layers 2 and 3 are stored together by MiniCache.
+        # One layer is enough: layer 2, which MiniCache stores in a pair with layer 3.
         if args[3].layer_id == 2 and seen[-1]["graph"] == "kv_policy_compressed":
             captured = _as_captured(runtimes[0].services, partial(decode, self), *args)
             seen[-1]["captured_error"] = (captured[: len(out)] - out).abs().max()
@@ -144,7 +144,7 @@ def _note_steps(driver: Any) -> list[dict[str, Any]]:
 
 
 def _as_captured(services: Any, decode: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any) -> Any:
-    """What a graph of two rows more, which are padding, computes of a batch."""
+    """Result of a graph for a batch with two rows of padding."""
     from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
 
     def padded(tensor: torch.Tensor, value: int = 0) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _as_captured(services: Any, decode: Any, q: Any, k: Any, v: Any, layer: Any,
 
 
 def _graph_runner(runner: Any) -> Any:
-    """SGLang's runner of decode graphs without what it captures; None with torch_native."""
+    """SGLang's runner of decode graphs, without captured graphs; None with torch_native."""
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
 
     if runner.attn_backend.decode_attention_backend_str == "torch_native":
@@ -180,7 +180,7 @@ def _graph_runner(runner: Any) -> Any:
 
 
 def _note_streams(driver: Any) -> dict[str, int]:
-    """How often slots change hands, and how often not on the scheduler's stream."""
+    """Counts allocations and frees of slots: all, off the scheduler's stream, in forwards."""
     scheduler, seen = driver.scheduler, {"changes": 0, "elsewhere": 0, "in_forwards": 0}
     allocator = scheduler.token_to_kv_pool_allocator
 
@@ -199,9 +199,9 @@ def _note_streams(driver: Any) -> dict[str, int]:
 
 
 def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What lies beside a pool of `budget` bytes, reckoned and held, as if graphs were captured.
+    """Memory beside a pool of `budget` bytes, estimated and in use, as if graphs were captured.
 
-    `captured` requests are in the largest captured batch.
+    The largest captured batch has `captured` requests.
     """
     budget, captured = flags.pop("budget"), flags.pop("captured")
     from kvpolicy.sglang_ext.face import compat
@@ -232,7 +232,7 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _closure(function: Any, name: str) -> Any:
-    """A variable that a function has from around it."""
+    """A variable in the closure of a method."""
     code = function.__func__.__code__
     return function.__func__.__closure__[code.co_freevars.index(name)].cell_contents
 

@@ -1,7 +1,7 @@
 """Scenarios for `test_faults.py`: a policy fails somewhere, for some requests of a mixed batch.
 
-Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
-the tests'.
+Each runs one real scheduler (see in_process.py) and writes its observations as JSON, on which the
+tests make assertions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from scenarios_propagate import prompt, start
 
 
 class Fault(RuntimeError):
-    """What is raised on purpose."""
+    """An error raised on purpose."""
 
 
-# Where it is raised: a name, the module, and the function or `Class.method` in it.
+# Points that may raise: name -> (module, function or `Class.method` in it).
 POINTS = {
     "arrival": ("sglang_ext.request.request", "Served.folds_within"),
     "prefix": ("sglang_ext.request.request", "State.queries"),
@@ -71,12 +71,12 @@ POINTS = {
     "resumed attention": ("sglang_ext.forward.resume", "attend"),
     "resumed following": ("sglang_ext.forward.resume", "Group"),
 }
-AFTERWARDS = ("planned view",)  # it is raised once the function has done its work
+AFTERWARDS = ("planned view",)  # points that raise after the function has done its work
 
 
 @contextmanager
 def failing(point: str, fails: Callable[[], bool]) -> Iterator[None]:
-    """Make a point raise whenever `fails` says so."""
+    """A block in which a point raises `Fault` whenever `fails` returns True."""
     module, path = POINTS[point]
     owner: Any = import_module(f"kvpolicy.{module}")
     *outer, name = path.split(".")
@@ -116,7 +116,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     requests = {}
     for i in range(count):
         name = [*names, "none"][i % (len(names) + 1)]
-        # Some share the beginning of their prompt, some prompts are short.
+        # Some prompts share their beginning, some are short.
         ids = prompt(rnd.randrange(1, 30 if i % 5 == 0 else 120), 1000 + i)
         ids = prompt(common, i % 3) * (i % 5 > 0) + ids
         requests[f"{i:03} {name}"] = (ids, name, rnd.randrange(3, output))
@@ -165,8 +165,8 @@ def _unfinished(driver: Any) -> int:
 
 
 def _record_failures() -> dict[str, tuple[str, bool, bool]]:
-    """Makes the plugin note which requests failed, at what, and whether they go on; if they do,
-    whether they had begun to decode under their policy.
+    """Makes the plugin note failures: request -> (stage, whether it goes on, whether it had begun
+    to decode under its policy).
     """
     from kvpolicy.sglang_ext.forward.failures import Failures
     from kvpolicy.sglang_ext.request.request import state_of
@@ -191,7 +191,7 @@ def _record_failures() -> dict[str, tuple[str, bool, bool]]:
 
 
 def _outcome(rid: str, answer: Any, alone: Any, full: Any, noted: tuple | None) -> str:
-    """How a request ended, in one word, or what is wrong about it."""
+    """How a request ended, in one phrase; begins with `wrong` if it should not have."""
     if answer.finish["type"] == "abort":
         right = noted is not None and not noted[1] and answer.finish["status_code"] == 500
         return "ended" if right else f"wrong: {answer.finish}"
@@ -207,9 +207,9 @@ def _outcome(rid: str, answer: Any, alone: Any, full: Any, noted: tuple | None) 
 
 
 def borrowed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Prompts that are admitted on room which running requests need later, and do not give it back.
+    """Prompts admitted on slots that running requests need later.
 
-    Once they are compressed as was reckoned, and once they are not, because their policy fails.
+    First they are compressed as expected; then they are not, as their policy fails.
     """
     from kvpolicy.sglang_ext.forward import prefill_step
     from kvpolicy.sglang_ext.request import admission

@@ -1,8 +1,8 @@
 """Scenarios for `test_flashinfer.py`: `python scenarios_flashinfer.py NAME OUT.json MODEL '{...}'`.
 
 Each runs one real scheduler (see in_process.py) with SGLang's own backend for FlashInfer, whose
-wrappers compute in torch (flashinfer_stand_in.py), and writes what it saw as JSON; the assertions
-are the tests'.
+wrappers compute in torch (flashinfer_stand_in.py), and writes its observations as JSON, on which
+the tests make assertions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flashinfer_stand_in import Tape
 from in_process import Driver
 from scenarios_propagate import prompt, start
 
-SIZES = (1, 2, 4, 8)  # of graphs
+SIZES = (1, 2, 4, 8)  # batch sizes of graphs
 
 
 def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Answers to prompts together, and at which decode steps FlashInfer planned private pages.
+    """Answers to prompts served together, and FlashInfer's plans at each decode step.
 
     Free slots hold NaN before each policy's prompts. `graphs`: decode attention runs as in graphs.
     """
@@ -44,7 +44,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         driver.poison()
         driver.send(f"{name} none", prompt(40, 99), policy="none", max_new_tokens=output)
         for i, length in enumerate(lengths):
-            # Each ends at a step of its own.
+            # Each ends at a different step.
             more = {"policy": name, "max_new_tokens": output + 3 * i}
             driver.send(f"{name} {i}", prompt(length, i), **more)
         driver.finish()
@@ -65,9 +65,9 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(driver: Driver) -> list[dict[str, Any]]:
-    """Of each decode forward: layouts of its rows, plans of private lists and of tails.
+    """Notes of each decode forward layout versions of its rows, plans of private pages and tails.
 
-    And by how many tokens SGLang's plans were longer than what is read in ordinary slots.
+    `ghosts`: number of tokens in SGLang's plans beyond those read in ordinary slots.
     """
     from kvpolicy.sglang_ext.runtime import Runtime
 
@@ -101,9 +101,9 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
 
 
 class _Graphs:
-    """Decode attention as SGLang's graph runner has it: captured by batch size, and replayed.
+    """Decode attention as in SGLang's graph runner: captured by batch size, and replayed.
 
-    What runs between attention runs as it is; each layer's attention is a graph of its own.
+    Only attention is captured, with a graph per layer; the rest runs eagerly.
     """
 
     def __init__(self, driver: Driver) -> None:

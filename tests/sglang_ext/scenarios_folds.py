@@ -1,7 +1,7 @@
 """Scenarios for `test_folds.py`: `python scenarios_folds.py NAME OUT.json MODEL '{"flag": value}'`.
 
-Requests whose policies go on while they decode, in one real scheduler (see in_process.py) on a
-checkpoint with random weights. After every step the slots that nobody holds are filled with NaN.
+Requests whose policies have `decode:`, in one real scheduler (see in_process.py) on a checkpoint
+with random weights. After every step, free slots are filled with NaN.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def drawn(rnd: random.Random, length: int) -> list[int]:
 
 
 def watch(driver: Driver) -> dict[str, dict[int, Any]]:
-    """What is cached of each request after each of its decode steps: per layer and KV head."""
+    """Notes cached positions: request -> decode step -> positions per layer and KV head."""
     from kvpolicy.sglang_ext.request.request import state_of
 
     seen: dict[str, dict[int, Any]] = {}
@@ -63,7 +63,7 @@ def watch(driver: Driver) -> dict[str, dict[int, Any]]:
             state = state_of(request)
             if state is not None and state.decoding is not None:
                 memory = state.memory
-                # Its policy will be taken through these later.
+                # Pending steps, which the policy takes later.
                 noted = list(state.pending_positions(request.kv.kv_committed_len))
                 step = memory.generated + len(noted)
                 seen.setdefault(request.rid, {})[step] = _cached(memory, noted)
@@ -81,7 +81,7 @@ def _cached(memory: Any, noted: list[int]) -> list[list[list[int]]]:
 
 
 def prompts(names: list[str]) -> list[tuple[str, str, list[int], int]]:
-    """Request, policy, token ids and output tokens; one prompt shorter than most budgets."""
+    """(Request, policy, token ids, output tokens); a long prompt and a short one per policy."""
     rnd = random.Random(5)
     base = drawn(rnd, 17)
     requests = []
@@ -92,7 +92,7 @@ def prompts(names: list[str]) -> list[tuple[str, str, list[int], int]]:
 
 
 def alone(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Every method, one request after the other."""
+    """Requests of every policy, one after the other."""
     names = flags.pop("names", list(POLICIES))
     driver = start(model, flags, tuple(names))
     seen = watch(driver)
@@ -112,7 +112,7 @@ def alone(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Random requests alone, and then together with shared prefixes, stops and aborts."""
+    """Random requests, alone and then together, with shared prefixes, stops and aborts."""
     count, seed, names = flags.pop("count"), flags.pop("seed"), flags.pop("names")
     driver = start(model, flags, tuple(names))
     rnd = random.Random(seed)
@@ -128,7 +128,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     for rid, tokens, policy, output in requests:
         options = {"policy": policy, "max_new_tokens": output, "stream": rnd.random() < 0.5}
         if rnd.random() < 0.25:
-            # Ends where SGLang cannot foresee it: with overlap one more step is computed.
+            # SGLang cannot foresee this end: with overlap, one more step is computed.
             stop = rnd.choice(alone[rid].tokens)
             cut[rid] = _up_to(alone[rid].tokens, {stop, END})
             options["stop_token_ids"] = {stop}
@@ -159,13 +159,13 @@ def _up_to(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 def _decided(facts: dict | None) -> dict:
-    """What does not depend on the clock or on when a request was retracted."""
+    """Facts that depend neither on the clock nor on retractions."""
     names = ("policy", "uncompressed", "entries_kept", "folds", "entries_dropped_in_decode")
     return {name: (facts or {}).get(name) for name in names}
 
 
 def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """The slots of a prompt in the radix cache while its request folds, merges and rotates."""
+    """A prompt in the radix cache while its request folds, merges and rotates."""
     driver = start(model, flags)
     rnd = random.Random(2)
     result = {}
@@ -199,7 +199,7 @@ def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tree(driver: Driver) -> dict[int, str]:
-    """Slots that the radix cache holds, with a digest of their entries."""
+    """Slots in the radix cache -> digest of their entries."""
     tree = driver.scheduler.tree_cache
     allocator, store = driver.scheduler.token_to_kv_pool_allocator, driver.store
     from kvpolicy.sglang_ext.face import compat
@@ -216,7 +216,7 @@ def _tree(driver: Driver) -> dict[int, str]:
 
 
 def long(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Long generations, one by one and together, in a pool that holds no two of them whole."""
+    """Long generations, alone and together, in a pool too small for two with full KV."""
     names = ("h2o", "d2o", "cam")
     driver = start(model, flags | {"max_total_tokens": 240}, names)
     rnd = random.Random(4)
@@ -259,7 +259,7 @@ def long(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Folds for which there are no slots while another request needs the same prompt."""
+    """Folds without free slots, as another request needs the same prompt."""
     driver = start(model, flags | {"max_total_tokens": 130}, ("roco",))
     tokens = drawn(random.Random(6), 60)
     driver.send("other", tokens, policy="none", max_new_tokens=24)

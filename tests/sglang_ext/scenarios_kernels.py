@@ -1,7 +1,7 @@
 """Scenarios for `test_kernels_served.py`: `python scenarios_kernels.py NAME OUT.json MODEL '{}'`.
 
-Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
-the tests'.
+Each runs one real scheduler (see in_process.py) and writes its observations as JSON, on which the
+tests make assertions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scenarios_propagate import prompt, start
 
 
 def waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What makes the host wait in the plugin's part of every prefill forward, by policy."""
+    """Waits of the host in the plugin's part of every prefill forward, by policy."""
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output", 2)
     driver = start(model, policies, flags)
@@ -38,7 +38,7 @@ def waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(driver: Driver) -> list[dict[str, Any]]:
-    """Makes every extend forward note the waits in the plugin's steps."""
+    """Makes every extend forward note the waits in the plugin's code."""
     from host_waits import HostWaits, on_host
     from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep
     from kvpolicy.sglang_ext.forward.propagate import PropagateStep
@@ -96,9 +96,9 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
 
 
 def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What makes the host wait in the plugin's part of every decode forward, by policy.
+    """Waits of the host in the plugin's part of every decode forward, by policy.
 
-    `lagging`: numbers never come before they are asked for, as on a device that is behind.
+    `lagging`: numbers never arrive before they are read, as on a device that is behind.
     """
     from host_waits import HostWaits, on_host
     from kvpolicy.dsl.execute.block import Counts
@@ -149,9 +149,9 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Answers and facts of prompts together, by kernels; and how often kernels were called.
+    """Answers and facts of prompts served together, and the number of calls of each kernel.
 
-    `attended`: attention hands over its log-sum-exp.
+    `attended`: whether attention hands over its log-sum-exp.
     """
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
@@ -175,7 +175,7 @@ def same(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hand_over_lse() -> None:
-    """The torch-native backend's prefill gives what FlashInfer's and FlashAttention's do."""
+    """Makes the torch-native prefill return its log-sum-exp, as FlashInfer's does."""
     import torch
     from kvpolicy.sglang_ext.face import compat
 
@@ -205,9 +205,9 @@ def _hand_over_lse() -> None:
 
 
 def _count_calls() -> dict[str, int]:
-    """Counts the calls of what is compiled (or interpreted) by Triton.
+    """Counts calls of functions that Triton compiles or interprets.
 
-    By module and name of a kernel, or of the policy's function that completes it.
+    Keys are module and name of the kernel, or of the policy's function that completes it.
     """
     import triton
 

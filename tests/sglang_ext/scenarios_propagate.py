@@ -1,7 +1,7 @@
 """Scenarios for `test_propagate.py`: `python scenarios_propagate.py NAME OUT.json MODEL '{...}'`.
 
-Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
-the tests'.
+Each runs one real scheduler (see in_process.py) and writes its observations as JSON, on which the
+tests make assertions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 500
 def start(model: str, policies: dict[str, list[str]], flags: dict[str, Any]) -> Driver:
     """A driver with policies, by name or path, and their settings.
 
-    `scratch` limits the propagating prompts of one forward.
+    The flag `scratch` replaces `reserved.SCRATCH`, which limits propagating prompts per forward.
     """
     from kvpolicy.sglang_ext.serving import reserved
 
@@ -38,17 +38,17 @@ def start(model: str, policies: dict[str, list[str]], flags: dict[str, Any]) -> 
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """A prompt; those of different seeds have no common prefix."""
+    """Token ids of a prompt; prompts of different seeds share no prefix."""
     rnd = random.Random(seed)
     return [3 + seed % VOCABULARY, *(rnd.randrange(3, VOCABULARY) for _ in range(length - 1))]
 
 
 def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Answers to prompts one after the other, what was kept and the rows of every layer.
+    """Answers to prompts one after the other, kept positions, and rows that enter each layer.
 
-    Free slots hold NaN before each prompt: what deeper layers leave out must not be read. With
-    `prefix` so many first tokens of each prompt are in the radix cache, from a request without a
-    policy.
+    Free slots hold NaN before each prompt, as entries that deeper layers lack must not be read.
+    `prefix`: number of first tokens of each prompt that are in the radix cache, from a request
+    without a policy.
     """
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     prefix, output = flags.pop("prefix", 0), flags.pop("output", 6)
@@ -81,7 +81,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record(driver: Driver) -> tuple[list, dict[int, list[int]]]:
-    """Makes the plugin note what policies keep, and SGLang how many rows enter each layer."""
+    """Makes the plugin note kept positions, and the model the rows that enter each layer."""
     import kvpolicy.sglang_ext.forward.prefill_step as module
 
     kept: list = []
@@ -141,7 +141,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What others find in the radix cache after prompts whose tokens left, or did not."""
+    """Prefix hits after prompts whose tokens left the prefill, or did not."""
     policies = flags.pop("policies")
     driver = start(model, policies, flags)
     found = {}
@@ -162,7 +162,7 @@ def shared(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def aborted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """A prompt that is aborted between its chunks, and what is held until then."""
+    """A prompt aborted between its chunks, and the rows and slots that it held until then."""
     policies = flags.pop("policies")
     driver = start(model, policies, flags)
     found = {}
@@ -179,12 +179,12 @@ def aborted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_chunks(scheduler: Any) -> int:
-    """Tokens computed of the request in chunks."""
+    """Number of computed tokens of the chunked request."""
     return 0 if scheduler.chunked_req is None else scheduler.chunked_req.prefix_len
 
 
 def _held(request: Any) -> tuple[int, int]:
-    """Rows that wait for a request's last chunk, and its private slots."""
+    """Numbers of rows that wait for a request's last chunk, and of its private slots."""
     from kvpolicy.sglang_ext.request.request import state_of
 
     state = state_of(request)

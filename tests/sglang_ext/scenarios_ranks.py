@@ -1,7 +1,7 @@
 """Scenarios for `test_tensor_parallel.py`: ranks, each a real scheduler in its own process.
 
-All are driven by the same script (see in_process.py). After every step they compare what they
-hold: if it ever differed, they would schedule different batches and wait for each other for ever.
+The same script drives all ranks (see in_process.py). After every step they compare their slots and
+requests: if these differed, ranks would schedule different batches and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from scenarios_faults import failing
 from scenarios_propagate import prompt, start
 
-PATIENCE = 300  # seconds; then a rank that waits for the other is given up
+PATIENCE = 300  # seconds until a rank that waits for another is given up
 
 
 def compare(driver: Any) -> None:
@@ -46,7 +46,7 @@ def compare(driver: Any) -> None:
 
 
 def hold_heads_as_on_a_gpu() -> None:
-    """Several ranks hold the same KV head; on a CPU SGLang would add empty ones."""
+    """Lets several ranks hold the same KV head; on a CPU, SGLang would add empty heads."""
     from sglang.srt.model_executor import model_runner
 
     model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, load, ranks: config
@@ -97,10 +97,10 @@ def together(driver: Any, requests: dict, most: int, abort: float = 0.0) -> dict
 
 
 def one_by_one(driver: Any, requests: dict, **custom: Any) -> dict[str, Any]:
-    """What each request is answered when no other runs and nothing is cached.
+    """Answers to requests served one at a time, with nothing cached.
 
     Args:
-        custom: parameters of all.
+        custom: custom parameters of all requests.
     """
     found = {}
     for rid, (ids, name, new) in requests.items():
@@ -112,7 +112,7 @@ def one_by_one(driver: Any, requests: dict, **custom: Any) -> dict[str, Any]:
 
 
 def faults(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """One point fails at a time, on the last rank alone."""
+    """Requests with one point failing at a time, on the last rank alone."""
     policies, points, count = flags.pop("policies"), flags.pop("points"), flags.pop("count")
     output, chance = flags.pop("output", 12), flags.pop("chance")
     driver = begin(model, policies, rank, flags)
@@ -134,7 +134,7 @@ def faults(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def mixed(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """Requests of all policies, alone and together, with aborts and retraction."""
+    """Requests of all policies, alone and together, with aborts and retractions."""
     policies, count = flags.pop("policies"), flags.pop("count")
     output, abort = flags.pop("output", 24), flags.pop("abort")
     driver = begin(model, policies, rank, flags)
@@ -145,7 +145,7 @@ def mixed(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def alone(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """The first part of `mixed`."""
+    """Requests of all policies, alone: the first part of `mixed`."""
     policies, count, output = flags.pop("policies"), flags.pop("count"), flags.pop("output", 24)
     driver = begin(model, policies, rank, flags)
     requests = requests_of([Path(each).stem for each in policies], count, output)

@@ -15,11 +15,11 @@ from typing import Any
 import scenarios
 
 T, GAMMA = 0.6, 0.05
-UPPERS = (1, 3)  # of four layers, with start=0
+UPPERS = (1, 3)  # upper layers of the pairs of four layers, with start=0
 scenarios.POLICIES = {
     "minicache": ["start=0", f"t={T}", f"gamma={GAMMA}"],
     "snapkv": ["capacity=48", "window=16"],
-    "tova": ["capacity=40"],  # of which entries leave while it decodes
+    "tova": ["capacity=40"],  # entries leave in decode
 }
 scenarios.SETTINGS = [
     f"{n}.{value}" for n, values in scenarios.POLICIES.items() for value in values
@@ -27,14 +27,14 @@ scenarios.SETTINGS = [
 
 
 def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Answers and facts of prompts alone, beside an eager model that shares by definition."""
+    """Answers and facts of single prompts, and answers of an eager model that shares layers."""
     output = 24
     driver = scenarios.start(model, flags)
     rnd = random.Random(1)
     result = {}
     for length in (300, 131, 40, 2):
         tokens = scenarios.prompt(rnd, length)
-        for again in (False, True):  # the second time all but the last token is a prefix hit
+        for again in (False, True):  # the second time, all but the last token are a prefix hit
             rid = f"{length}{' again' if again else ''}"
             driver.send(rid, tokens, policy="minicache", max_new_tokens=output)
             answer = driver.answers[rid]
@@ -58,7 +58,7 @@ def answers(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def eager(model: str, tokens: list[int], output: int, *, shares: bool) -> tuple[list[int], int]:
-    """Greedy answer of the eager model, and how many tokens kept both vectors."""
+    """Greedy answer of the eager model, and the number of vector pairs that were not shared."""
     import torch
     from transformers import DynamicCache, LlamaForCausalLM
 
@@ -82,7 +82,7 @@ def eager(model: str, tokens: list[int], output: int, *, shares: bool) -> tuple[
 
 
 def _restored(x: Any, y: Any) -> tuple[Any, Any, int]:
-    """MiniCache of two tensors [1, G, N, D] as the paper has it, in float64, token by token."""
+    """Two tensors [1, G, N, D] after MiniCache as in the paper, in float64; pairs not shared."""
     below, own = x.double(), y.double()
     u, v = below / below.norm(dim=-1, keepdim=True), own / own.norm(dim=-1, keepdim=True)
     angle = (u * v).sum(-1, keepdim=True).clamp(-1, 1).acos()

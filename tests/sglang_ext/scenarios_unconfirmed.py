@@ -1,7 +1,7 @@
 """Scenarios for `test_unconfirmed.py`: `python scenarios_unconfirmed.py NAME OUT.json MODEL '{}'`.
 
-Each runs one real scheduler (see in_process.py) and writes what it saw as JSON; the assertions are
-the tests'.
+Each runs one real scheduler (see in_process.py) and writes its observations as JSON, on which the
+tests make assertions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ OUTPUT = 6
 
 
 def outcomes(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Answers to prompts of which some make the model compute what is not finite.
+    """Answers to sound prompts, alone and beside poisoned prompts, and the order of events.
 
-    Sound ones together, and again beside as many poisoned ones; and what happened, in order.
+    A poisoned prompt makes the model compute tensors that are not finite.
     """
     policies = flags.pop("policies")
     driver = start(model, policies, flags)
@@ -53,7 +53,7 @@ def outcomes(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def chunks(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """What happens, in order, with a prompt in two chunks."""
+    """The order of events for a prompt in two chunks."""
     driver = start(model, {"snapkv": ["capacity=48", "window=16"]}, flags)
     events = _events(driver)
     driver.send("long", prompt(200, 1), policy="snapkv", max_new_tokens=4)
@@ -62,8 +62,13 @@ def chunks(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(driver: Driver) -> list[str]:
+<<<<<<< HEAD:tests/sglang_ext/scenarios_unconfirmed.py
     """Forwards as they begin, and confirmations with what is private to the request then."""
     from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
+=======
+    """Notes forwards as they begin, and confirmations: whether private before and after."""
+    from kvpolicy.sglang_ext.forward.foreseen import Foreseen
+>>>>>>> 950f2b6 (Words: scenarios of the scheduler and examples read at the first time):tests/sglang_ext/scenarios_foreseen.py
     from kvpolicy.sglang_ext.runtime import Runtime
 
     events: list[str] = []
@@ -84,7 +89,11 @@ def _events(driver: Driver) -> list[str]:
 
 
 def misjudged(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+<<<<<<< HEAD:tests/sglang_ext/scenarios_unconfirmed.py
     """A request whose lists keep another number of entries than was known ahead."""
+=======
+    """A request whose lists keep a different number of entries than foreseen."""
+>>>>>>> 950f2b6 (Words: scenarios of the scheduler and examples read at the first time):tests/sglang_ext/scenarios_foreseen.py
     from kvpolicy.sglang_ext.request.request import Served
 
     said: list[str] = []
@@ -115,7 +124,7 @@ def _served(driver: Driver, kind: type) -> list[Any]:
 
 
 def aborted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """Requests of which one is aborted before the result of its prompt is processed."""
+    """Three requests, one of which is aborted before its prompt's result is processed."""
     driver = start(model, {"snapkv": ["capacity=48", "window=16"]}, flags)
     events = _events(driver)
     for i in range(3):

@@ -1,16 +1,16 @@
-"""Policies and an experiment that several tests serve."""
+"""Policies and an experiment used by several tests."""
 
 OF_EVERY_CLASS = {
     "snapkv": ["capacity=48", "window=16"],
     "lava": ["capacity=48"],
     "h2o": ["heavy=20", "window=20"],
     "d2o": ["rate=0.4"],
-    "streamingllm": ["start=2", "window=30"],  # rotates what stays
+    "streamingllm": ["start=2", "window=30"],  # rotates entries that stay
     "cam": ["start=2", "window=30", "reach=4"],  # and merges
     "fastkv": ["capacity=40"],
     "minicache": ["start=0", "t=0.6", "gamma=0.05"],
 }
-# Of which a layer's lists outgrow their pages.
+# A policy with one layer whose lists outgrow their pages.
 GROWING = """policy: growing
 language: 1
 about: A test, of which one layer stays whole while it decodes.
@@ -21,7 +21,7 @@ decode:
 
 
 def trial(policy, tight):
-    """An experiment of which one arm serves a policy that drops nothing, another a tight one."""
+    """An experiment: one arm's policy drops nothing, another's has a capacity of `tight`."""
     return {
         "experiment": "trial",
         "targeting_key": ["header:x-key"],

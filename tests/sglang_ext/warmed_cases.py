@@ -39,17 +39,17 @@ LENGTHS = (
     1000, 1024, 1041, 2000, 2048, 3333, 4096, 4097, 8000, 8192, 8209, 16384, 20001, 32768, 32784,
     65536, 100003, 131072,
 )  # fmt: skip
-FOLDED = (1041, 8192, 131072)  # prompts that also decode
+FOLDED = (1041, 8192, 131072)  # lengths of prompts that also decode
 SHAPE = ModelShape(4, 32, 8, 128)
-CHUNK = 32768  # tokens of a prompt that are computed at once
+CHUNK = 32768  # tokens of a prompt's chunk
 TOGETHER = (1, 3)  # requests that fold together
-RUNNING = 200  # requests that decode at once at most
-# By policy, step, prompt, and whether entries leave: the next such step from that one on.
+RUNNING = 200  # most requests that decode at once
+# (policy, step, prompt, whether entries leave) -> the next such step from `step` on.
 _NEXT: dict[tuple[str, int, int, bool], int] = {}
 
 
 def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
-    """A prompt's layers, in chunks where the policy adds up what chunks say."""
+    """Scores a prompt's layers, in chunks if the policy accumulates over chunks."""
     run, bound = policy.program.start(tokens), policy.bound
     first = tokens // CHUNK * CHUNK if policy.program.accumulates else 0
     layer, there, slots = 0, None, empty(tokens, dtype=torch.int64)
@@ -63,8 +63,7 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
     while layer < SHAPE.layers:
         number = tokens if there is None else len(there)
         own = slots if there is None else slots[there]
-        # Rows of a forward in which another request comes first, of all query heads that read
-        # the KV heads here.
+        # Rows of a forward with another request first, for all query heads of this rank's KV heads.
         heads = empty(3 + number, parts.arena.kv_heads * SHAPE.group, SHAPE.head_dim)[3:]
         if first and there is None and run.size == tokens:
             for end in range(CHUNK, first + 1, CHUNK):
@@ -87,7 +86,7 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
 
 
 def take_rows(parts: SimpleNamespace, policy: Served, number: int, chosen: int) -> None:
-    """Rows between two layers, of a request that is not the batch's first."""
+    """Takes and puts rows between two layers, of a request that is not the batch's first."""
     hidden = [empty(3 + number, HIDDEN)[3:] for _ in range(2)]
     narrow = [empty(3 + number, dtype=torch.int64)[3:] for _ in range(3)]
     policy.kernels.take_rows([*hidden, *narrow], empty(chosen, dtype=torch.int64))
@@ -97,7 +96,7 @@ def take_rows(parts: SimpleNamespace, policy: Served, number: int, chosen: int) 
 
 
 def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> State:
-    """What follows a prompt: a copy of KEPT entries of each list, and what decoding remembers."""
+    """Compresses after a prompt: a copy with KEPT entries per list, and the state for decode."""
     kept = torch.stack(run.finish(wait=False))
     counts = torch.full((SHAPE.layers, SHAPE.kv_heads), KEPT)
     slots = empty(run.size, dtype=torch.int64)
@@ -115,10 +114,10 @@ def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> Stat
 
 
 def fold(parts: SimpleNamespace, states: list[State], wide: bool) -> None:
-    """Requests of one prompt's length: decode steps, and twice such after which entries leave.
+    """Takes requests of one prompt length through STEPS decode steps, and twice to a fold.
 
     Args:
-        wide: lists outgrow their pages.
+        wide: whether lists outgrow their pages.
     """
     table = empty(ROWS, 200_000, dtype=torch.int32)
     for turn in range(1, 4):
@@ -141,7 +140,7 @@ def fold(parts: SimpleNamespace, states: list[State], wide: bool) -> None:
 
 
 def before(state: State, *, leaves: bool) -> int:
-    """Decode steps before the next ones after which entries leave, or do not."""
+    """Decode steps before the next STEPS at whose end entries leave, or do not."""
     first, bound = state.memory.generated + STEPS, state.served.bound
     asked_for = (state.served.name, first, state.memory.prompt, leaves)
     if asked_for not in _NEXT:
@@ -152,7 +151,7 @@ def before(state: State, *, leaves: bool) -> int:
 
 
 def serve(parts: SimpleNamespace, policy: Served) -> None:
-    """Prompts of all lengths, some of which decode, alone and together."""
+    """Serves prompts of all lengths, some of which decode, alone and together."""
     for tokens in LENGTHS:
         run = prefill(parts, policy, tokens)
         state = compress(parts, policy, run, 0)
@@ -170,7 +169,7 @@ def serve(parts: SimpleNamespace, policy: Served) -> None:
 
 
 def missing(name: str, ranks: int) -> tuple[int, list[str]]:
-    """How many kernels warming asks for, and which serving asks for besides, on one of ranks."""
+    """Number of kernels that warming asks for, and those that only serving asks for, on a rank."""
     parts: list[Any] = []
 
     def begin() -> None:
@@ -185,7 +184,7 @@ def missing(name: str, ranks: int) -> tuple[int, list[str]]:
 
 
 def attention(ranks: int, *, pairs: bool) -> tuple[int, list[str]]:
-    """The same of the attention of decode steps and resumed requests."""
+    """As `missing`, for attention of decode steps and resumed requests."""
     parts: list[Any] = []
     heads, size = SHAPE.heads // ranks, SHAPE.head_dim
 
