@@ -1,6 +1,6 @@
-"""The benchmarks and the demo run at toy sizes and check their own results, so they do not rot.
+"""The benchmarks and the demo run at toy sizes and check their own results.
 
-No time is compared here.
+No times are compared.
 """
 
 import importlib.util
@@ -33,14 +33,14 @@ subprocess.run([sys.executable, "-S", "-c", paths + code], check=True)
 
 
 def run(*words, timeout=600):
-    """Output of a script; it is a fork, and so are its servers."""
+    """Output of a script, run as a fork, as are its servers."""
     result = forked.run([sys.executable, *words], cwd=ROOT, timeout=timeout)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
 
 
 def rows(output):
-    """Cells of the table's lines after its header."""
+    """Cells of a table's rows, without the header."""
     lines = [line for line in output.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -67,7 +67,7 @@ def test_demo_experiment(tmp_path):
 
 
 def test_quality(tmp_path):
-    """Every part at its smallest: table, conversations, variants, layers, and going on."""
+    """Every part at its smallest: table, conversations, variants, layers, and resumption."""
     names = "snapkv,sinks-recent,h2o,minicache"
     words = ("--policies", names, "--budgets", "0.25", "--tasks", "niah,kv", "--samples", "6")
     sizes = ("--length", "128", "--turn-budgets", "0.25", "--turn-samples", "2", "--layers", "0")
@@ -137,7 +137,7 @@ METHODS = ("fastkv", "gemfilter", "streamingllm", "d2o", "roco", "minicache")
 
 @pytest.fixture(scope="module")
 def beside_stock(tmp_path_factory):
-    """What the benchmarks print that compare with the same stock server: they share it."""
+    """Rows of the benchmarks that compare with the same stock server, which they share."""
     folder = tmp_path_factory.mktemp("together")
     once, methods = "--rounds 1 --batch 2", f"--policies {','.join(METHODS)}"
     result = forked.run(
@@ -231,7 +231,7 @@ def test_experiment_overhead():
 
 @pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
 def test_gateway():
-    """By cache-aware routing more of the prompts is found, beside a policy as without one."""
+    """Cache-aware routing has the higher hit rate, with a policy as without one."""
     words = ("--policies", "snapkv", "--groups", "6", "--turns", "4", "--shared", "120")
     made = {(row[0], row[1]): float(row[4]) for row in rows(run("benchmarks/gateway.py", *words))}
     for policy in ("none", "snapkv"):
@@ -240,7 +240,7 @@ def test_gateway():
 
 
 def test_host_model():
-    """What is expected of a fold is what is asked for, else it stops; of time only that it is."""
+    """The benchmark itself checks operations of a fold; of times only their presence is checked."""
     words = ("--prefills", "snapkv", "--folds", "h2o,d2o", "--sizes", "3x2", "--requests", "1,3")
     made = rows(run("benchmarks/host_model.py", *words, "--rounds", "2"))
     assert [(row[0], row[1], row[3]) for row in made] == [
@@ -315,7 +315,7 @@ def test_kernels(tmp_path):
 
 
 def test_alternatives_to_decode_attention():
-    """Each reads the lists that it is timed over; FlashInfer is not here, a stand-in is."""
+    """Each reads the lists that it is timed over, with a stand-in for FlashInfer."""
     said = run("tests/alternatives.py")
     for name in ("page 1", "page 16", "whole cache", "ragged", "SGLang", "FlashAttention"):
         assert name in said
@@ -323,7 +323,7 @@ def test_alternatives_to_decode_attention():
 
 
 def test_kernels_of_named_sizes_have_their_targets():
-    """At the sizes of the targets, which a CPU does not reach, the plan asks for them first."""
+    """At the sizes of the targets, too large for a CPU, the plan has them first."""
     lines = run("benchmarks/kernels.py", "--list").splitlines()
     assert sorted(lines[:4]) == [
         "compaction 32768",

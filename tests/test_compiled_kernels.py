@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU: the table of them, and whether an older Triton compiles them."""
+"""Kernels compiled without a GPU: their table, and compilation by an older Triton."""
 
 from __future__ import annotations
 

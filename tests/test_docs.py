@@ -1,4 +1,4 @@
-"""The documents are true: links lead somewhere, policies check, commands run."""
+"""The documents are true: links resolve, policies are accepted, commands run."""
 
 import re
 import shlex
@@ -93,7 +93,7 @@ def test_the_error_in_the_guide_is_what_check_prints():
 
 
 def test_what_the_guide_says_of_pooling(tmp_path):
-    """The positions in section 4."""
+    """The guide's positions, in section 4."""
     import json
 
     tensors = str(tmp_path / "prompt.npz")

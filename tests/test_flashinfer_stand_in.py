@@ -1,4 +1,4 @@
-"""The stand-in for FlashInfer beside flashinfer's own source, where that is installed.
+"""The stand-in for FlashInfer compared with flashinfer's source, if installed.
 
 The package cannot be imported without CUDA. Its wrapper for decode attention is Python: it is read
 from the source and run, with torch in place of the compiled module that it calls.
@@ -32,12 +32,12 @@ def source(name):
 
 
 def functions(body):
-    """The last function of each name: those before it are overloads."""
+    """The last function of each name, as those before it are overloads."""
     return {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
 
 
 def parameters(function):
-    """Names, and those that have a default."""
+    """Names of parameters, and of those with a default."""
     spec = function.args
     every = [*spec.posonlyargs, *spec.args]
     with_default = [each.arg for each in every[len(every) - len(spec.defaults) :]]
@@ -77,7 +77,7 @@ def test_arguments_of_functions(name, file):
 
 @pytest.mark.parametrize("kind", ["Paged", "Ragged"])
 def test_arguments_of_the_prefill_wrappers(kind):
-    """As many as SGLang gives them."""
+    """Those that SGLang passes."""
     name = f"BatchPrefillWith{kind}KVCacheWrapper"
     [theirs] = [x for x in source("prefill.py").body if getattr(x, "name", None) == name]
     methods = functions(theirs.body)
@@ -87,7 +87,7 @@ def test_arguments_of_the_prefill_wrappers(kind):
 
 
 class Module:
-    """What FlashInfer compiles: the plan is the lengths, and attention is torch's."""
+    """Replaces FlashInfer's compiled module: the plan holds lengths, torch computes attention."""
 
     def __init__(self, simple):
         self.simple = simple
@@ -120,7 +120,7 @@ def _decorators(node):
 
 
 def real_wrapper():
-    """FlashInfer's class, from its source."""
+    """FlashInfer's wrapper class, made from its source."""
     [theirs] = [x for x in source("decode.py").body if getattr(x, "name", None) == DECODE]
     theirs.body = [each for each in theirs.body if "overload" not in _decorators(each)]
     for each in theirs.body:
@@ -166,7 +166,7 @@ def real_wrapper():
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("tensor_cores", [False, True])
 def test_the_wrapper_of_the_package_reads_private_pages(monkeypatch, captured, tensor_cores):
-    """Its own checks, copies and order of arguments, between what plans here and the kernels."""
+    """With its own checks, copies and order of arguments, between our plans and the kernels."""
     from decode_cases import assert_exact
     from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
     from test_decode_attention import MIXED, case

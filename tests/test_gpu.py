@@ -1,4 +1,4 @@
-"""The torch programs and kernel references give on a GPU what they give on the CPU.
+"""Torch programs and kernel references give the same on a GPU as on the CPU.
 
 Kernels beside their references: tests/kernels and tests/executions, which a GPU runs compiled. A
 server on a GPU: test_gpu_server.py.
@@ -206,7 +206,7 @@ def test_compaction_of_all_layers():
 
 
 def _decode_batch(device: str, dtype: torch.dtype = torch.float32) -> tuple:
-    """What `decode_attention` takes: a compressed request and a plain one, 19 + 60 entries."""
+    """Arguments of `decode_attention`: a compressed request and a plain one, 19 + 60 entries."""
     generator = torch.Generator().manual_seed(0)
     storage = torch.randn(2, 2, 64, 2, 64, generator=generator).to(dtype)
     q = torch.randn(2, 8, 64, generator=generator).to(dtype)
@@ -232,7 +232,7 @@ def test_decode_attention():
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_flashinfer_reads_private_pages_in_a_graph_and_without(dtype, group):
-    """A captured batch is planned again: other lists, none, another order; and tails are merged."""
+    """A captured batch is planned again for other lists, none, another order; tails are merged."""
     flashinfer = pytest.importorskip("flashinfer")
     q, storage, tables, rows, lengths, table = _decode_batch("cuda", dtype)
     q = q[:, : 2 * group]

@@ -31,7 +31,7 @@ gpu_sections.SECTIONS.clear()
 @pytest.mark.server
 @pytest.mark.slow
 def test_every_section(tmp_path):
-    """Each runs to its end, its figures are on the page, and a CPU gets no verdict."""
+    """Each section runs to its end and has figures on the page; a CPU gets no verdict."""
     command = [sys.executable, "benchmarks/gpu_report.py", "--toy", "--together"]
     command += ["--out", str(tmp_path)]
     result = forked.run(command, cwd=ROOT, timeout=600)
@@ -79,7 +79,7 @@ def test_every_section(tmp_path):
 
 @pytest.fixture
 def goals(monkeypatch):
-    """What judges figures."""
+    """The module benchmarks/gpu_goals.py."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_goals
 
@@ -96,7 +96,7 @@ def test_nothing_is_judged_that_did_not_run(goals):
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA L40S", "NVIDIA B300", None])
 def test_what_is_expected_stands_beside_what_was_measured(goals, gpu):
-    """Of cells with an equal batch, of a crowd, of the host, of scoring; of a GPU in the table."""
+    """For cells with an equal batch, a crowd, the host and scoring, on a GPU in the table."""
     import gpu_expected
 
     model = "llama-3.1-8b"
@@ -146,13 +146,13 @@ def test_what_is_expected_stands_beside_what_was_measured(goals, gpu):
 
 
 def cell(server, share=1.0, tokens=4096, **figures):
-    """Of serving.py; twelve requests."""
+    """A cell of serving.py with twelve requests."""
     made = {"server": server, "share": share, "tokens": tokens, "requests": 12, "held": [share]}
     return {**made, "seconds": [1.0], "ttft": [1.0], "throughput": [1.0], "at_once": [2], **figures}
 
 
 def test_verdicts(goals):
-    """By hand: each figure beside its limit, of each model its own."""
+    """By hand: each figure against its limit, for each model."""
     crowd = [
         cell("stock SGLang"),
         cell("snapkv 50%", 0.5, throughput=[1.8], at_once=[4]),
@@ -202,7 +202,7 @@ def test_verdicts(goals):
 
 
 def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch, capsys):
-    """What is there already stays as it is."""
+    """Existing caches stay unchanged."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_cache
 
@@ -228,7 +228,7 @@ def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch, c
 
 
 def others(folder, *words, sections, status):
-    """The report's facts and page after a run of sections of one's own."""
+    """The report's facts and page after a run of the given sections."""
     lines = [
         f"section({name!r}, {seconds}, {text!r})" for name, (seconds, text) in sections.items()
     ]
@@ -267,7 +267,7 @@ bytearray(1 << 31)
 
 @pytest.mark.slow
 def test_sections_that_do_not_end_well(tmp_path):
-    """The others run; results and last lines stay; a resumed run repeats these only."""
+    """Other sections run; results and last lines are kept; a resumed run repeats only these."""
     sections = {"well": (60, WELL), "dies": (60, DIES), "hangs": (3, HANGS), "memory": (60, MEMORY)}
     facts, page = others(tmp_path, sections=sections, status=1)
     found = facts["sections"]

@@ -1,4 +1,4 @@
-"""A real server on a GPU, with the attention backends and CUDA graphs that it has by default.
+"""A real server on a GPU, with its default attention backends and CUDA graphs.
 
 Answers are compared with those of `torch_native` and the torch kernels, which define them, in the
 same half precision; where the tokens agree, their log-probabilities do.
@@ -73,7 +73,7 @@ def start(checkpoint, **flags):
 def answer(server, seed, policy):
     """Tokens, their log-probabilities and the policy's facts of one greedy answer.
 
-    Without a prefix in the cache: what is computed together decides how it is rounded.
+    Without a prefix hit, as the tokens computed together decide the rounding.
     """
     server.flush()
     rnd = random.Random(seed)
@@ -95,7 +95,7 @@ def answer(server, seed, policy):
 
 
 def answers(server, policy):
-    """Of all prompts, one after the other, so that batches are the same in every server."""
+    """Answers to all prompts, one after the other, so that batches are the same in every server."""
     return [answer(server, seed, policy) for seed in range(len(LENGTHS))]
 
 
@@ -113,9 +113,9 @@ def compared(found, wanted):
 
 @pytest.fixture(scope="module")
 def servers(checkpoint):
-    """All servers, started at once: by backend and reader, and the one that defines answers.
+    """All servers, started at once: one per backend and reader, and one that defines the answers.
 
-    Graphs, overlap and radix cache are as by default, but for that one.
+    Except for that one, graphs, overlap and radix cache are the defaults.
     """
     torch_only = {"attention_backend": DEFINITION, "kv_policy_kernels": "torch"}
     starting = {DEFINITION: start(checkpoint, **torch_only, disable_cuda_graph=True)}
@@ -129,7 +129,7 @@ def servers(checkpoint):
 
 @pytest.fixture(scope="module")
 def defined(servers):
-    """Answers by policy of the implementation that defines them."""
+    """Answers by policy of the defining server."""
     server = started(servers[DEFINITION])
     return {policy: answers(server, policy) for policy in (*POLICIES, "none")}
 
@@ -154,7 +154,7 @@ def test_answers_are_those_of_the_definition(server, defined, policy):
 
 
 def test_what_is_dropped_is_missed(server, defined):
-    """The comparison notices entries that are not read: answers with few of them are others."""
+    """The comparison notices missing entries: answers with few of them differ."""
     agree, _ = compared(answers(server, "snapkv"), defined["none"])
     assert agree < AGREE
 

@@ -1,6 +1,6 @@
 """The arrows between the folders: sglang_ext -> dsl, kernels, experiments; evaluation -> dsl,
 experiments; experiments -> dsl; nothing else imports sglang. Within a folder the packages stand in
-an order, and no files import each other in a circle.
+an order, and no files import each other in a cycle.
 """
 
 import ast
@@ -130,7 +130,7 @@ def test_kernels_is_not_a_regular_package():
 
 
 def test_launched_kernels_serve_arguments_of_any_size():
-    """What is launched, as `name[grid](...)`, is declared by `launch/kernel.py`."""
+    """Functions launched as `name[grid](...)` are declared by `launch/kernel.py`."""
     launched, declared = set(), set()
     for path in modules("kernels"):
         for node in ast.walk(ast.parse(path.read_text())):

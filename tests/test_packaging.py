@@ -1,4 +1,4 @@
-"""The wheel holds every folder, policy and grammar, and nothing at the top level but `kvpolicy`."""
+"""The wheel holds every folder, policy and grammar, and only `kvpolicy` at the top level."""
 
 import importlib.metadata
 import subprocess

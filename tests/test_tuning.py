@@ -26,7 +26,7 @@ def run(*words, **environment):
 
 
 def test_knobs_of_kernels(tmp_path):
-    """Every variant is checked; the choices of all kernels are written as wrappers read them."""
+    """Every variant is checked; choices of all kernels are written in the form wrappers read."""
     result = run("--topics", "tuning", "--write", str(tmp_path))
     assert result.returncode == 0, result.stderr[-4000:]
     output = result.stdout
@@ -79,7 +79,7 @@ def test_choices_that_cannot_be_written_are_said_before_the_measurement(tmp_path
 
 
 def facts_of_tuning(**medians):
-    """A run of one case whose calls took so many seconds, 10 % more or less."""
+    """Facts of a run with one case whose calls take these median seconds, 10 % more or less."""
     calls = {
         name: {"called": {"median": x, "p10": 0.9 * x, "p90": 1.1 * x}}
         for name, x in medians.items()
@@ -139,7 +139,7 @@ def test_what_was_chosen_serves_the_cases_after_it(tmp_path, monkeypatch):
 
 
 def test_a_tile_that_does_not_fit_with_lengths_is_no_variant():
-    """Those of pairs need more than what is timed."""
+    """Calls with pairs need more than the timed call."""
 
     def largest(tile):
         if tile.entries * tile.stages > 400:

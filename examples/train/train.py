@@ -212,7 +212,7 @@ class Run:
         return int(np.searchsorted(ends, self.step, side="right"))
 
     def rate(self) -> float:
-        """Factor on learning rates: warm-up, then the recipe's `rates` scaled to this run's steps."""
+        """Factor on learning rates: warm-up, then the recipe's `rates`, scaled to this run."""
         steps, factors = zip(*self.recipe.rates, strict=True)
         factor = float(np.interp(self.step / self.total * steps[-1], steps, factors))
         return min(1.0, (self.step + 1) / WARM_UP_STEPS) * factor

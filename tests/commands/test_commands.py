@@ -71,11 +71,11 @@ EXCHANGED = "Exchanged between ranks, where the model is divided over them (--tp
 
 
 def test_what_ranks_exchange(model, capsys):
-    """Of 4 layers and 2 KV heads float64 per list; per token of these where heads compete.
+    """4 layers, 2 KV heads: a float64 per list, or per token if heads compete.
 
-    How many entries a list keeps is said only where the prompt's length does not say it, and where
-    lists of different heads are gone on with. Whether the tensors that are read were finite is a
-    byte per KV head. Where ranks share KV heads, queries of 8 heads of 32 besides, of 2 bytes.
+    Counts of kept entries are exchanged only if the prompt's length does not decide them, and if
+    heads continue with lists of different lengths. Whether the tensors are finite is a byte per KV
+    head. If ranks share KV heads, queries of 8 heads of 32 are added, of 2 bytes each.
     """
     counts, finite, query = 4 * 2 * 8, 2, 4 * 8 * 32 * 2
     for name, settings, prefill, fold, queries in (

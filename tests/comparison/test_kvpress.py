@@ -16,7 +16,7 @@ compares with kvpress' reading of the method, written as a policy:
                    token and protects no recent ones; policies/h2o.yaml sums, and protects
     StreamingLLM   one cut of the prompt, as policies/sinks-recent.yaml; with its rerotation the
                    keys of the slot positions of policies/streamingllm.yaml
-    SimLayerKV     kvpress keeps as many recent tokens fewer as it asks last queries, and decides
+    SimLayerKV     kvpress keeps fewer recent tokens, by the number of last queries, and decides
                    nothing for prompts that would lose less
     CaM            kvpress drops by the scores of another press, averaged over the KV heads, and
                    merges only as many entries as were decoded since the last drop;
@@ -54,7 +54,7 @@ def tensors(request):
 
 
 class Attention(torch.nn.Module):
-    """What a press sees of a model's attention layer: queries come out as they go in."""
+    """The part of an attention layer that a press reads; queries come out as they go in."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Attention(torch.nn.Module):
 
 
 def by_kvpress(press, tensors, attentions: bool = False) -> list[list[list[int]]]:
-    """Positions that a press keeps, found by the values, which no press changes here."""
+    """Positions that a press keeps, identified by the values, which no press changes."""
     kept = []
     for layer, (q, k, v) in enumerate(zip(*map(torch.tensor, tensors), strict=True)):
         module, tokens = Attention(layer), k.shape[1]
@@ -102,7 +102,7 @@ def _positions(rows: torch.Tensor, kept: torch.Tensor) -> list[int]:
 
 
 def by_policy(policy, execution, tensors, **settings) -> list[list[list[int]]]:
-    """Positions that a policy keeps: the name of a shipped one, or rules."""
+    """Positions kept by a policy, given by the name of a shipped one or by its sections."""
     header = "policy: a-test\nlanguage: 1\nabout: a test\n"
     source = Source("a-test.yaml", header + policy) if "\n" in policy else policy
     shape = ModelShape(LAYERS, HEADS, KV, SIZE)

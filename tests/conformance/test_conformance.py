@@ -1,6 +1,6 @@
-"""Expressions and their values, for any execution; the cases stand in the YAML files here.
+"""Expressions and their values in every execution; cases are in the YAML files of this folder.
 
-`x` of a case stands in the values (head size 1), so that `x` is `sum[dim](value)`.
+`x` of a case is put into the values (head size 1), so that `x` is `sum[dim](value)`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _cases():
 
 
 def _array(given: object, rank: int) -> np.ndarray:
-    """Numbers with leading dimensions added until there are `rank`."""
+    """An array with leading dimensions of 1 added up to `rank`."""
     values = np.asarray(given, dtype=np.float64)
     return values.reshape((1,) * (rank - values.ndim) + values.shape)
 

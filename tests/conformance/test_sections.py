@@ -21,7 +21,7 @@ def bound_to(text: str, layers: int, heads: int, kv: int, size: int, interval: i
 
 
 def applied(text, execution, v, v_step=(), *, k=None, k_step=None, interval=1, inv_freq=None):
-    """The result with values [L, G, N, D], without queries; steps [T, L, G, D]."""
+    """The result for values [L, G, N, D], steps [T, L, G, D], and queries of zeros."""
     v = np.asarray(v, np.float32)
     k = np.zeros_like(v) if k is None else np.asarray(k, np.float32)
     layers, kv, _, size = v.shape

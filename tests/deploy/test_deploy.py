@@ -1,4 +1,4 @@
-"""The files of examples/deploy: they parse, fit each other, and name what there is."""
+"""The files of examples/deploy parse, fit each other, and name things that exist."""
 
 import argparse
 import re
@@ -331,7 +331,7 @@ def test_commands_of_the_readme_make_the_keys_that_are_used():
 
 
 def test_the_image_gets_the_whole_package(tmp_path):
-    """What `server.Dockerfile.dockerignore` lets through makes the same wheel."""
+    """Files that `server.Dockerfile.dockerignore` lets through make the same wheel."""
     lines = (DEPLOY / "server.Dockerfile.dockerignore").read_text().splitlines()
     for name in [line[1:] for line in lines if line.startswith("!")]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -1,4 +1,4 @@
-"""SGLang's gateway `smg` before two replicas with policies and an experiment; one of them dies."""
+"""SGLang's gateway `smg`: two replicas with policies and an experiment, one of which dies."""
 
 import contextlib
 import importlib.util
@@ -32,7 +32,7 @@ TEXT = "the quick brown fox jumps over the lazy dog " * 20
 
 @pytest.fixture(scope="module")
 def gateway(monkeypatch_module):
-    """The benchmark's."""
+    """The module benchmarks/gateway.py."""
     monkeypatch_module.syspath_prepend(str(ROOT / "benchmarks"))
     import gateway
 
@@ -47,7 +47,7 @@ def monkeypatch_module():
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory, gateway):
-    """Two replicas, and a gateway that sends a key where it was sent before."""
+    """Two replicas, and a gateway that sends a key's requests to the same replica."""
     from kvpolicy.evaluation.serving import serve
 
     file = tmp_path_factory.mktemp("experiment") / "experiment.yaml"
@@ -67,7 +67,7 @@ def stack(tmp_path_factory, gateway):
 
 
 def asked(stack, gateway, user, begins):
-    """Which replica a user's request was sent to, and which arm it got."""
+    """The replica to which a user's request was sent, and its arm."""
     answer = gateway.ask(stack.url, f"{begins} {TEXT}", None, x_smg_routing_key=user)
     assert answer.status_code == 200, answer.text
     facts = answer.json()["meta_info"]["kv_policy"]
@@ -75,7 +75,7 @@ def asked(stack, gateway, user, begins):
 
 
 def test_keys_are_sticky_and_survive_a_replica(stack, gateway):
-    """A key's requests go to one replica; when it has died, to the other one, in the same arm."""
+    """A key's requests go to one replica and, after its death, to the other, in the same arm."""
     before = {user: asked(stack, gateway, user, user) for user in USERS}
     replicas = {where for where, _ in before.values()}
     assert {arm for _, arm in before.values()} == {"control", "tight"}

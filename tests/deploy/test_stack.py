@@ -1,7 +1,7 @@
 """The compose stack without containers: two replicas on a CPU, `smg` and Prometheus.
 
 Options, rules and queries are those of examples/deploy; only addresses, intervals and the share of
-requests that take part are others.
+requests that take part differ.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ PATIENCE = 180  # seconds; a machine may be busy
 
 
 def until(holds, what):
-    """The first true answer of `holds`."""
+    """Waits for and returns the first true result of `holds`."""
     end = time.monotonic() + PATIENCE
     while True:
         with contextlib.suppress(requests.ConnectionError):
@@ -51,7 +51,7 @@ def until(holds, what):
 
 @contextlib.contextmanager
 def running(command, log, ready):
-    """A process for the time of a `with` block, once its address answers."""
+    """A block in which a process runs, entered once its address answers."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -141,7 +141,7 @@ def post(url, path, text=TEXT, *, new=6, headers=None, stream=False, **more):
 
 
 def facts(response):
-    """What the answer says of its policy."""
+    """The policy facts of an answer."""
     assert response.status_code == 200, response.text
     return json.loads(response.headers["x-kv-policy"])
 
@@ -164,7 +164,7 @@ def test_a_key_has_one_arm_on_both_replicas_and_through_the_gateway(stack):
 
 
 def test_what_the_gateway_lets_through(stack):
-    """What the README of the example says of it."""
+    """As the README of the example states."""
     named = {"custom_params": {"kv_policy": "streamingllm"}}
     for path in ROUTES:
         found = facts(post(stack.gateway, path, **named))
@@ -198,7 +198,7 @@ def test_nobody_changes_anything_through_the_gateway(stack):
 
 
 def ask(stack, query):
-    """Samples of an instant query."""
+    """Samples of an instant query to Prometheus."""
     answer = requests.get(
         f"{stack.prometheus}/api/v1/query", params={"query": query}, timeout=60
     ).json()
@@ -208,8 +208,8 @@ def ask(stack, query):
 
 @pytest.fixture(scope="module")
 def traffic(stack):
-    """Requests of every kind while Prometheus looks: keys, streams, policies that are named."""
-    # The file is changed as a mounted one is; without a change nothing says that it is in use.
+    """Sends requests of every kind while Prometheus scrapes: keys, streams, named policies."""
+    # The file is changed as a mounted file would be; only a change shows that it is in use.
     stack.file.write_text(yaml.safe_dump({**stack.experiment, "coverage": "90 %"}))
 
     def one(i):
@@ -250,7 +250,7 @@ def concrete(query):
 
 
 def has_data(stack, query):
-    """Whether a query is answered with at least one number."""
+    """Whether the answer to a query has at least one finite number."""
     return any(math.isfinite(float(each["value"][1])) for each in ask(stack, query))
 
 
@@ -308,7 +308,7 @@ def test_no_alert_fires_without_a_cause(stack):
 
 @pytest.mark.usefixtures("traffic")
 def test_an_abort_is_alerted(stack, monkeypatch):
-    """By the command of the README, on one replica: it fires, and they are said to disagree."""
+    """By the README's command, on one replica: this alert fires, and that of disagreement."""
     monkeypatch.setenv("SGLANG_ADMIN_KEY", "SGLANG_ADMIN_KEY")
     monkeypatch.setenv("SGLANG_API_KEY", "SGLANG_API_KEY")
     command = [sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", "experiment", "abort"]

@@ -1,4 +1,4 @@
-"""Arithmetic that all executions share, held against the rationals of definition.py."""
+"""Arithmetic that all executions share, compared with the rationals of definition.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bound(text: str, **settings: str) -> Bound:
 
 
 def names_of(**more: int | Fraction):
-    """What names are worth at a layer, for the definition."""
+    """Values of names by layer, for `Definition`."""
     fixed = {name: Fraction(x) for name, x in {**SIZES, **more}.items()}
     values = {name: lambda layer, x=x: x for name, x in fixed.items()}
     return {**values, "layer": Fraction}
@@ -122,7 +122,7 @@ DATA = (("name", "x"), ("name", "x"), ("name", "x"))
 
 
 def as_float64(x: Fraction) -> None:
-    """Leaves out what float64 would round or snap, and what float32 would."""
+    """Raises OutOfReach for numbers that float64 or float32 would round or snap."""
     bits = x.denominator.bit_length() - 1
     exact = x.denominator == 1 << bits and bits < 20 and abs(x.numerator) < 1 << 20
     if not exact:
@@ -136,7 +136,7 @@ def as_float64(x: Fraction) -> None:
     st.integers(-4, 4),
 )
 def test_expressions_of_data_are_the_same_numbers(tree, data, p):
-    """The interpreter: rationals where no data decide, float64 beside them."""
+    """The interpreter takes rationals where no data decide, and float64 elsewhere."""
     at_layers = {"x": lambda layer: Fraction(data[layer], 4)}
     definition = Definition(
         names_of(p=p) | at_layers, SHAPE.layers, as_float64, frozenset(at_layers)
@@ -189,7 +189,7 @@ def _shown(x: Fraction | float) -> str:
 
 
 def _limits(op: str, a, b) -> Fraction | float:
-    """Of numbers one of which is infinite; what would not be a number is 0."""
+    """Result for numbers of which one is infinite; 0 instead of NaN."""
     x, y = float(a), float(b)
     if op == "max" or op == "min":
         return (max if op == "max" else min)(x, y)

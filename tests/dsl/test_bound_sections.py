@@ -1,4 +1,4 @@
-"""Binding of decode rules, states, propagation and sharing: what executions and servers ask for."""
+"""Binding of decode rules, states, propagation and sharing, as executions and servers use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, and no traceback whatever the input."""
+"""The command line: exit codes, messages, and no traceback for any input."""
 
 import json
 import os
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run(*arguments, **options):
-    """`kvpolicy` as a process of its own."""
+    """Runs `kvpolicy` in its own process."""
     command = [sys.executable, "-m", "kvpolicy.dsl.tools.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
@@ -102,7 +102,7 @@ def test_check_folder(tmp_path, capsys):
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
-    """Nothing waits for a pipe, and no link is followed for ever."""
+    """No command waits for a pipe or follows a link forever."""
     pipe, loop, nowhere = (tmp_path / name for name in ("pipe", "loop.yaml", "nowhere.yaml"))
     os.mkfifo(pipe)
     loop.symlink_to(loop)
@@ -154,7 +154,7 @@ def test_settings_that_are_no_values(value, message, capsys):
 
 
 def test_windows_without_queries_are_explained(file, capsys):
-    """Where they follow from a short prompt."""
+    """If they follow from a short prompt."""
     path = file("policy: x\nlanguage: 1\nscore: |\n  sum[head, query](attn(recent(0.1 * prompt)))\n"
                 "keep: top(score, 4)\n")  # fmt: skip
     model = DOCS.parent / "examples" / "model-tiny"
@@ -181,7 +181,7 @@ def test_broken_pipe_is_silent():
 
 
 def test_check_needs_no_heavy_module(file):
-    """Whole process: what executes policies is not imported, and no parser is made."""
+    """In a whole process, no module that executes policies is imported, and no parser is built."""
     script = (
         "import sys\nfrom kvpolicy.dsl.syntax import grammar\n"
         "from kvpolicy.dsl.tools.cli import main\n"
@@ -233,7 +233,7 @@ def test_schema_and_docs_go_to_files(tmp_path, capsys):
     ("command", "name"), [("docs", "reference.md"), ("schema", "policy.schema.json")]
 )
 def test_generated_documents_are_current(command, name):
-    """After a change of the tables: `kvpolicy docs --out docs/reference.md`, and so on."""
+    """After a change of the tables, run `kvpolicy docs --out docs/reference.md`, and so on."""
     assert main([command, "--out", str(DOCS / name), "--check"]) == 0
 
 

@@ -1,8 +1,8 @@
-"""Policy files with one defect each, and the exact message; and files that are well.
+"""Policy files with one defect each and its exact message; and files without defects.
 
-`bad/NAME.yaml` has one defect, `bad/NAME.txt` is what `kvpolicy check` says. The name begins with
-the defect's code. After an intended change of a message, write the new text to the file. Files that
-are well: the shipped ones, and in `good/` those that no server carries yet and one of an author's.
+`bad/NAME.yaml` has one defect, `bad/NAME.txt` is the output of `kvpolicy check`. The name begins
+with the defect's code. After an intended change of a message, write the new text to the file. Files
+without defects: the shipped ones, and in `good/` some that are not served yet and one by an author.
 """
 
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_unserved_sentences_name_the_feature(text, what):
     ],
 )
 def test_decode_may_read_what_looked_at_other_layers(let):
-    """A number without tokens: decode has neither the other layers nor `attn(all)`."""
+    """A number without a token axis: decode sees neither other layers nor `attn(all)`."""
     text = (
         "policy: a-test\nlanguage: 1\nabout: a test\nscore: norm1[dim](key)\nlet:\n"
         f"  total: sum[kv, token](norm1[dim](key))\n  most: {let}\nkeep: all\n"

@@ -1,4 +1,4 @@
-"""What a policy costs beside a prefill, and the limit on it."""
+"""Cost of a policy relative to a prefill, and its limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_work_takes_as_long_as_what_it_has_most_of():
 
 
 def test_a_decode_step():
-    """Every request is multiplied by the weights, which are read once, and reads its entries."""
+    """Weights are read once and multiply every request, which reads its own entries."""
     weights = 4 * 32 * (2 * 32 + 2 * 16 + 3 * 64) + 32 * 100
     entries = 3 * 50  # of three requests, each for two query heads
     assert SMALL.decode_work(3, 50) == Work(
@@ -79,7 +79,7 @@ def test_a_prefill():
 
 
 def test_a_window():
-    """A layer: passes over the keys, the softmax, the sum; no pair with a later token."""
+    """One layer: passes over the keys, softmax and sum; later tokens are not counted."""
     bound = policy("score: sum[head, query](attn(recent(3)))\nbudget: 5\nkeep: top(score)\n", SMALL)
     pairs = 4 * (3 * 10 - 3)
     keys, queries = 4 * 2 * 10 * 8, 4 * 4 * 3 * 8
@@ -139,7 +139,7 @@ def test_the_place_of_what_takes_longest():
 
 
 def test_windows_of_their_own():
-    """A policy that looks at all pairs once pays for it once."""
+    """A policy that reads all pairs pays for them once."""
     text = "score: sum[head, query](attn(all)) + sum[head, query](attn(recent(2)))\nbudget: 9\n"
     one, both = (
         cost(policy(each + "keep: top(score)\n", SMALL), SMALL, 1000).parts[0].work.matrix
@@ -186,7 +186,7 @@ def test_nothing_that_tensors_decide_costs_nothing():
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies_on_a_usual_model(name):
-    """None takes as long as the prefill itself, at any length."""
+    """None takes as long as the prefill, at any length."""
     bound = policy(name)
     shares = [cost(bound, LLAMA, tokens).share for tokens in (1, 100, 8192, 131072)]
     print(f"{name}: " + ", ".join(f"{share:.3%}" for share in shares))

@@ -1,4 +1,4 @@
-"""Rounding, shares, clusters and the hash that all executions share, by definition.py."""
+"""Rounding, shares, clusters and hash, common to all executions, beside definition.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_snap(x):
 
 @given(finite | rationals, st.integers(0, 2**40))
 def test_counts(x, most):
-    """Floored, from 0 to as many as there are."""
+    """Floored, and clamped from 0 to the number of entries."""
     exact = x if isinstance(x, Fraction) else snapped(x)
     assert counts.whole(x, most) == min(most, max(0, math.floor(exact)))
     assert counts.floored(x) == math.floor(exact)
@@ -89,7 +89,7 @@ def spread(values: list[Fraction]) -> Fraction:
 
 
 def least_spread(values: list[int], k: int) -> Fraction:
-    """The least sum of squared distances to the means, of all ways to cut the sorted values."""
+    """The least sum of squared distances to means, over all cuts of the sorted values in k."""
     x = [Fraction(value) for value in sorted(values)]
     found = []
     for cuts in combinations(range(1, len(x)), k - 1):
@@ -110,7 +110,7 @@ def test_clusters(values, k):
 
 
 def mixed(seed: int, *parts: int) -> int:
-    """The hash in Python's own whole numbers."""
+    """The hash in Python's integers."""
     state = seed % 2**32
     for part in parts:
         state = (state + 0x9E3779B9 * (part + 1)) % 2**32

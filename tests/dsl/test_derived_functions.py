@@ -29,7 +29,7 @@ axes = st.sampled_from([("dim",), ("token",), ("kv", "token"), ("token", "dim")]
 
 
 def computed(text: str, key: np.ndarray, value: np.ndarray, there=None) -> np.ndarray:
-    """What the interpreter computes of an expression at a layer; NaN where it is absent."""
+    """An expression's values in the interpreter at a layer; NaN where absent."""
     file = f"policy: x\nlanguage: 1\nlet:\n  v: |\n    {text}\nkeep: all\n"
     program = load(Source("x.yaml", file)).require()
     bound = bind(program, ModelShape(1, G, G, D))
@@ -51,7 +51,7 @@ def places(over: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def rows(x: np.ndarray, over: tuple[str, ...], formula: Callable, *others: np.ndarray):
-    """A formula of flat vectors, applied along some axes; numbers or vectors come back."""
+    """Applies a formula for flat vectors along axes; it may return a number or a vector."""
     moved = [np.moveaxis(each, places(over), range(-len(over), 0)) for each in (x, *others)]
     kept, inner = moved[0].shape[: x.ndim - len(over)], moved[0].shape[x.ndim - len(over) :]
     flat = [each.reshape(-1, math.prod(inner)) for each in moved]
@@ -66,7 +66,7 @@ def close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def share(x: np.ndarray) -> np.ndarray:
-    """Parts of the whole."""
+    """Shares of the sum."""
     return np.array([each / math.fsum(x) for each in x])
 
 
@@ -93,7 +93,7 @@ def direction(x: np.ndarray) -> np.ndarray:
 
 
 def turn(x: np.ndarray, y: np.ndarray) -> float:
-    """The angle between two vectors, by Kahan; a right one where a vector is 0."""
+    """The angle between two vectors, by Kahan; a right angle if one is 0."""
     a, b = direction(x), direction(y)
     if not length(x) or not length(y):
         return math.pi / 2
@@ -169,7 +169,7 @@ def test_angle(x, y):
 
 
 def on_the_arc(x: np.ndarray, y: np.ndarray, t: float) -> np.ndarray:
-    """From x turned towards y, in the plane of both, by the share t of their angle."""
+    """The direction of x turned towards y by the share t of their angle."""
     a, b = direction(x), direction(y)
     across = direction(b - a * np.dot(a, b))
     by = t * turn(x, y)

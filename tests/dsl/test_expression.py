@@ -1,4 +1,4 @@
-"""The saved parser is that of expr.lark, syntax trees are its trees, spans are exact."""
+"""The saved parser equals that of expr.lark, syntax trees equal its trees, spans are exact."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -48,7 +48,7 @@ def scalars(node):
 
 
 def expressions():
-    """Everything in the good files that reads as an expression, and the derived functions."""
+    """All scalars in the good files that parse as expressions, and the derived functions."""
     for path in GOOD:
         source = Source(path.name, path.read_text(encoding="utf-8"))
         for scalar in scalars(read_yaml(source, lambda d: None)):
@@ -108,7 +108,7 @@ def plain(tree):
 
 
 def mixed_chain(tree):
-    """Whether a tree of Lark has a chain of two directions, which the grammar cannot tell."""
+    """Whether a tree of Lark has a chain in two directions, which the grammar cannot refuse."""
     if not isinstance(tree, tuple):
         return False
     signs = tree[2][0] + tree[4][0] if tree[0] == "chain" else "<<"
@@ -116,7 +116,7 @@ def mixed_chain(tree):
 
 
 def rows_by_path(lark):
-    """Rows of the parse table by the symbols that lead to their state: numbers of states differ."""
+    """Rows of the parse table by the symbols that lead to their state, as state numbers differ."""
     table = lark.parser.parser._parse_table
     paths = {table.start_states["start"]: ()}
     queue = list(paths)

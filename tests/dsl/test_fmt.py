@@ -15,7 +15,7 @@ FILES = [*sorted((Path(__file__).parent / "good").glob("*.yaml")), *shipped().va
 
 
 def shape(node):
-    """A node as a value that can be compared; names and places left out."""
+    """A node as a comparable value, without names and places."""
     if node is None:
         return None
     return (node.op, node.axes, node.value, str(node.type), tuple(shape(a) for a in node.args))
@@ -132,7 +132,7 @@ def test_texts_that_yaml_reads_as_something_else_keep_their_quotes(text):
 
 @pytest.mark.parametrize("character", ["\\u2028", "\\x85", "\\x07", "\\ufeff", "\\U000e0001"])
 def test_texts_that_cannot_be_shown_are_kept(character):
-    """Some of these end a line in YAML, where they stand as they are."""
+    """Some of these end a line in YAML if they are not escaped."""
     text = f'policy: x\nlanguage: 1\nabout: "one{character}😀two"\nkeep: recent(3)\n'
     formatted = format_policy(Source("x.yaml", text))
     one, other = (load(Source("x.yaml", each)).require().about for each in (text, formatted))

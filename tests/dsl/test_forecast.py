@@ -1,4 +1,4 @@
-"""What `explain --gpu` expects of a server, by hand."""
+"""Forecasts of `explain --gpu` for a server, compared with results by hand."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_short_prompts_of_small_models_are_bound_by_the_host():
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
-    """Whatever a policy does, something is expected of it, and memory limits nothing twice."""
+    """Every shipped policy has a forecast, and memory limits nothing twice."""
     found = expected(name, prompt=8192)
     for own in (found.full, found.policy):
         assert 0 < own.tpot < own.ttft

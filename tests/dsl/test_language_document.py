@@ -1,4 +1,4 @@
-"""docs/language.md is true: its files check, its table of codes is the checker's."""
+"""docs/language.md is true: its files are accepted, its table of codes is the checker's."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_links_lead_somewhere():
 
 
 def test_what_cannot_be_served_is_named():
-    """Each feature that the note of `kvpolicy check` can name stands in the document."""
+    """The document names each feature that the note of `kvpolicy check` can name."""
     section = TEXT[TEXT.index("## What is served today") : TEXT.index("## Files")]
     for path in sorted((BAD.parent / "good").glob("*.yaml")):
         for sentence in load(Source(path.name, path.read_text())).unserved:

@@ -1,4 +1,4 @@
-"""What binding makes of a parameter's text, range and default, by the rules of the document."""
+"""Binding of a parameter's text, range and default, by the rules of docs/language.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ UNITS = (None, "tokens", "layers", "ratio")
     st.integers(-16, 16).map(lambda x: Fraction(x, 4)),
 )
 def test_ranges(rules, default, value):
-    """Numbers of tokens and of layers are whole; a ratio is from 0 to 1 if it says nothing else."""
+    """Numbers of tokens and layers are whole; a ratio is from 0 to 1 by default."""
     shown = {**rules, "odd": "true" if rules["odd"] else None}
     pairs = [f"{key}: {_text(x)}" for key, x in shown.items() if x is not None]
     text = f"params:\n  p: {{default: {_text(default)}, {', '.join(pairs)}}}\n" + KEEP.format("p")
@@ -116,7 +116,7 @@ def test_defaults_of_sizes_and_other_parameters(tree, a):
 
 @given(numbers(SIZES, absent=False, across=False), st.integers(-5, 5))
 def test_require(tree, a):
-    """Refused where it is false: for the defaults at once, for overrides when they are bound."""
+    """A false condition is refused: for defaults by the check, for overrides by binding."""
     condition = (">", tree, ("number", "1"))
     holds = []
     for given_ in (0, a):

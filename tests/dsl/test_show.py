@@ -1,4 +1,4 @@
-"""`kvpolicy show`, and what `explain` says of kernels."""
+"""`kvpolicy show`, and the kernels that `explain` lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explained(capsys, model: str, policy: str) -> str:
 
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_policy_is_shown(model, capsys, name):
-    """As Python that can be compiled, or a comment that says why there is nothing."""
+    """As Python that compiles, or as a comment on why nothing is generated."""
     assert main(["show", name, "--triton", "--model", model]) == 0
     text = capsys.readouterr().out
     compile(text, name, "exec")
@@ -144,7 +144,7 @@ def test_explain_says_why_directions_are_not_shared_by_kernels(model, capsys, tm
     ],
 )
 def test_expressions_are_written_as_authors_do(text):
-    """What is written means the same again."""
+    """The written text has the same meaning."""
     header = "policy: a-test\nlanguage: 1\nabout: a test\nlet:\n  norm: sum[dim](key)\n"
 
     def score(expression: str):

@@ -1,4 +1,4 @@
-"""Types of expressions: named axes, units, absent values, when they are known."""
+"""Types of expressions: named axes, units, absent values, and the phase in which they are known."""
 
 import pytest
 from kvpolicy.dsl.check.policy import load
@@ -10,7 +10,7 @@ HEAD = "policy: x\nlanguage: 1\nparams: {rate: {default: 0.5, unit: ratio}, few:
 
 
 def checked(expression, rest="keep: recent(4)\n"):
-    """A file with the let `v`."""
+    """The check of a file whose let `v` is the expression."""
     text = expression.replace("\n", "\n    ")
     return load(Source("x.yaml", f"{HEAD}let:\n  v: |\n    {text}\n{rest}"))
 

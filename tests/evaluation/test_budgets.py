@@ -1,4 +1,4 @@
-"""Shares of a prompt: which parameter makes each shipped policy keep them."""
+"""Budgets as shares of a prompt: the parameter that makes each shipped policy keep them."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ SOME_LAYERS = {"simlayerkv", "simlayerkv-prefill"}
 
 @pytest.mark.parametrize("name", shipped())
 def test_shares_of_shipped_policies(name):
-    """The share that is predicted is the asked one within 2 %, or there is none and it is said."""
+    """The predicted share is within 2 % of the budget, or there is a message that none fits."""
     found, notes = variants([name], [], SHARES, LENGTHS, SHAPE)
     if name in WITHOUT:
         assert [(v.alias, v.budget, v.setting) for v in found] == [(name, None, {})]
@@ -41,7 +41,7 @@ def test_shares_of_shipped_policies(name):
 
 @pytest.mark.parametrize("name", sorted(set(shipped()) - WITHOUT - SOME_LAYERS))
 def test_what_is_predicted_is_kept(name):
-    """The policies themselves, on tensors: they keep what the plan says, or less if data decide."""
+    """On tensors, policies keep what the plan predicts, or less if data decide."""
     shape, tokens, share = ModelShape(4, 2, 2, 8), 96, 0.5
     [variant] = variants([name], [], [share], [tokens], shape)[0]
     bound = bind(load(name).program, shape, variant.setting)
@@ -63,7 +63,7 @@ def test_a_share_is_one_value_for_all_lengths_where_the_parameter_is_a_share():
 
 
 def test_settings_come_first():
-    """What the user sets stays, and budgets reckon with it."""
+    """The user's settings stay, and budgets take them into account."""
     words = ["snapkv", "sinks-recent"]
     found, notes = variants(words, ["window=8", "sinks-recent.start=0"], [0.0625], [256], SHAPE)
     assert [dict(v.setting) for v in found] == [
@@ -74,7 +74,7 @@ def test_settings_come_first():
 
 
 def test_a_share_that_the_user_has_set():
-    """Another parameter that could be bent to it (the window, here) is left alone."""
+    """Another parameter that could reach it (here the window) is left alone."""
     found, notes = variants(["snapkv"], ["snapkv.rate=0.3"], [0.5], [256], SHAPE)
     assert [(v.alias, v.budget, dict(v.setting)) for v in found] == [
         ("snapkv", None, {"rate": "0.3"})
@@ -106,7 +106,7 @@ def test_a_share_that_no_value_reaches_is_left_out():
 
 
 def test_layers_that_data_choose():
-    """Only what is kept of a layer that is thinned can be asked for."""
+    """A budget applies only to the entries kept in layers that drop some."""
     for name in SOME_LAYERS:
         [variant], notes = variants([name], [], [0.25], [512], SHAPE)
         bound = bind(load(name).program, SHAPE, variant.setting)
@@ -118,7 +118,7 @@ def test_layers_that_data_choose():
 
 
 def test_a_policy_of_ones_own():
-    """Nothing is known of shipped names: any parameter that the entries follow is found."""
+    """Without relying on shipped names, any parameter that decides the entries is found."""
     source = Source(
         "mine.yaml",
         "policy: mine\nlanguage: 1\nabout: a test\n"

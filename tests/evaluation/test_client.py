@@ -1,4 +1,4 @@
-"""The client and what listens at an address, against small servers that behave in all ways."""
+"""The client, against small servers that behave well or badly in many ways."""
 
 import socket
 import threading
@@ -19,7 +19,7 @@ QUESTION = Request(0, [1, 2, 3], "one two three", [], 4)
 
 
 class FakeSGLang:
-    """Streams what it is told to; `events` may be a list per request."""
+    """Streams the given answers, one list of events per request."""
 
     def __init__(self, *answers: list, info: dict | None = None) -> None:
         self.answers, self.asked = list(answers), []
@@ -77,7 +77,7 @@ def test_an_answer_that_goes_on_after_given_tokens(tokens):
 
 
 def test_an_answer_without_a_word(tokens):
-    """It is an answer, and a wrong one."""
+    """An empty answer counts as an answer, and as wrong."""
     with listening(FakeSGLang([event(finish_reason={"type": "stop"})])) as url:
         answer = SGLang(url, tokens, named=True).ask(QUESTION, "lava")
     assert (answer.text, answer.output_tokens, answer.ttft, answer.tpot) == ("", 0, None, None)
@@ -255,7 +255,7 @@ def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens, alive
 
 
 def test_a_cache_is_emptied_by_the_admin_key(tokens):
-    """Where a server has one, SGLang takes that key there and no other."""
+    """If a server has an admin key, SGLang accepts only that key there."""
 
     def guarded(handler, body):
         wanted = "admin" if handler.path == "/flush_cache" else "common"

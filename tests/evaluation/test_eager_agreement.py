@@ -1,8 +1,8 @@
-"""What `kvpolicy eval` measures through a server is what a plain model in a loop measures.
+"""`kvpolicy eval` measures through a server the same as a plain model in a loop.
 
-The plain model (tests/reference/eager.py) is float64, takes what a policy keeps from the
-interpreter, and shares no code with what is served. Here it also turns the questions' words into
-ids, and its answers are judged here; it shares with `eval` the samples and the policy files alone.
+The plain model (tests/reference/eager.py) is float64, takes a policy's decisions from the
+interpreter, and shares no code with the served one. This module also turns words into ids and
+judges answers for it; it shares with `eval` only the samples and the policy files.
 """
 
 import math
@@ -35,7 +35,7 @@ TIE = 1e-3
 
 @dataclass(frozen=True)
 class Answer:
-    """What one side said of a question, whether it is right, and how clearly (smallest gap)."""
+    """One side's answer to a question, whether it is right, and its smallest gap of best logits."""
 
     text: str
     right: bool
@@ -47,14 +47,14 @@ Answers = dict[tuple[str, int], Answer]
 
 
 def judged(text: str, expected: list[str], gap: float = math.inf) -> Answer:
-    """Right is an answer that begins with the words that are expected."""
+    """An answer, right if it begins with the expected words."""
     words = " ".join(expected).split()
     return Answer(text, text.split()[: len(words)] == words, gap)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> dict[str, Answers]:
-    """Answers by policy, as `kvpolicy eval` has written them down."""
+    """Answers by policy, as written by `kvpolicy eval`."""
     out = tmp_path_factory.mktemp("eval")
     policies = [word for name in SETTINGS for word in ("--policy", name)]
     windows = [w for name in ("snapkv", "lava") for w in ("--set", f"{name}.window=8")]
@@ -73,7 +73,7 @@ def served(tmp_path_factory) -> dict[str, Answers]:
 
 @pytest.fixture(scope="module")
 def questions() -> dict[tuple[str, int], tuple[list[int], list[str], int]]:
-    """Ids of the prompt, the items expected and the most tokens, of the same seeds."""
+    """Prompt ids, expected items and most new tokens of each question, from the same seeds."""
     from kvpolicy.evaluation.questions import catalog
 
     ids = {word: i for i, word in enumerate(VOCABULARY)}
@@ -113,7 +113,7 @@ def eager(questions: dict, policy: str | None, settings: dict[str, str] | None) 
 def disagreement(one: Answers, other: Answers) -> str | None:
     """Why the two cannot have measured the same; None if they can (McNemar, 95 %).
 
-    Of the questions that only one of the two answers, each is as likely the one's as the other's.
+    A question that only one of the two answers is as likely to be the one's as the other's.
     """
     assert one.keys() == other.keys()
     gained = sum(one[key].right and not other[key].right for key in one)

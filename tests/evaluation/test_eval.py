@@ -1,4 +1,4 @@
-"""`kvpolicy eval` without SGLang: what it refuses, what it writes, and how it goes on."""
+"""`kvpolicy eval` without SGLang: what it refuses and writes, and how it resumes."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_what_is_refused_before_anything_begins(words, message, tmp_path, model,
 
 
 def test_every_sample_of_a_short_length_is_tried_before_anything_begins(model):
-    """The first one has room in 194 tokens of up to three letters, the second one has not."""
+    """The first sample fits into 194 tokens of up to three letters, the second does not."""
 
     class Short:
         encode = staticmethod(lambda text, special=True: re.findall(r"\w{1,3}|[^\w\s]", text))
@@ -142,7 +142,7 @@ def test_addresses_that_are_refused(tmp_path, model, capsys):
 
 
 def test_another_server_and_what_is_written(tmp_path, model, capsys):
-    """Any OpenAI-compatible endpoint, whose answer breaks off twice and which is asked again."""
+    """An OpenAI-compatible endpoint whose answer breaks off twice is asked again."""
     fake, out = Completions(key="secret", broken=2), tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch, listening(fake) as url:
         patch.setenv("TOY_KEY", "secret")
@@ -170,7 +170,7 @@ def test_another_server_and_what_is_written(tmp_path, model, capsys):
 
 
 def test_a_server_that_does_not_start(tmp_path, model, capsys):
-    """SGLang's own words, exit code 2; corrected options are no other evaluation."""
+    """SGLang's own message, exit code 2; corrected options resume the same evaluation."""
     pytest.importorskip("sglang", reason="SGLang is an extra")
     out = tmp_path / "out"
     assert run(out, "--model", model, "--server-args", "--no-such-option 1") == 2
@@ -197,7 +197,7 @@ class Refusing(Completions):
 
 
 def test_questions_without_an_answer(tmp_path, model, capsys):
-    """They are noted, count nowhere, and the same command asks them alone."""
+    """They are noted and not counted, and the same command asks only these again."""
     out = tmp_path / "out"
     with listening(fake := Completions()) as url:
         assert run(tmp_path / "whole", *asks(url, model)) == 0
@@ -217,7 +217,7 @@ def test_questions_without_an_answer(tmp_path, model, capsys):
 
 
 def same(one, other) -> bool:
-    """Whether two folders have the same records but for the times."""
+    """Whether two folders have the same records, times aside."""
 
     def plain(folder) -> dict:
         found = [{**each, "ttft": None, "tpot": None} for each in facts(folder)]
@@ -229,7 +229,7 @@ def same(one, other) -> bool:
 
 
 class Dying(Completions):
-    """Goes away after some answers, or tells the process to end."""
+    """Calls `then` after some answers, and breaks off."""
 
     def __init__(self, after: int, then) -> None:
         super().__init__()

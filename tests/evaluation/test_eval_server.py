@@ -28,7 +28,7 @@ def words(out: Path, *more: str) -> list[str]:
 
 
 def started(out: Path, *more: str) -> forked.Fork:
-    """The command in a process of its own, once it has written a few answers."""
+    """The command in its own process, once it has written a few answers."""
     command = [sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", *words(out, *more)]
     log = out.with_name("errors")
     with log.open("w") as errors:
@@ -46,7 +46,7 @@ def answered(out: Path) -> int:
 
 
 def plain(out: Path) -> dict[tuple, dict]:
-    """Records by key, without times; fails where one is there twice."""
+    """Records by key, without times; fails if a key occurs twice."""
     found = {}
     for text in (out / "samples.jsonl").read_text().splitlines():
         record = {**json.loads(text), "ttft": None, "tpot": None}
@@ -85,7 +85,7 @@ def test_every_question_has_a_record(whole):
 
 
 def test_what_a_later_turn_finds(whole):
-    """In the tree and evicted: the same answers. In the copy: the prompt is the first turn's."""
+    """In the tree and evicted, answers are equal; in the copy, the prompt is the first turn's."""
     found = {r.key: r for r in records.read(whole / "samples.jsonl")}
     first = {r.prompt_tokens for r in found.values() if r.turn == 0}
     assert first == {256}
@@ -127,7 +127,7 @@ def test_the_summary(whole):
 
 
 def test_killed_and_resumed(whole, with_policies, tmp_path):
-    """Neither lost nor twice: the same records as without the kill."""
+    """No record is lost or doubled: they are the same as without the kill."""
     out, tasks = tmp_path / "out", ",".join(("niah", *CONVERSATIONS, "shared"))
     more = ("--policy", "all", "--tasks", tasks, "--maps", "1", "--url", with_policies.url)
     process = started(out, *more)
@@ -149,7 +149,7 @@ def test_refusals_of_a_server_with_policies(with_policies, tmp_path, capsys):
 
 
 def test_stock_sglang(stock, whole, tmp_path, capsys):
-    """Full KV only, with the answers of a server with policies; a policy is refused."""
+    """Full KV only, with the same answers as a server with policies; a policy is refused."""
     more = ("--tasks", ",".join(("niah", *CONVERSATIONS)), "--url", stock.url)
     assert cli.main(words(tmp_path / "no", "--policy", "snapkv", *more)) == 2
     assert "serves no policies, so it cannot be asked for `snapkv`" in capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_stock_sglang(stock, whole, tmp_path, capsys):
 
 
 def test_a_server_of_its_own_that_dies(model, tmp_path, monkeypatch, capsys):
-    """Started with every setting, lost in the middle, started again; none is left behind."""
+    """The server is started with every setting, dies, and is started again; none is left behind."""
     out = tmp_path / "out"
     more = ("--model", model, "--policy", "snapkv", "--policy", "streamingllm", "--policy", "roco",
             "--budget", "0.5", "--budget", "0.125", "--set", "window=8", "--tasks", "niah,mk",
@@ -200,7 +200,7 @@ def test_a_server_of_its_own_that_dies(model, tmp_path, monkeypatch, capsys):
 
 
 def started_servers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes of the servers that `serve` starts from now on, in a list that grows."""
+    """A list to which the pids of servers are added that `serve` starts from now on."""
     pids: list[int] = []
 
     def popen(*args: Any, **options: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_killed_client_leaves_no_server_behind(model):
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path("/proc", str(pid), "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -235,7 +235,7 @@ def alive(pid: int) -> bool:
 
 
 def until(found: Callable[[], object], seconds: float = 180) -> object:
-    """What a function finds as soon as that is something; after so long its last answer."""
+    """The first true result of `found`, or its last one after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := found()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""docs/evaluation.md: its commands run, and what it says of files and values is so."""
+"""docs/evaluation.md: its commands run, and its statements on files and values are true."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def commands(language: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where .cache/ of the commands is: they ran in their order, with two samples."""
+    """Folder that replaces .cache/ of the commands, after these ran in order with two samples."""
     pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
     cache = tmp_path_factory.mktemp("cache")
     for words in commands("sh"):
@@ -52,7 +52,7 @@ def test_every_question_is_answered(folder):
 
 
 def test_commands_for_elsewhere_are_accepted():
-    """Models and servers that are not here: the options at least are real."""
+    """Models and servers are missing here, but the options exist."""
     from kvpolicy.evaluation.asking import eval_arguments
 
     parser = argparse.ArgumentParser(exit_on_error=False)

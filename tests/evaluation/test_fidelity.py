@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def distributions(probabilities, top=None) -> Distributions:
-    """Of rows of probabilities, the best `top` of each."""
+    """Distributions from rows of probabilities, of each the best `top`."""
     rows = np.asarray(probabilities, dtype=float)
     ids = np.argsort(-rows, axis=1, kind="stable")[:, :top]
     logprobs = np.log(np.take_along_axis(rows, ids, 1))

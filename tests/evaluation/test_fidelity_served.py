@@ -48,12 +48,12 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def texts(tokens, tmp_path_factory) -> tuple[Path, list[list[int]]]:
-    """A file with two texts of the model's own words, and their token ids."""
+    """A file with two texts in the model's vocabulary, and their token ids."""
     chosen = random.Random(5)
     lines = []
     for _ in range(2):
         words = [chosen.randrange(3, 500) for _ in range(PROMPT + POSITIONS - 1)]
-        # The end repeats the beginning: what the model says there depends on what is kept.
+        # The end repeats the beginning, so that predictions there depend on the kept entries.
         words[PROMPT:] = words[10 : 10 + len(words) - PROMPT]
         lines.append(tokens.decode(words))
     file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
@@ -69,7 +69,7 @@ def run(*words) -> int:
 
 @pytest.fixture(scope="module")
 def compared(server, texts, tmp_path_factory):
-    """What the command wrote: positions of the CSV and lines of the summary."""
+    """Output of the command: rows of the CSV and lines of the summary."""
     out = tmp_path_factory.mktemp("fidelity")
     policies = [word for name in POLICIES for word in ("--policy", name)]
     sizes = ["--prompt-tokens", PROMPT, "--continuation", POSITIONS]
@@ -82,7 +82,7 @@ def compared(server, texts, tmp_path_factory):
 
 
 def log_probabilities(ids, name=None) -> np.ndarray:
-    """[T, vocabulary] of the plain model for a text whose first tokens are the prompt."""
+    """Log-probabilities [T, vocabulary] of the plain model after the first PROMPT tokens."""
     import torch
     from eager import generate
 

@@ -1,4 +1,4 @@
-"""`kvpolicy fleet status`: what replicas serve, where it differs, and replicas that are wrong."""
+"""`kvpolicy fleet status`: served policies, differences between replicas, faulty replicas."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ OF_POLICY = ("digest", "settings", "default", "enabled")
 
 
 def other(**changes):
-    """What a replica says that differs in some keys of its state."""
+    """/server_info of a replica whose state differs in some keys."""
     info = copy.deepcopy(INFO)
     info["internal_states"][0] |= changes
     return info
@@ -47,7 +47,7 @@ def fleet(*infos, key=None):
 
 
 def status(capsys, urls, *words):
-    """Exit code, what is printed, and the errors."""
+    """Exit code, output and errors of the command."""
     given = [word for url in urls for word in ("--url", url)]
     code = main(["fleet", "status", *given, *words])
     return code, *capsys.readouterr()
@@ -164,7 +164,7 @@ def test_a_key(capsys, monkeypatch):
     ],
 )
 def test_what_is_no_sglang_server(capsys, respond, message):
-    """The others are shown, and the exit code is that of what cannot be asked."""
+    """Other replicas are shown, and the exit code tells that one cannot be asked."""
     with listening(respond) as wrong, fleet(INFO, INFO) as urls:
         code, out, err = status(capsys, [*urls, wrong])
     assert code == 2

@@ -56,7 +56,7 @@ def test_a_mask_of_another_form_is_refused(packed):
 
 
 def decoder(parts):
-    """Bytes per id; a word's leading space is lost where it comes first, as in many tokenizers."""
+    """A decoder from bytes per id that drops the first leading space, as many tokenizers do."""
     return lambda ids: b"".join(parts[i] for i in ids).decode(errors="replace").lstrip(" ")
 
 

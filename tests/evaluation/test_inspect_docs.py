@@ -1,4 +1,4 @@
-"""docs/inspect.md: its commands are understood, its options exist, its texts can be made."""
+"""docs/inspect.md: its commands parse, its options exist, its texts can be made."""
 
 import argparse
 import json

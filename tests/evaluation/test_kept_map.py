@@ -1,4 +1,4 @@
-"""The map of kept tokens: what is drawn, and what mouse and keyboard do with it."""
+"""The map of kept tokens: its drawing, and its response to mouse and keyboard."""
 
 import base64
 import itertools

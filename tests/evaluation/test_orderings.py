@@ -1,4 +1,4 @@
-"""What benchmarks/quality_orderings.py says of records whose answer is known."""
+"""benchmarks/quality_orderings.py on records with known results."""
 
 import random
 import sys
@@ -106,7 +106,7 @@ def test_only_the_budgets_and_tasks_of_a_claim_count():
 
 
 def test_differences_are_paired():
-    """Of the same share of right answers, the same questions or others: other intervals."""
+    """With equal shares of right answers, intervals depend on which questions are right."""
     full = list(asked(FULL, 1))
     one = [record("one", 0.5, "niah", i, float(i % 2 == 0)) for i in range(60)]
     same = [record("other", 0.5, "niah", i, float(i % 2 == 0)) for i in range(60)]
@@ -142,7 +142,7 @@ def test_claims_name_shipped_policies_and_variants():
 
 
 def checked(tmp_path, here, stated):
-    """What the check of full KV says of 60 answers and of a card."""
+    """The check of full KV on 60 answers and a card."""
     from kvpolicy.evaluation.reporting.results import Results
     from quality_checks import check_full_kv
 

@@ -1,4 +1,4 @@
-"""The pictures: their sizes, that something is drawn in them, and that nothing is covered."""
+"""The pictures have the right size, show something, and cover nothing."""
 
 import itertools
 import sys

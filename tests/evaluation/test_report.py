@@ -20,7 +20,7 @@ LATE = ("report", "page", "plots", "plot_kept", "plot_labels")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder with two policies and what was written into it."""
+    """A folder of a run with two policies, and the files that the report wrote into it."""
     folder = tmp_path_factory.mktemp("run")
     made_run.write(folder, made_run.NAMES[:2], tasks=("niah", "mq"), samples=12)
     return folder, report.write(folder)

@@ -21,7 +21,7 @@ VOID = {"meta", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that elements close in their order; collects ids, links and the data."""
+    """Checks that elements are nested properly; collects ids, tags and the data."""
 
     def __init__(self, text):
         super().__init__()
@@ -205,7 +205,7 @@ def test_scripts_draw_everything(browser, text, summary, width, dark):
 
 
 def test_points_stand_where_their_figures_are(opened, summary):
-    """Of score against memory, by the scales of the chart."""
+    """For score against memory, by the scales of the chart."""
     found = opened.run("""
         const chart = $("#pareto-panel svg"), x = chart.scale("x"), y = chart.scale("y");
         return $$("[tabindex]", chart).map((dot) => {

@@ -1,4 +1,4 @@
-"""summary.csv and summary.md: every figure by hand, and what is missing is said."""
+"""summary.csv and summary.md: figures worked out by hand, and missing ones are named."""
 
 import csv
 import json
@@ -82,7 +82,7 @@ def test_figures_by_hand(tmp_path):
 
 
 def test_differences_are_paired_by_question(tmp_path):
-    """snapkv lacks question 1, which full KV got wrong: of those both answered, none differs."""
+    """snapkv lacks question 1, which full KV got wrong; on common questions none differs."""
     records = [full(0, 1.0), full(1, 0.0), snapkv(0, 1.0)]
     row = summarised(tmp_path, records, samples=2).row(("snapkv", 0.5), "niah")
     assert (row.difference.mean, row.paired) == (0.0, 1)
@@ -120,7 +120,7 @@ def test_a_file_may_have_fewer_samples_than_were_asked_for(tmp_path):
 
 
 def test_questions_of_one_sample_count_as_one(tmp_path):
-    """Ten samples of two questions that fall together are ten units, not twenty."""
+    """Ten samples with two correlated questions each count as ten units, not twenty."""
     records = [full(i, float(i < 7), turn=turn) for i in range(10) for turn in range(2)]
     summary = summarised(tmp_path, records, samples=10)
     assert summary.row((FULL, None), "niah").score == pytest.approx(wilson(0.7, 10))
@@ -149,7 +149,7 @@ def test_lengths_and_tasks_weigh_the_same(tmp_path):
 
 
 def test_what_the_plan_says_is_asked(tmp_path):
-    """A file of 3 questions, of which snapkv is asked at one length only."""
+    """A file of 3 questions; snapkv is asked at one length only."""
     records = [full(i, 1.0, length=n) for i in range(3) for n in (512, 1024)]
     path = folder(tmp_path, [*records, snapkv(0, 1.0)], lengths=(512, 1024))
     plan = json.loads((path / "plan.json").read_text())

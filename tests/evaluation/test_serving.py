@@ -1,4 +1,4 @@
-"""Ports that servers are started on, which nobody else finds; servers that start together."""
+"""Free ports for servers, which no other process takes; servers that start together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_processes_that_were_forked_from_one_find_different_ports():
 
 
 def test_servers_that_start_together_end_together():
-    """At once, and whether or not one of them starts; each is ended from outside its thread."""
+    """All end at once, also if one does not start; each is ended from outside its thread."""
     waiting, running = threading.Barrier(3, timeout=20), []
 
     @contextlib.contextmanager

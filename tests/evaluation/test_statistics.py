@@ -1,4 +1,4 @@
-"""Intervals against published values, and how often they hold what they are about."""
+"""Intervals compared with published values, and their coverage."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from kvpolicy.evaluation.reporting.statistics import (
 
 
 def pairs(both, first, second, neither):
-    """Scores of two policies with so many questions right in both, in one, in none."""
+    """Scores of two policies with these numbers of questions right in both, in one, in none."""
     counts = (both, first, second, neither)
     return (
         np.repeat([1.0, 1.0, 0.0, 0.0], counts),
@@ -75,7 +75,7 @@ def _covered(estimate, truth):
 
 
 def test_bootstrap_holds_the_mean_as_often_as_it_says():
-    """Scores in quarters, as of four items; 40 samples in each of 600 runs."""
+    """Scores in quarters, as with four items; 40 samples in each of 600 runs."""
     rng = np.random.default_rng(1)
     runs = rng.binomial(4, 0.7, size=(600, 40)) / 4
     share = np.mean([_covered(mean_score([run]), 0.7) for run in runs])
@@ -105,7 +105,7 @@ def test_newcombe_holds_the_difference_as_often_as_it_says():
 
 
 def test_few_samples_are_never_narrow():
-    """With three scores a bootstrap would say 0.5 to 0.75, or one point where all agree."""
+    """With three scores a bootstrap would give 0.5 to 0.75, or one point if all agree."""
     for scores in (np.array([0.5, 0.75, 0.5]), np.full(FEW - 1, 0.5), np.full(100, 0.5)):
         estimate = mean_score([scores])
         assert estimate.high - estimate.low > 0.18

@@ -1,4 +1,4 @@
-"""The tasks: seeded, of the length ordered, right by an independent reading of the text."""
+"""The tasks: seeded, of the given length, right by an independent reading of the text."""
 
 import json
 import re
@@ -25,7 +25,7 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    """The embedded models' own, and byte-level BPE that has seen some English."""
+    """The embedded models' tokenizer, and byte-level BPE trained on some English."""
     own = Tokenizer.from_file(str(ROOT / "examples" / "model-tiny" / "tokenizer.json"))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +43,7 @@ def tokenizers():
 
 @pytest.fixture(scope="module")
 def draw(tokenizers):
-    """Samples, and the tokens of texts in their form."""
+    """A function that draws samples, counting tokens by the tokenizer of their form."""
 
     def sample(task, form, length, index=0, seed=0):
         return catalog.sample(
@@ -58,7 +58,7 @@ def counting(tokenizer):
 
 
 def refusal(draw, task, form, length, index):
-    """Why a sample cannot be made; None where it can."""
+    """Why a sample cannot be made; None if it can."""
     try:
         draw(task, form, length, index)
     except ValueError as error:
@@ -220,7 +220,7 @@ def test_every_question_of_a_shared_context_follows_it(draw):
 
 
 def numbers_in(context):
-    """Key -> its numbers."""
+    """Key -> its numbers in the context."""
     found = {}
     for key, value in re.findall(r"ne locker number of the ([a-z ]+) is (\d{7})\.", context):
         found.setdefault(key, []).append(value)

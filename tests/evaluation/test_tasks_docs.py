@@ -1,4 +1,4 @@
-"""docs/tasks.md: its table has every task, its examples are samples, its own task works."""
+"""docs/tasks.md: its table has every task, its examples are samples, its custom task works."""
 
 import json
 import re

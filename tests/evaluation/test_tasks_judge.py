@@ -1,4 +1,4 @@
-"""Judges: what counts as named, in words of the embedded models, in English, in own data."""
+"""Judges: which answers count, for embedded models, in English, and in own data."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The embedded tasks ask what the training code measures: the same draws, word by word."""
+"""The embedded tasks equal those that the training code measures, word by word."""
 
 import sys
 from pathlib import Path

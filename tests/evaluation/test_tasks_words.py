@@ -1,4 +1,4 @@
-"""Pieces of the tasks in English: fitting to a length, filler, names, and where statements lie."""
+"""Parts of the tasks in English: fitting to a length, filler, names, places of statements."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Policies on which the executions differed, or one of them failed, when they were found."""
+"""Policies on which executions differed, or one failed, when they were found."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_layers_compete(keep, beside, decode):
 )
 @pytest.mark.parametrize("known", ["strength", "max[layer](strength)"], ids=["layer", "end"])
 def test_values_at_layers_that_do_not_exist(beside, which, known):
-    """A layer that is absent or infinite is none; it was read as 0, or as what was left out."""
+    """An absent or infinite layer is no layer; it was read as 0, or as the value left out."""
     lets = "let:\n  strength: max[kv, token, dim](value)\n"
     rest = BESIDE[beside].replace(SCORE, "")
     other = f"1 where at({which}, layer + {known}) > 1 else norm1[dim](key)"
@@ -78,7 +78,7 @@ def test_values_at_layers_that_do_not_exist(beside, which, known):
 @pytest.mark.parametrize("beside", ["merge", "propagate"])
 @pytest.mark.parametrize("number", ["exp(log(8))", "exp(log(8)) + 0 * norm1[kv, token, dim](key)"])
 def test_numbers_that_miss_a_whole_one_by_rounding(beside, number):
-    """7.999999999999998 counts as 8 in all places."""
+    """7.999999999999998 counts as 8 everywhere."""
     data = "key" in number
     past = "sum[past](past(score_, exp(log(8)) - 6))"
     lets = f"let:\n  score_: norm1[dim](key)\n  looked: {past}\n"
@@ -97,7 +97,7 @@ def test_numbers_that_miss_a_whole_one_by_rounding(beside, number):
     ],
 )
 def test_sets_of_the_layer_while_heads_hold_different_entries(keep):
-    """Of a set without the axis `kv` each head takes what it holds, and fills up to its budget."""
+    """Each head takes the entries it holds of a set without `kv`, and fills up to its budget."""
     score = "score: norm2[dim](value)\n"
     assert_agreement(f"{score}budget: 6\nkeep: {keep}\ndecode: same\n")
     assert_agreement(f"{HEAT}score: heat\nbudget: 6\nkeep: {keep}\ndecode: same\n")
@@ -159,7 +159,7 @@ def test_seeds_differ_beyond_float64():
 @pytest.mark.parametrize("reduced", ["sum", "mean", "max", "min", "var"])
 @pytest.mark.parametrize("read", ["attn", "logits"])
 def test_windows_may_be_empty(reduced, read):
-    """For short prompts, where the number of queries follows from the prompt."""
+    """For short prompts, if the number of queries depends on the prompt."""
     window = f"{reduced}[group, query]({read}(recent(0.1 * prompt)))"
     assert_agreement(f"score: norm1[dim](key) + {window}\n{FILL}decode: same\n", tokens=(1, 9, 19))
 
@@ -180,7 +180,7 @@ def test_one_window_written_twice(score):
 
 @pytest.mark.parametrize("width", [3, 41])
 def test_beyond_the_ends_there_is_nothing(width):
-    """Not even for a largest of negative numbers."""
+    """Not even for the maximum of negative numbers."""
     assert_agreement(f"score: maxpool(-norm1[dim](key), {width})\n{FILL}decode: same\n")
 
 
@@ -259,7 +259,7 @@ def test_choices_of_selections(condition):
 @pytest.mark.parametrize("start", ["0 * norm1[dim](key)", "0 * position", "norm1[dim](key)"])
 @pytest.mark.parametrize("over", ["token", "kv, token", "kv"])
 def test_states_are_whole_from_their_start(start, over):
-    """What is 0 for a new entry is 0 for every entry."""
+    """A state that starts at 0 for a new entry starts at 0 for every entry."""
     over = "token" if start == "0 * position" else over
     next_ = f"heat / (1 + sum[{over}](heat)) + sum[group, query](attn(new))"
     state = f"state:\n  heat:\n    start: {start}\n    next: {next_}\n"
@@ -331,7 +331,7 @@ def test_decode_reads_what_the_prefill_decided(name, beside):
 
 
 def test_decided_numbers_stay():
-    """They are those of the prefill at every step, whatever heat is by then."""
+    """At every step they are those of the prefill, however `heat` has changed."""
     text = (
         f"{HEAT}let: {{near: '3 + rank[layer](sum[kv, token](heat))'}}\nscore: heat\n"
         "decode: {keep: recent(near)}\n"
@@ -393,7 +393,7 @@ def test_each_layer_counts_its_own_winners(axes, count):
 
 @pytest.mark.parametrize("power", ["0.5", "2", "-1", "half", "half * norm1[dim](value)"])
 def test_powers_of_negative_and_infinite_bases(power):
-    """Where no number is the result it is 0, whichever branch a platform's `pow` takes."""
+    """The result is 0 instead of NaN, in every branch of a platform's `pow`."""
     base = "(sum[dim](key) where position % 2 == 0 else log(0 * norm1[dim](key)))"
     score = f"score: {base} ^ ({power}) + norm1[dim](value)\n"
     assert_agreement(f"params: {{half: 0.5}}\n{score}{FILL}decode: same\n")
@@ -409,7 +409,7 @@ def test_what_is_reported_may_have_any_axes():
 
 @pytest.mark.parametrize("where", ["not recent(1)", "norm1[dim](key) > 1"])
 def test_a_set_with_a_condition_of_entries_that_differ_by_head(where):
-    """Found by the fuzzer: where entries were missing, the condition was forgotten."""
+    """Found by the fuzzer: the condition was ignored where entries were missing."""
     assert_agreement(
         f"keep: sinks(2) then (recent(9) where {where})\ndecode: same\n", tokens=(1, 9, 13)
     )
@@ -437,7 +437,7 @@ decode:
     ],
 )
 def test_numbers_of_a_layer_are_compared_of_all_its_entries(decode):
-    """Also of those that another KV head holds alone."""
+    """Also entries that only another KV head holds."""
     bound = written(f"{HEADS_DIFFER}  {decode}\n", (2, 4, 2, 8), 2)
     for seed in range(3):
         agree(bound, *tensors(np.random.default_rng(seed), (2, 4, 2, 8), 13, 4))
@@ -445,7 +445,7 @@ def test_numbers_of_a_layer_are_compared_of_all_its_entries(decode):
 
 @pytest.mark.parametrize("into", ["next(1)", "nearest(key)"])
 def test_what_leaves_is_merged_where_earlier_scores_were_there_and_later_ones_are_not(into):
-    """A list then loses more entries than have come since it was cut."""
+    """A list may then lose more entries than have come since its last fold."""
     later = "(heat where heat < 0.3) where generated > 2 else heat"
     text = HEADS_DIFFER.replace("decode:", f"merge:\n  into: {into}\ndecode:\n  score: {later}")
     bound = written(text, (2, 4, 2, 8), 2)
@@ -454,7 +454,7 @@ def test_what_leaves_is_merged_where_earlier_scores_were_there_and_later_ones_ar
 
 
 def test_a_state_begins_at_its_number_to_the_last_bit():
-    """0.3 in 32 bits is more."""
+    """In float32, 0.3 is larger."""
     far = "sum[group, query](attn(new) where distance(new) > 100)"
     text = (
         f'state:\n  trust: {{start: 0.3, next: "trust + {far}"}}\n'

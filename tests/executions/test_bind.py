@@ -1,4 +1,4 @@
-"""Binding: parameter values, digests, what a server asks before it serves."""
+"""Binding: parameter values, digests, and facts that a server needs before it serves."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_blocks_count_and_order_as_the_whole(score, monkeypatch):
 
 @pytest.mark.parametrize("beside", ["", "merge: {into: next(1)}\n"])
 def test_a_variance_with_an_infinite_value_is_none(beside, monkeypatch):
-    """The minimum of no heads is infinite: where a query comes before the token."""
+    """If a query precedes the token, the minimum over no heads is infinite."""
     monkeypatch.setattr(torch_blocks, "BLOCK_BYTES", 1)
     text = f"score: var[query](min[group](logits(recent(2))))\nkeep: top(score, 3)\n{beside}"
     each = bind(load(Source("a-test.yaml", HEADER + text)).require(), ModelShape(*SHAPE))

@@ -1,4 +1,4 @@
-"""What `max_entries` promises before any tensor is seen holds, and is no more than it has to be."""
+"""The bound `max_entries`, known before any tensor, holds and is tight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kept(bound, tokens: int, seed: int, ties: bool = False) -> int:
 
 @pytest.mark.parametrize("whole", ["floor(%s)", "%s // 1", "ceil(%s - 1)", "round(%s - 0.5)"])
 def test_numbers_that_miss_a_whole_one_by_rounding(whole):
-    """exp(log(8)) is 7.999999999999998: a budget of 8, whether the host or data decide it."""
+    """exp(log(8)) is 7.999999999999998: a budget of 8, decided by the host or by data."""
     number = "(exp(log(8)) + 0 * max[kv, token, dim](key))"
     for text in (number, "exp(log(8))"):
         bound = written(f"{SCORE}budget: {whole % text}\nkeep: top(score)\n", SHAPES[0])
@@ -68,7 +68,7 @@ def test_random_policies(seed):
 
 
 def _with_winners(random: Random) -> str:
-    """A policy whose budget counts the winners of contests between heads, tokens or layers."""
+    """A policy whose budget counts winners of `top` among heads, tokens or layers."""
     axes = random.choice(list(SCORES))
     number = random.choice(("1", "2", "3", "1 + layer * 2", "count[token](score > 1)"))
     number = number.replace("layer * 2", "2 * count[token](recent(1))")
@@ -109,7 +109,7 @@ def _with_winners(random: Random) -> str:
     ],
 )
 def test_contests_without_tokens(rules, most):
-    """The bound is what the rules can keep at most."""
+    """The bound is the most that the rules can keep."""
     bound = written(SCORE + rules, (4, 4, 4, 8))
     assert max_entries(bound, 12) == most
     for seed in range(6):
@@ -127,7 +127,7 @@ def test_contests_without_tokens(rules, most):
     ],
 )
 def test_what_looks_at_other_layers_is_bounded_by_them(other, number):
-    """No score exceeds 99, which is not known before the prefill."""
+    """No score exceeds 99, though this is unknown before the prefill."""
     second = "(5 + min(1, count[token](max[kv](score) > 99))) where layer == 1 else 0"
     text = f"{SCORE}let: {{second: '{second}'}}\nbudget: '1 + {other}'\nkeep: top(score)\n"
     bound = written(text, (4, 4, 2, 8))
@@ -150,7 +150,7 @@ def test_what_looks_at_other_layers_is_bounded_by_them(other, number):
     ],
 )
 def test_budgets_of_what_may_have_no_value(budget):
-    """The smallest and the largest of nothing are infinite, and so are budgets by them."""
+    """Minimum and maximum of nothing are infinite, and so are budgets that use them."""
     bound = written(f"score: norm2[dim](value)\nbudget: {budget}\nkeep: top(score)\n")
     assert kept(bound, 9, 0) <= max_entries(bound, 9)
 
@@ -164,7 +164,7 @@ def test_budgets_of_what_may_have_no_value(budget):
     ],
 )
 def test_scores_of_layers_that_there_are_not(score):
-    """Nothing foresees that a budget is filled with what has no score."""
+    """The bound cannot foresee that a budget is filled with entries without scores."""
     bound = written(f"score: {score}\nbudget: 4\nkeep: recent(1) then top(score)\n")
     agree(bound, *tensors(np.random.default_rng(0), SHAPE, 9, 2))
     assert not Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill))

@@ -1,4 +1,4 @@
-"""How many entries lists keep, where the prompt's length decides it (also in `agreement.agree`)."""
+"""Numbers of entries that lists keep if the prompt's length decides (also in `agreement.agree`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCORE = "score: norm2[dim](value)\n"
 
 
 def kept(bound, tokens, ties=False):
-    """Per layer the numbers of entries of its lists."""
+    """The set of list lengths of each layer."""
     prompt = tensors(np.random.default_rng(tokens), SHAPE, tokens, 0, ties)[:3]
     return [set(layer.sum(1)) for layer in interpret(bound, *prompt).kept]
 

@@ -1,4 +1,4 @@
-"""Lists that are cut to the same size at every fold are found before anything is computed."""
+"""Lists cut to the same size at every fold are found before anything is computed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_list_without_more_than_is_always_taken_may_still_grow():
 
 
 def claims(bound, seed: int) -> int:
-    """Takes a request through folds; how often a list's number was known, and right, each time."""
+    """Takes a request through folds; number of folds whose list sizes were known, all rightly."""
     *prompt, later = tensors(np.random.default_rng(seed), SHAPE, 14, 40)
     store, right, expected = Store(bound, prompt, later), 0, None
     for number in (2, 3, 1, 5, 4):

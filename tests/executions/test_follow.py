@@ -1,4 +1,4 @@
-"""Several decode steps taken at once give what the steps give one by one."""
+"""Several decode steps taken at once give the same as one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRETCHES = ((1, 2, 1, 5), (16, 1, 17), (3, 2, 2, 4, 1))
 
 
 def bound_to(name: str, shape, every: int = 1, **more: str) -> Bound | None:
-    """A shipped policy; None if nothing leaves while it decodes."""
+    """A shipped policy, bound; None without `decode:`."""
     program = load(name).require()
     given = {key: x for key, x in {**SETTINGS, **more}.items() if key in program.params}
     bound = bind(program, ModelShape(*shape), given, fold_interval=every)
@@ -45,7 +45,7 @@ DECODING = [name for name in shipped() if bound_to(name, SHAPES[0]) is not None]
 
 
 def stores(bound: Bound, shape, tokens: int, seed: int, **more) -> tuple[Store, Store]:
-    """Two of the same request."""
+    """Two stores of the same request."""
     *prompt, later = tensors(np.random.default_rng(seed), shape, tokens, 40)
     return Store(bound, prompt, later, **more), Store(bound, prompt, later, **more)
 
@@ -81,7 +81,7 @@ def test_all_layers_at_once(name, monkeypatch):
 
 
 def test_layers_of_different_lengths_at_once(monkeypatch):
-    """Budgets that a prefill split over the layers, and what every layer's own heads hold."""
+    """Budgets that a prefill split over the layers, and lists that differ by head in each layer."""
     monkeypatch.setattr(Steps, "by_kernels", True)
     text = (
         "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -140,7 +140,7 @@ def test_random_policies(part):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODING)
 def test_nothing_waits_before_the_numbers_land(name):
-    """Where entries are merged layer by layer, the numbers are needed at once: for all layers."""
+    """If entries merge layer by layer, the numbers of all layers are needed at once."""
     names = (
         "carry", "tally", "best", "draws", "finite", "nearest", "pairs", "means", "following",
         "links", "target", "merge_rows", "merge_entries", "merge_mass", "then", "whole",
@@ -203,7 +203,7 @@ def test_entries_are_read_once():
 
 @pytest.mark.parametrize("name", ["h2o", "d2o", "tova"])
 def test_numbers_that_are_not_finite(name):
-    """Of any step, layer and tensor: nothing leaves at any layer, then or later."""
+    """In any step, layer and tensor: no entries leave at any layer, then or later."""
     shape = SHAPES[0]
     for place, step, layer in (("q", 1, 2), ("k", 0, 1), ("q", 3, 0), ("k", 3, 2)):
         _, store = stores(bound_to(name, shape), shape, 14, 0)
@@ -249,7 +249,7 @@ def test_only_the_steps_that_say_so_let_entries_leave():
 
 
 def test_ranks_agree_after_all_steps(monkeypatch):
-    """Also after steps at which nothing leaves: one rank may have failed at them alone."""
+    """Also after steps without a fold, as one rank alone may have failed at them."""
     shape, agreed = SHAPES[0], []
     monkeypatch.setattr(Heads, "agree", lambda self: agreed.append(True))
     for name in ("h2o", "tova"):

@@ -1,4 +1,4 @@
-"""Generated kernels: the entries that torch keeps, values within float32's error.
+"""Generated kernels keep the same entries as torch; values are within float32's error.
 
 Without a GPU the kernels run in Triton's interpreter, on a GPU they are compiled.
 
@@ -100,7 +100,7 @@ def inline(score: str, shape: ModelShape, rest: str = "") -> Bound:
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """float32 [H, T], as attention finds it for the last T of n tokens."""
+    """Log-sum-exp float32 [H, T] that attention has for the last T of n tokens."""
     keys = k.double().repeat_interleave(q.shape[0] // k.shape[0], 0)
     logits = torch.matmul(q.double(), keys.transpose(-1, -2)) * q.shape[2] ** -0.5
     later = torch.ones_like(logits[0]).triu(1 + k.shape[1] - q.shape[1]).bool()
@@ -108,10 +108,11 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def prefill(program: TorchProgram, q, k, v, slots: bool = False, attended: bool = False) -> Run:
-    """A finished prefill, propagated and begun again where the policy wants that.
+    """A finished prefill, with the policy's propagation and restart.
 
     Args:
-        attended: attention hands over its log-sum-exp.
+        slots: whether keys and values are read from a pool.
+        attended: whether attention hands over its log-sum-exp.
     """
     run = program.start(k.shape[2])
     there = torch.arange(k.shape[2], device=k.device)
@@ -137,12 +138,12 @@ def prefill(program: TorchProgram, q, k, v, slots: bool = False, attended: bool 
 
 
 def in_pool(x: torch.Tensor) -> Slots:
-    """The rows of [G, n, D] at odd places of a pool whose other rows are NaN."""
+    """Rows of [G, n, D] at odd slots of a pool whose other rows are NaN."""
     return in_one_pool(x[None])
 
 
 def in_one_pool(x: torch.Tensor) -> Slots:
-    """The same of [L, G, n, D], beside as many values, which are NaN."""
+    """As `in_pool` for [L, G, n, D], beside an equal number of values, which are NaN."""
     layers, heads, tokens, size = x.shape
     shape = (layers, 2, 2 * tokens + 5, heads, size)
     pool = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)[:, 0]
@@ -156,7 +157,7 @@ def prefill_at_end(program: TorchProgram, q, k, v, attended=()) -> Run:
     """A finished prefill whose layers are scored together.
 
     Args:
-        attended: layers of which attention hands over its log-sum-exp.
+        attended: layers whose attention hands over its log-sum-exp.
     """
     run = program.start(k.shape[2])
     assert run.at_end
@@ -178,9 +179,9 @@ def assert_same_kept(a: Run, b: Run) -> None:
 def relative_error(case: Case, q, k, queries: int, terms: int) -> float:
     """Bound on the relative error of sums, means and maxima of attention in float32.
 
-    A product q.k of D terms is wrong by at most (D + 2) u sum|q||k| with u = 2^-24, and so is the
-    exponent; the log-sum-exp of N terms by as much, N u of adding and its own rounding. Then
-    `terms` numbers of one sign are added. Exponentials of a GPU are good to 4 u.
+    With u = 2^-24, a product q.k of D terms is off by at most (D + 2) u sum|q||k|, and so is the
+    exponent. The log-sum-exp of N terms is off by as much, by N u from adding, and by its rounding.
+    Then `terms` numbers of one sign are added. A GPU's exponentials are accurate to 4 u.
     """
     repeat = case.heads // case.kv
     keys = k.abs().double().repeat_interleave(repeat, 1)
@@ -191,7 +192,7 @@ def relative_error(case: Case, q, k, queries: int, terms: int) -> float:
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    """Generated files leave the user's cache alone."""
+    """Writes generated files to a cache other than the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -231,7 +232,7 @@ def test_a_thousand_tokens(name):
 
 @pytest.mark.parametrize("inner", ["sum[query, group](attn(all))", "mean[query, group](attn(all))"])
 def test_what_was_added_up_over_queries_is_there_for_all(inner):
-    """Queries that do not see a token add what does not depend on them all the same."""
+    """Queries that do not see a token still add terms that do not depend on queries."""
     case = Case(1, 4, 2, 16, 200)
     bound = inline(f"sum[query](sum[group](attn(all)) + {inner})", case.shape)
     tensors = case.tensors(3)
@@ -246,7 +247,7 @@ def test_what_was_added_up_over_queries_is_there_for_all(inner):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["h2o", "cake", "asl", "d2o", "simlayerkv-prefill"])
 def test_what_follows_a_prefill(name, monkeypatch):
-    """States, merges and decode steps go on from the kernels' values."""
+    """States, merges and decode steps continue from the kernels' values."""
     bound = small(name, ModelShape(2, 4, 2, 8))
     random = np.random.default_rng(5)
     q, k, v = (random.normal(size=(2, n, 29, 8)).astype(np.float32) for n in (4, 2, 2))
@@ -267,7 +268,7 @@ def test_what_follows_a_prefill(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["snapkv", "tova", "dynamickv", "pyramidkv", "h2o"])
 def test_scores_within_the_error_of_float32(name):
-    """Sums and maxima of attention, pooled, of one sign: a relative bound."""
+    """Pooled sums and maxima of attention have one sign, so the bound is relative."""
     case = Case(2, 8, 2, 64, 63)
     bound = small(name, case.shape)
     q, k, v = case.tensors(11)
@@ -294,7 +295,7 @@ ATTENDING = ["snapkv", "pyramidkv", "tova", "lava", "cake", "fastkv", "asl", "h2
 
 @pytest.mark.parametrize("name", ATTENDING)
 def test_with_attentions_own_log_sum_exp_the_same_is_kept(name):
-    """By one pass over the keys, of groups and sizes of every kind; torch does not look at it."""
+    """With one pass over the keys, for many groups and sizes; torch ignores the log-sum-exp."""
     for number in (0, 2, 3, 6):
         case = CASES[(ATTENDING.index(name) + number) % len(CASES)]
         bound, tensors = small(name, case.shape), case.tensors(number)
@@ -358,7 +359,7 @@ def test_policies_that_score_all_layers_together():
 
 @pytest.mark.parametrize("name", AT_END)
 def test_all_layers_together_and_one_after_the_other(name):
-    """The same is kept, the scores and budgets are the same, whoever finds the log-sum-exp."""
+    """Kept entries, scores and budgets are equal, with the log-sum-exp from attention or not."""
     for number, attended in ((0, (0, 2)), (5, (0, 1, 2))):
         case = replace(CASES[(AT_END.index(name) + number) % len(CASES)], layers=3)
         bound, tensors = small(name, case.shape), case.tensors(number)
@@ -436,7 +437,7 @@ def test_what_takes_too_much_memory_is_scored_layer_by_layer():
 
 @pytest.mark.parametrize(("most", "together"), [(256 << 20, True), (1000, False)])
 def test_what_a_layer_orders_by_itself_is_not_ordered_among_all(most, together):
-    """Numbers of KV heads alone take no memory; of long prompts each layer orders its own."""
+    """Values per KV head alone take no memory; for long prompts, each layer orders its own."""
     case = Case(3, 4, 2, 16, 37)
     keep = "all where top[kv](seen, 1) else sinks(2) then recent(4)"
     far = "mean[query, group](sum[token](attn(recent(1)) where distance(recent(1)) > 4))"
@@ -455,7 +456,7 @@ def test_what_a_layer_orders_by_itself_is_not_ordered_among_all(most, together):
 
 @pytest.mark.parametrize("name", ["snapkv", "lava", "cake", "h2o", "simlayerkv-prefill"])
 def test_slots_and_dense_tensors_agree(name):
-    """Bit for bit; rows of the pool that are nobody's are NaN."""
+    """Bit for bit; unused rows of the pool are NaN."""
     case = Case(2, 4, 2, 80, 45)
     bound = small(name, case.shape)
     program = TorchProgram(bound, report=True, kernels=TABLE)
@@ -471,7 +472,7 @@ def test_slots_and_dense_tensors_agree(name):
 @pytest.mark.parametrize("name", ["snapkv", "lava", "cake", "h2o", "fastkv"])
 @pytest.mark.parametrize("stored", FLOAT8)
 def test_entries_of_8_bits_are_read_through_their_scale(name, stored):
-    """What is kept is kept of the tensors that they stand for, by torch and by kernels."""
+    """Torch and kernels decide on the scaled values."""
     case = Case(2, 6, 2, 20, 45)
     bound = small(name, case.shape)
     q, k, v = case.tensors(4)
@@ -499,7 +500,7 @@ def test_entries_of_8_bits_are_read_through_their_scale(name, stored):
 
 
 def test_slots_are_gathered_only_for_torch():
-    """Kernels read the pool; torch operations gather, once."""
+    """Kernels read the pool; torch operations gather the slots, once."""
     case = Case(1, 4, 2, 16, 29)
     q, k, v = (x[0] for x in case.tensors(3))
     for table, gathers in ((TABLE, False), (REFERENCE, True)):
@@ -512,7 +513,7 @@ def test_slots_are_gathered_only_for_torch():
 @pytest.mark.parametrize("name", ["snapkv", "lava", "gemfilter", "h2o", "simlayerkv-prefill"])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_not_finite(name, wrong):
-    """NaN and infinity decide nothing, wherever a kernel meets them first."""
+    """NaN and infinity decide nothing, in whichever kernel they occur first."""
     case = Case(2, 4, 2, 16, 29)
     program = TorchProgram(small(name, case.shape), kernels=TABLE)
     q, k, v = case.tensors(3)
@@ -524,7 +525,7 @@ def test_not_finite(name, wrong):
 
 @pytest.mark.parametrize("name", ["lava", "asl", "h2o", "simlayerkv-prefill"])
 def test_kernels_can_be_compiled_before_a_request(name, monkeypatch):
-    """All that a prefill then uses; rows of the pool stay as they are, NaN included."""
+    """All kernels that a prefill uses; the pool stays unchanged, NaN included."""
     case = Case(2, 4, 2, 16, 29)
     program = TorchProgram(small(name, case.shape), kernels=TABLE)
     rows = torch.zeros(2, 40, 16, device=DEVICE)
@@ -550,7 +551,7 @@ def test_other_types_stay_with_torch():
 
 @pytest.mark.parametrize("attended", [False, True])
 def test_chunks_add_up(attended):
-    """Sums over all queries from chunks, as a server hands them over."""
+    """Sums over all queries from chunks, as in a server."""
     case = Case(1, 4, 2, 16, 61)
     bound = small("h2o", case.shape)
     q, k, v = (x[0] for x in case.tensors(2))
@@ -608,8 +609,8 @@ def size_of(x: Value) -> float:
 def test_expressions(number):
     """A window in one tile, in blocks of queries, and all queries; groups of 3, head size 5.
 
-    None of these multiplies a relative error of attention by more than 32, measured against the
-    largest score: logarithms, differences and variances have small condition numbers there.
+    None of these expressions raises a relative error of attention by more than a factor of 32 of
+    the largest score, as logarithms, differences and variances have small condition numbers here.
     """
     case = Case(2 if "layer" in EXPRESSIONS[number] else 1, 6, 2, 5, 45)
     windows = ("recent(7)", "recent(prompt - 5)", "new")
@@ -638,7 +639,7 @@ def test_expressions(number):
     ],
 )
 def test_what_is_added_up_over_few_dimensions(score, size):
-    """A tile has at least 16 of them; the rest is nothing, also where a value does not vary."""
+    """A tile has at least 16 dimensions; the surplus adds nothing, even for constant values."""
     case = Case(2, 4, 2, size, 23)
     for flag in ("flag", "layer == 1"):
         bound = inline(score.format(flag=flag), case.shape, "params: {flag: false}\n")
@@ -675,7 +676,7 @@ def test_unsupported_expressions_stay_with_torch(score, reason):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_policies(seed, monkeypatch):
-    """States, propagation, merges, decode steps: all go on from the kernels' values."""
+    """States, propagation, merges and decode steps all continue from the kernels' values."""
     random = Random(seed)
     bound = grammar.accepted(random, (2, 6, 2, 5))
     q, k, v, steps = tensors(np.random.default_rng(seed), (2, 6, 2, 5), 12 + seed, 2)

@@ -1,4 +1,4 @@
-"""Generated sources as files: where they lie, when they are the same, how they compile."""
+"""Generated sources as files: their place, when they are equal, and that they compile."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_writers_at_once(tmp_path):
 
 
 def texts(name: str, shape: ModelShape = LLAMA, **given: str) -> list[str]:
-    """Those of the prefill, then those of decode steps."""
+    """Sources of the prefill, then those of decode steps."""
     return list(sources(bind(load(name).require(), shape, given)))
 
 
@@ -172,7 +172,7 @@ keep: top(score)
 
 @pytest.mark.slow
 def test_compiles_for_an_h200(tmp_path):
-    """Without a GPU at hand: fits, spills nothing, multiplies on tensor cores, and never waits."""
+    """Without a GPU: kernels fit, do not spill, use tensor cores, and never wait."""
     (tmp_path / "hard.yaml").write_text(HARD)
     names = ["h2o", "cake", str(tmp_path / "hard.yaml")]  # others: tests/kernels/test_sm90.py
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

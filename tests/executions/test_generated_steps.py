@@ -1,4 +1,4 @@
-"""Generated kernels of decode steps: values of the torch program within float32's error.
+"""Generated kernels of decode steps equal the torch program within float32's error.
 
 KV heads hold different entries, rows of a pool that mean nothing are NaN, several steps are
 evaluated at once. Without a GPU the kernels run in Triton's interpreter.
@@ -42,14 +42,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    """Generated files leave the user's cache alone."""
+    """Writes generated files to a cache other than the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def in_pool(x: torch.Tensor, there: torch.Tensor | None, seed: int = 0) -> Entries:
-    """The entries [G, M, D] in any order in a pool whose other rows are NaN."""
+    """Entries [G, M, D] in random order in a pool whose other rows are NaN."""
     heads, entries, size = x.shape
     pool = torch.full((3 * heads * entries + 1, size), NAN, dtype=x.dtype, device=x.device)
     order = torch.randperm(heads * entries, generator=torch.Generator().manual_seed(seed))
@@ -59,7 +59,7 @@ def in_pool(x: torch.Tensor, there: torch.Tensor | None, seed: int = 0) -> Entri
 
 
 def eight_bits(x: Entries, stored: torch.dtype) -> Entries:
-    """Nearly the same numbers, of 8 bits and with a scale for each list."""
+    """The entries in 8 bits, with a scale per list."""
     scale = 0.3 + torch.arange(len(x.ids), device=x.ids.device).float()
     pool = x.pool.clone()
     pool[x.ids] = pool[x.ids] / scale[:, None, None]
@@ -68,12 +68,12 @@ def eight_bits(x: Entries, stored: torch.dtype) -> Entries:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a model, of a layer's entries and of what is asked.
+    """Sizes of a model, a layer's entries and its queries.
 
     Attributes:
-        queries: that are there: of the steps, or remembered ones.
-        ragged: KV heads hold different entries.
-        gathered: keys and values are rows of a pool.
+        queries: number of queries, of the steps or remembered.
+        ragged: whether KV heads hold different entries.
+        gathered: whether keys and values are rows of a pool.
     """
 
     heads: int
@@ -117,7 +117,7 @@ class Case:
         )  # fmt: skip
 
     def rows(self, x: torch.Tensor, there: torch.Tensor | None, seed: int) -> Keys:
-        """Keys or values; in a pool, what no KV head holds is NaN."""
+        """Keys or values; in a pool, entries that a KV head does not hold are NaN."""
         if self.gathered:
             return in_pool(x, there, seed)
         return x if there is None else x.masked_fill(~there[..., None], 0.0)
@@ -150,7 +150,7 @@ def policy(text: str, shape: ModelShape) -> Bound:
 
 
 def scored(score: str, shape: ModelShape) -> tuple[Bound, Node]:
-    """A policy that decides by a score at decode steps, and the score."""
+    """A policy that decides decode steps by `score`, and the node of the score."""
     bound = policy(
         "score: position\nbudget: 9\nkeep: recent(2) then top(score)\n"
         f"decode:\n  score: |\n    {score}\n",
@@ -168,7 +168,7 @@ def evaluated(frame: Frame, node: Node, made: Generated | None) -> Value:
 
 
 def both(frame: Frame, node: Node) -> tuple[Value, Value]:
-    """By torch and by kernels, which leave what is not there alone."""
+    """Values by torch and by kernels; kernels must not read missing entries."""
     made = Generated.of(frame.bound, [node], TABLE, steps=True)
     assert not made.fusion.reasons
     assert all(made.serves(bundle, frame) for bundle in made.fusion.bundles)
@@ -229,7 +229,7 @@ def test_expressions(number):
 @pytest.mark.parametrize("stored", FLOAT8)
 @pytest.mark.parametrize("number", [0, 9, 10, 15])
 def test_entries_of_8_bits_are_read_through_their_scale(number, stored):
-    """Kernels read them where they lie, torch what they stand for."""
+    """Kernels read stored entries, torch the scaled ones."""
     case = replace(CASES[1], queries=7)
     bound, node = scored(EXPRESSIONS[number].replace("{q}", "recent(7)"), case.shape)
     frame = case.frame(bound, number, steps=False)
@@ -285,7 +285,7 @@ class Pool(Store):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DECODING if has_kernels(name)])
 def test_shipped_policies_keep_the_same(name):
-    """Prefill and decode steps by kernels, states carried from one to the other."""
+    """Prefill and decode steps by kernels, with states carried over."""
     for turn in range(2):
         shape = SHAPES[(len(name) + turn) % len(SHAPES)]
         bound = bound_to(name, shape)
@@ -310,7 +310,7 @@ def test_policies_that_decode_have_kernels():
 @pytest.mark.parametrize("wrong", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("score", ["sum[group, query](attn(new))", "norm1[dim](value)"])
 def test_not_finite(score, wrong):
-    """In one entry that one KV head holds, by one query or by all."""
+    """In one entry that one KV head holds, read by one query or by all."""
     case = replace(CASES[1], queries=3)
     bound, node = scored(score, case.shape)
     made = Generated.of(bound, [node], TABLE, steps=True)

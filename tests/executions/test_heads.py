@@ -1,4 +1,4 @@
-"""KV heads divided over ranks: the same entries are kept as by one process that has all of them."""
+"""KV heads divided over ranks: the same entries are kept as by one process."""
 
 import itertools
 import threading
@@ -55,9 +55,9 @@ def bound_to(name):
 
 
 def kept(bound, recording, steps, program, done=lambda: None):
-    """What every list holds after the prefill and after each fold, each of which is then `done`.
+    """Positions in every list after the prefill and each fold, after which `done` is called.
 
-    Positions, and keys and values where entries are merged.
+    If entries merge, also their keys and values.
     """
     if bound.folded.decode is None:
         found = [_alone(bound, recording, program)]
@@ -87,9 +87,9 @@ def _alone(bound, recording, program):
 
 
 def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
-    """The same on so many ranks as on one; bytes of each exchange of the prompt and of each fold.
+    """Checks `number` ranks against one; returns bytes per exchange, of the prompt and of folds.
 
-    Of more ranks than KV heads those that hold the same one keep the same of it.
+    With more ranks than KV heads, ranks that hold the same KV head keep the same entries.
     """
     *recording, steps = tensors(np.random.default_rng(seed), shape, tokens, STEPS, ties=ties)
     whole = kept(bound, recording, steps, TorchProgram(bound, **more))
@@ -122,7 +122,7 @@ def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
 
 
 def _joined(parts):
-    """Layer by layer the lists of all ranks."""
+    """The lists of all ranks, joined layer by layer."""
     return [list(itertools.chain.from_iterable(each)) for each in zip(*parts, strict=True)]
 
 
@@ -156,7 +156,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_what_is_exchanged(name):
-    """Numbers per KV head and layer, or per token of these, in few exchanges; none of attention."""
+    """Numbers per KV head and layer, or per token, in few exchanges, but never attention."""
     expected, each_fold = EXCHANGES[name]
     with patch.object(Steps, "by_kernels", True):
         prompt, folds = assert_same(bound_to(name), 41, 2, 0)
@@ -170,9 +170,9 @@ def test_what_is_exchanged(name):
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", shipped())
 def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path):
-    """Where kernels read the queries, as on a GPU.
+    """If kernels read the queries, as on a GPU.
 
-    The layers' comparison has three at most, the merges of all of them have one.
+    Comparing layers takes at most three exchanges; the merges of all layers take one.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     here, exchange, seen = threading.local(), Divided._all, {}
@@ -216,7 +216,7 @@ def test_without_kernels_entries_are_compared_layer_by_layer():
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("ties", [False, True])
 def test_only_what_competes_is_exchanged(ties, monkeypatch, tmp_path):
-    """Under pyramidinfer a batch of tokens, where kernels read the queries."""
+    """With pyramidinfer a batch of tokens, if kernels read the queries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     bound, batch = bound_to("pyramidinfer"), 2
     _, folds = assert_same(
@@ -235,7 +235,7 @@ def test_kernels_read_queries_so_that_all_layers_are_compared_at_once():
 
 
 def test_queries_of_ranks_that_hold_the_same_kv_head():
-    """Those of one KV head, in order; of no queries nothing is sent."""
+    """Queries of one KV head, in order; without queries nothing is sent."""
     ranks = Ranks(4)
     x = torch.arange(8 * 3).view(1, 8, 3)  # 8 query heads, 2 KV heads
 
@@ -258,7 +258,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "var", "count")
 @pytest.mark.parametrize("op", REDUCTIONS)
 @pytest.mark.parametrize("axes", ["kv", "kv, token", "kv, group, token", "kv, group, query, token"])
 def test_reductions_across_heads(op, axes):
-    """Of what is absent for some of them, too."""
+    """Also of values that are absent for some heads."""
     x = "attn(recent(3)) where attn(recent(3)) > 0.02"
     for axis in ("group", "query"):
         x = x if axis in axes else f"mean[{axis}]({x})"

@@ -1,4 +1,4 @@
-"""What a request remembers while it decodes, seen from a server."""
+"""The memory of a decoding request, as a server uses it."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def prefill(bound, tokens=12, seed=0) -> Memory:
 
 
 class Server:
-    """Keys and values made from their place, so that a memory can be fed without a store.
+    """Computes keys and values from positions, so that a memory needs no store.
 
     Attributes:
-        asked: what was asked for at the last step.
+        asked: what the last step has read.
     """
 
     def __init__(self, memory: Memory, poison: float | None = None) -> None:
@@ -97,7 +97,7 @@ class Server:
         return tuple(Entries(torch.cat(pool), ids) for pool in pools)
 
     def step(self, position: int, *, leaves: bool = True) -> list:
-        """One step of all layers; what each decided, where something leaves."""
+        """Takes one step of all layers; each layer's choice, or None if no entries leave."""
         memory, self.asked = self.memory, []
         self.before = [remembered(memory, layer)[0] for layer in range(SHAPE[0])]
         staying = follow_together(
@@ -140,7 +140,7 @@ def test_rows_that_are_not_there_do_not_matter(name):
 
 
 def test_some_heads_hold_different_tokens():
-    """Or the test above would be about nothing."""
+    """Otherwise the test above would be empty."""
     server = Server(prefill(shipped("h2o")))
     server.step(12)
     assert any(layer[0] != layer[1] for layer in held(server.memory))
@@ -227,7 +227,7 @@ def test_last_queries_are_kept_from_the_prefill_on():
 
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_copies_go_on_alone(name):
-    """A copy decides like the original would, and the original is not changed by it."""
+    """A copy decides as the original would, and does not change it."""
     server = Server(prefill(shipped(name)))
     for position in range(12, 15):
         server.step(position)
@@ -243,7 +243,7 @@ def test_copies_go_on_alone(name):
 
 
 def _bytes(memory: Memory) -> int:
-    """Of every tensor that the memory reaches."""
+    """Bytes of all tensors that the memory reaches."""
     seen = {id(memory.bound), id(memory.steps)}  # not the request's own
     waiting: list[object] = [memory]
     total = 0
@@ -291,7 +291,7 @@ def test_states_without_next_and_of_the_layer():
 
 
 def test_random_layouts_do_not_depend_on_the_union():
-    """Pooling and ranks see a head's own entries, whatever the others hold."""
+    """Pooling and ranks see only a head's own entries."""
     random = Random(3)
     text = (
         "state: {heat: 'heat + sum[group, query](attn(new))'}\n"

@@ -1,4 +1,4 @@
-"""With the kernels of merging and sharing programs do what they do without them."""
+"""Programs give the same with and without the kernels of merging and sharing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def counted(calls: dict[str, int], names=MERGING):
-    """Some kernels, which count how often they are called."""
+    """The references, with kernels `names` from Triton, whose calls are counted."""
 
     def counting(name):
         def call(*args):
@@ -125,7 +125,7 @@ def test_receivers_are_the_same(into, dtype):
     ("name", "given"), [(name, SETTINGS[name]) for name in ("d2o", "cam", "asl-lava-d2o")]
 )
 def test_nothing_waits_for_the_device(name, given):
-    """Tensors without numbers: what has to read one raises."""
+    """Tensors have no data: reading one raises."""
     bound = bind(load(name).require(), ModelShape(3, 4, 2, 8), given)
     merge = (bound.lowered.decode if name == "cam" else bound.lowered.prefill).merge
     updates = updating(merge.states)
@@ -220,7 +220,7 @@ def test_minicache_shares_the_same(dtype):
     ],
 )
 def test_other_expressions_share_the_same(direction, apart, blended):
-    """What is a sum of both layers' vectors goes through the kernels, the rest through torch."""
+    """Sums of both layers' vectors are computed by kernels, the rest by torch."""
     policy = load(Source("other.yaml", SHARE.format(direction=f'"{direction}"', apart=apart)))
     bound = bind(policy.require(), ModelShape(2, 4, 2, 16), {})
     below, own = random_layers(torch.float32)

@@ -1,4 +1,4 @@
-"""Rows of the table of operations against what computes them: none lacks or invents a form."""
+"""Rows of the table of operations match the functions that compute them, none more or less."""
 
 import ast
 from pathlib import Path
@@ -25,7 +25,7 @@ FORMS = {
 
 
 def names(*kinds, **traits):
-    """Of which rows the kind is one of these and the traits are as given."""
+    """Names of rows with one of these kinds and the given traits."""
     return {
         row.name
         for row in OPERATIONS.values()
@@ -44,7 +44,7 @@ def has_form(execution):
 
 
 def paths(execution):
-    """The forms that rows name; other texts are Triton's own."""
+    """Paths of forms that rows name, without texts of Triton."""
     found = {getattr(OPERATIONS[name], execution) for name in has_form(execution)}
     return {path for path in found if not path.startswith("tl.") and "{" not in path}
 
@@ -58,7 +58,7 @@ def test_every_form_that_a_row_names_is_there(execution):
 
 @pytest.mark.parametrize("execution", FOLDERS)
 def test_files_of_forms_hold_none_that_no_row_names(execution):
-    """Forms are told by their first arguments; others of a file are functions for many."""
+    """A form is recognized by its first arguments; other functions of a file are helpers."""
     folder = DSL / FOLDERS[execution]
     files = {path.partition(".")[0] for path in paths(execution)} - set(LIBRARIES)
     assert files

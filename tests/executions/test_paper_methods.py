@@ -1,4 +1,4 @@
-"""Shipped policies keep what the methods' own definitions, in plain loops, keep."""
+"""Shipped policies keep the same as the methods' definitions in plain loops."""
 
 from __future__ import annotations
 

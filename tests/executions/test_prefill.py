@@ -1,4 +1,4 @@
-"""Prefills whose layers have different tokens, seen from a server."""
+"""Prefills whose layers have different tokens, as a server runs them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recorded(tokens: int, seed: int = 0):
 
 
 def drive(run, q, k, v) -> list[torch.Tensor]:
-    """Observes the layers that follow one another; the tokens of each."""
+    """Observes the layers one after the other; returns the tokens of each."""
     there, seen = torch.arange(k.shape[2]), []
     for layer in range(SHAPE[0]):
         seen.append(there)
@@ -121,7 +121,7 @@ def test_nan_stops_propagation(layer):
 
 
 def test_layers_that_look_back_read_tokens_that_are_still_there():
-    """`at(0, x)` after layer 1 has dropped tokens: x of layer 0 at the ones that are left."""
+    """`at(0, x)` after layer 1 has dropped tokens: x of layer 0 at the remaining tokens."""
     program_ = program(
         "propagate: {every: 0 < layer, tokens: recent(length - 3)}\n"
         "score: at(0, position * (layer + 1)) + 0 * position where true\nbudget: 2\n"
@@ -147,7 +147,7 @@ def test_layers_that_look_back_far_and_near():
 
 @pytest.mark.parametrize("name", ["snapkv", "lava", "d2o", "asl"])
 def test_what_a_prefill_computed_goes_with_it(name):
-    """At once: on a GPU it is too much to wait for the garbage collector."""
+    """At once, as on a GPU this is too much memory to leave to the garbage collector."""
     bound = bind(load(name).require(), ModelShape(*SHAPE), SMALL.get(name, {}))
     run = TorchProgram(bound, report=True).start(21)
     drive(run, *recorded(21))
@@ -177,7 +177,7 @@ SMALLEST = {"capacity": "8", "window": "2"}
     ],
 )
 def test_layers_choose_together_after_the_last_one(name, values):
-    """At once, but at each layer where their scores would take too much memory."""
+    """At once, or layer by layer if their scores would take too much memory."""
     bound = bind(load(name).require(), ModelShape(*SHAPE), values)
     rows = []
 

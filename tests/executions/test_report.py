@@ -1,4 +1,4 @@
-"""What a policy lists under `report`: the interpreter and the torch program show the same."""
+"""Values listed under `report`: interpreter and torch program return the same."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ TOKENS, STEPS = 9, 4
 
 
 def values(text: str, every: int = 1, **settings: str):
-    """What is reported of the prefill and of each step, by name."""
+    """Reported values of the prefill and of each step, by name."""
     bound = written(text, every=every, **settings)
     result = agree(bound, *tensors(np.random.default_rng(3), SHAPE, TOKENS, STEPS))
     return result.named, [step.named for step in result.steps]

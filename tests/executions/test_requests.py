@@ -1,4 +1,4 @@
-"""Requests taken through steps together get what each gets alone, whoever else is there."""
+"""Requests taken through steps together get the same as alone, beside any others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bound_to(name, **more):
 
 
 def requests(bound, prompts=PROMPTS, program=None, **more):
-    """One store for each prompt, of other numbers; all have one program."""
+    """A store for each prompt, with different tensors and one program."""
     program = program or TorchProgram(bound, **more)
     shape = (bound.shape.layers, bound.shape.heads, bound.shape.kv_heads, bound.shape.head_dim)
     made = []
@@ -66,7 +66,7 @@ def requests(bound, prompts=PROMPTS, program=None, **more):
 
 
 def groups(stores, number, leaves=True):
-    """The stores that go together, by what has to be the same; their widths need not be."""
+    """Stores that can be taken together; their widths may differ."""
     found = {}
     for each in stores:
         *same, _ = each.memory.together(number, leaves=leaves)
@@ -75,7 +75,7 @@ def groups(stores, number, leaves=True):
 
 
 def same_vectors(one, other):
-    """Merged rows are rounded to the recording's type; their sums may be in another order."""
+    """Checks vectors; merged rows are rounded, and their sums may be in another order."""
     for heads, others in zip(one.vectors(), other.vectors(), strict=True):
         for rows, same in zip(heads, others, strict=True):
             torch.testing.assert_close(rows, same, rtol=3e-7, atol=1e-7)
@@ -122,7 +122,7 @@ def test_each_gets_what_it_gets_alone(name):
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("spare", [0, 1])
 def test_what_layers_decide_once_is_decided_of_all_at_once(spare):
-    """Attention is read, KV heads of a layer are averaged, and numbers are each layer's own."""
+    """With attention, means over a layer's KV heads, and numbers that differ by layer."""
     bound = bound_to(ONCE, window="3", start="1", threshold="0.2", spare=str(spare))
     plain, crowd = requests(bound), requests(bound, kernels=TABLE)
     poisoned = requests(bound, (17,), program=crowd[0].program)[0]
@@ -179,7 +179,7 @@ def test_no_number_depends_on_the_others(name):
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 def test_a_request_goes_alone_and_comes_back():
-    """In a block of its own in between, and as a copy."""
+    """In its own block in between, and as a copy."""
     bound = bound_to("h2o")
     plain, crowd = requests(bound), requests(bound, kernels=TABLE)
     for number, way in (
@@ -206,7 +206,7 @@ def test_a_request_goes_alone_and_comes_back():
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", ["d2o", "d2o-code", "pyramidinfer", "simlayerkv"])
 def test_layers_may_be_looked_at_one_after_the_other(name):
-    """What requests get does not depend on the others then, either."""
+    """Then, too, results do not depend on other requests."""
     bound = bound_to(name, **LAYER_BY_LAYER.get(name, {}))
     alone, crowd = requests(bound), requests(bound)
     for number in (3, 1, 16, 5):
@@ -310,7 +310,7 @@ def test_rules(rules, goes):
 
 
 def on_a_grid(x, scales, stored):
-    """Nearly the same numbers [..., L, G, n, D], as entries of 8 bits stand for them."""
+    """Tensors [..., L, G, n, D] rounded to 8 bits with a scale per layer."""
     by = torch.tensor(scales)[:, None, None, None]
     return (torch.as_tensor(x) / by).to(stored).float() * by
 
@@ -318,7 +318,7 @@ def on_a_grid(x, scales, stored):
 @pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["torch", "triton"])
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_lists_of_8_bits_are_followed_through_the_scales_of_their_layers(name, table, monkeypatch):
-    """What stays, and what merges weigh, is as of what the entries stand for."""
+    """Choices and merge weights are those of the scaled entries."""
     stored, bound = torch.float8_e5m2, bound_to(name)
     layers, heads = bound.shape.layers, bound.shape.kv_heads
     scales = [[0.37 + layer, 2.0, 5.5, 0.1, 1.0][layer] for layer in range(layers)]

@@ -50,7 +50,7 @@ def only_selects(name: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in shipped() if only_selects(name)])
 def test_shipped_policies(name):
-    """All others: `test_steps.py`."""
+    """Policies that only select; `test_steps.py` has all others."""
     program = load(name).require()
     seed = 0
     for shape in SHAPES:
@@ -67,7 +67,7 @@ def test_shipped_policies(name):
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
 def test_static_budgets_are_counted_exactly(name):
-    """Where no data decide how many entries stay, the bound is their number."""
+    """If no data decide the number of kept entries, the bound equals it."""
     program = load(name).require()
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     bound = bind(program, ModelShape(3, 4, 2, 4), given_)
@@ -88,7 +88,7 @@ def test_bounds_of_data_dependent_budgets_are_tight(name):
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
 def test_permuted_heads(name):
-    """Where heads do not compete, each decides for itself."""
+    """If heads do not compete, each decides by itself."""
     program = load(name).require()
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     bound = bind(program, ModelShape(1, 4, 4, 8), given_)
@@ -143,7 +143,7 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["snapkv", "lava"])
 def test_any_float(name, dtype):
-    """The tensors' own numbers decide, whatever their type: nothing is computed in it."""
+    """Tensors of any dtype decide by their values; nothing is computed in that dtype."""
     bound = bind(load(name).require(), ModelShape(2, 4, 2, 8), {"capacity": "9", "window": "4"})
     request = prompt(np.random.default_rng(2), (2, 4, 2, 8), 41)
     rounded = [torch.tensor(x).to(dtype).double().numpy() for x in request]
@@ -169,7 +169,7 @@ def test_nan_keeps_everything():
 
 
 def _scores(depth: int):
-    """Texts with the axes [kv, token]."""
+    """Texts of scores with axes [kv, token]."""
     heads = st.sampled_from(
         [
             "{r}[query](attn(recent(3)))",

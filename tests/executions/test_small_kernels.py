@@ -1,4 +1,4 @@
-"""Kernels for what a program computes on small tensors: called where they serve, the same is kept.
+"""Kernels for small tensors of a program: called where they apply, with the same entries kept.
 
 Means, variances, entropies, sort keys, ranks and their variance over layers, beside the interpreter
 and beside their torch references.
@@ -46,7 +46,7 @@ HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
 
 
 class Watched(dict):
-    """A table with the kernels for small tensors, which count their calls."""
+    """A table with the kernels for small tensors; counts their calls."""
 
     def __init__(self) -> None:
         super().__init__(REFERENCE, **{name: partial(self._call, name) for name in NAMES})
@@ -58,7 +58,7 @@ class Watched(dict):
 
 
 def executed(bound: Bound, request, monkeypatch) -> tuple:
-    """The interpreter's result, torch's, and that with kernels, and which were called."""
+    """Results of interpreter, torch, and torch with kernels; and the calls of kernels."""
     watched = Watched()
     monkeypatch.setattr(torch_apply, "TorchProgram", TorchProgram)
     plain = torch_apply.apply(bound, *request)
@@ -83,7 +83,7 @@ def test_shipped_policies(name, tokens, ties, monkeypatch):
 
 
 def test_asl_selects_where_ranks_have_settled(monkeypatch):
-    """The drift decides: neither no layer nor the first one tested."""
+    """The drift decides on a layer that is not the first one tested."""
     chosen = set()
     for seed in range(8):
         bound = bind(load("asl").require(), ModelShape(*SHAPE), ASL)
@@ -133,7 +133,7 @@ def test_small_policies(rules, names, monkeypatch):
     ],
 )
 def test_layers_that_follow_one_another(what, wished, number, monkeypatch):
-    """Reductions of `past` where tokens leave on the way; more layers than there are."""
+    """Reductions of `past` while tokens leave; over more layers than exist."""
     text = (
         f"{HEADER}let:\n  votes: sum[query, head](attn(recent(3)))\n"
         "  few: votes where layer == 1 else (votes where votes > 0.25)\n"

@@ -1,4 +1,4 @@
-"""The kernel "split" in the torch program: it gets what it knows, and the same is kept."""
+"""The kernel "split" in the torch program: its arguments, and the same entries kept."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def bound_of(policy, **given):
 
 
 class Stage(TorchProgram):
-    """One that has heard what all stages say of their layers."""
+    """A stage's program that gets the exchanged numbers of all stages."""
 
     def start(self, prompt):
         run = super().start(prompt)
@@ -78,7 +78,7 @@ class Stage(TorchProgram):
 
     @classmethod
     def all(cls, bound, prompt, **options):
-        """Those of `APART`; prompt: q, k and v of all layers."""
+        """The programs of the stages in `APART`, for a prompt with q, k and v of all layers."""
         made = [cls(bound, layers=layers, **options) for layers in APART]
         numbers = None
         if made[0].exchanged:
@@ -101,7 +101,7 @@ def prompt_of(shape, tokens=TOKENS):
 
 
 def kept(program, prompt):
-    """What a program of some layers keeps, of tensors of them all."""
+    """Entries that a program of some layers keeps, given tensors of all layers."""
     return torch.stack(observed(program, prompt).finish())
 
 
@@ -189,7 +189,7 @@ def test_nothing_is_decided_before_stages_have_heard_of_each_other():
 
 
 def request(bound, program):
-    """A store of a program's layers, of tensors of them all."""
+    """A store of a program's layers, from tensors of all layers."""
     *prompt, later = tensors(np.random.default_rng(3), LARGE, TOKENS, 40)
     layers = program.layers
     own = [x[layers.start : layers.stop] for x in prompt]
@@ -198,13 +198,13 @@ def request(bound, program):
 
 
 def of_stages(bound, **options):
-    """Stores of all of them."""
+    """Stores of all stages."""
     prompt = tensors(np.random.default_rng(3), LARGE, TOKENS, 40)[:3]
     return [request(bound, program) for program in Stage.all(bound, prompt, **options)]
 
 
 def decoded_apart(bound, table):
-    """Takes the whole model and its stages through the same steps; how often entries left."""
+    """Takes the whole model and its stages through the same steps; returns the number of folds."""
     whole = request(bound, TorchProgram(bound, kernels=table))
     parts = of_stages(bound, kernels=table)
     left = 0

@@ -80,7 +80,7 @@ def test_random_policies(part, monkeypatch):
 
 
 def test_heads_hold_different_tokens():
-    """The comparison above is about something: heads differ, states follow, tokens go."""
+    """The comparison above is not empty: heads differ, states follow, tokens leave."""
     bound = bind(load("h2o").require(), ModelShape(3, 4, 2, 8), {"heavy": "4", "window": "3"})
     prompt = tensors(np.random.default_rng(0), (3, 4, 2, 8), 20, 6)
     expected, _ = both(bound, *prompt)
@@ -101,7 +101,7 @@ def test_prompts_of_several_blocks(name):
 
 
 def test_short_folds_end_like_long_ones_where_the_past_does_not_count():
-    """Sinks and recents after 6 steps are the same, whenever the others left."""
+    """Sinks and recent entries after 6 steps do not depend on when others left."""
     program = load("streamingllm").require()
     prompt = tensors(np.random.default_rng(1), (2, 2, 1, 4), 9, 6)
     given = {"start": "2", "window": "4"}

@@ -1,4 +1,4 @@
-"""Which states are one sum over the queries of several steps, and that they are."""
+"""States that are one sum over the queries of several steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STEP_BY_STEP = {
 
 
 def bound_of(state: str, shape, start: str = "0"):
-    """A policy with a state of its decode steps, at which a whole row of attention may be used."""
+    """A policy with a state in `decode:`, which may use whole rows of attention."""
     text = (
         f"{HEADER}score: norm1[dim](key)\nbudget: 8\nkeep: recent(2) then top(score)\n"
         f"decode:\n  state:\n    heat:\n      start: |\n        {start}\n"
@@ -99,7 +99,7 @@ def test_all_else_goes_step_by_step(name):
      ("sum[group, query](attn(new))", False), ("count[token](all) + 0 * position", False)],
 )  # fmt: skip
 def test_where_states_begin(start, at_once):
-    """A first value that differs from step to step is that of the step at which its token came."""
+    """A start value that differs by step is that of the step at which the token came."""
     bound = bound_of(ONLY_ADDED["what h2o adds"], SHAPES[0], start)
     assert Steps(bound, False, REFERENCE).at_once == at_once
     assert_followed(bound, SHAPES[0])

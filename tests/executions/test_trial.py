@@ -1,4 +1,4 @@
-"""The trial refuses a policy that one execution carries out wrongly, and no other one."""
+"""The trial refuses a policy only if an execution carries it out wrongly."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_another_budget(monkeypatch):
 
 
 def test_other_ties(monkeypatch):
-    """Of equal scores the last instead of the first: the same tokens are among the prompts'."""
+    """Planted: of equal scores the last instead of the first; the prompts repeat tokens."""
     right = torch.Tensor.cumsum
 
     def cumsum(x, dim):
@@ -180,7 +180,7 @@ def test_other_tokens_go_deeper(monkeypatch):
 
 @pytest.mark.parametrize("name", ["h2o", "vatp"])
 def test_several_decode_steps_at_once(name, monkeypatch):
-    """The attention of four queries, which no prompt has."""
+    """Attention of four queries at once, which occurs in no prompt."""
     right = torch.softmax
 
     def softmax(x, dim):

@@ -1,4 +1,4 @@
-"""`Run.finish` without waiting for the device: the same, and NaN is told afterwards."""
+"""`Run.finish` without waiting for the device: the same result, with NaN reported later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one replica saw: verdicts, warnings, documents, pooling."""
+"""Analysis of one replica: verdicts, warnings, documents, pooling."""
 
 import json
 import math
@@ -435,7 +435,7 @@ def test_an_arm_that_fails_every_request_is_breached_by_few_windows():
 
 
 def test_a_window_is_one_value_of_every_difference():
-    """What befalls a window, as an outage, is seen once, however many requests it takes."""
+    """An event in a window, such as an outage, counts once, for any number of requests."""
     found = verdicts(failing(100, lambda arm, window, number: window == 50))
     pairs = found["ttft_seconds", "lava"].samples
     assert pairs < 50
@@ -472,7 +472,7 @@ def test_many_late_values_are_noticed():
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_clock_that_was_ahead_does_not_end_the_comparison(restarted):
-    """One request is of another year; what comes after it is of today again."""
+    """One request is dated to another year; later ones have today's date."""
 
     def hours(ahead):
         analysis = Analysis(TURNS)

@@ -107,7 +107,7 @@ def test_burn_in(seconds, inside):
 
 
 def test_an_assignment_takes_microseconds():
-    """Not a measurement: a bound with room for a busy machine."""
+    """A generous bound, not a measurement."""
 
     def one():
         assign(THREE, "user-123456", coverage=1.0, seconds=0.0)
@@ -118,7 +118,7 @@ def test_an_assignment_takes_microseconds():
 
 @pytest.mark.parametrize("coverage", [0.1, 0.5])
 def test_shares_are_as_weighted_among_the_keys_that_take_part(coverage):
-    """Taking part and the arm are drawn apart: else few keys would mean the first arm only."""
+    """Participation and arm are drawn apart; else low coverage would reach the first arm only."""
     drawn = [arm for arm in arms(THREE, coverage=coverage) if arm is not None]
     assert len(drawn) / len(KEYS) == pytest.approx(coverage, abs=0.02)
     for arm in THREE.arms:

@@ -18,14 +18,14 @@ def filled(values, upper=1.0, margin=None):
 
 
 def lognormal(rng, mean, size, upper=2.0):
-    """Heavy tails and 0.5 % outliers at the clip."""
+    """Random values with heavy tails and 0.5 % outliers at the clip."""
     values = np.minimum(rng.lognormal(math.log(mean) - 0.72, 1.2, size), upper)
     values[rng.random(size) < 0.005] = upper
     return values
 
 
 def test_interval_is_theorem_2():
-    """Written out as in the paper, with its indices."""
+    """Compared with the formula in the paper, with its indices."""
     x = np.random.default_rng(1).beta(2, 5, 300)
     alpha, lambdas, v = 0.05, [], []
     for t in range(1, len(x) + 1):
@@ -46,7 +46,7 @@ def test_interval_is_theorem_2():
 
 @pytest.mark.parametrize("p", [0.002, 0.05, 0.5])
 def test_interval_holds_the_exact_one_of_a_fixed_sample(p):
-    """To look always costs width: the sequence is wider than Clopper and Pearson's interval."""
+    """Continuous looking costs width: the sequence contains Clopper and Pearson's interval."""
     x = np.random.default_rng(2).random(4_000) < p
     low, high = filled(x).interval(0.05)
     exact_low, exact_high = proportion_confint(int(x.sum()), len(x), 0.05, method="beta")
@@ -149,7 +149,7 @@ def test_damaged_documents_are_refused(damage):
 
 
 def decided(draw, margin, evidence, threshold, runs=40, most=4_000):
-    """Values until the evidence reaches a threshold, in the median of runs."""
+    """Median over runs of the number of values until the evidence reaches a threshold."""
     found = []
     for run in range(runs):
         mean = BoundedMean(2.0, margin)
@@ -173,7 +173,7 @@ def test_a_good_arm_is_cleared_after_a_few_hundred_values():
 
 
 def test_coverage_beats_a_t_interval_under_continuous_looking():
-    """Why sequences: an interval for a fixed sample misses the mean when one always looks."""
+    """Under continuous looking an interval for a fixed sample misses the mean; ours does not."""
     rng = np.random.default_rng(9)
     missed = {"sequence": 0, "t": 0}
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""`kvpolicy experiment`: files, orders to servers, and what is said of servers that are wrong."""
+"""`kvpolicy experiment`: files, requests to servers, and messages on faulty servers."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ def file(tmp_path):
 
 
 def run(capsys, *words):
-    """Exit code, what is printed, and the errors."""
+    """Exit code, output and errors of the command."""
     code = main(["experiment", *map(str, words)])
     out, err = capsys.readouterr()
     return code, out, err

@@ -1,4 +1,4 @@
-"""Arm minus control: pairs, their bets, and what moves both."""
+"""Arm minus control: pairs, their bets, and events that move both arms."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What the documents say of experiments is true: example, keys, metrics, figures, script."""
+"""The documents on experiments are true: example, keys, metrics, figures, script."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Divergence of the top K: exact where K is all, a bound from below elsewhere, zero for equals."""
+"""Divergence of the top K: exact if K covers all, else a lower bound; zero for equal ones."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_nothing_at_all():
 
 
 def test_what_is_no_number_is_no_number_and_never_equal():
-    """As logits of a policy that breaks the model: neither its drift nor its tokens look good."""
+    """Such as logits of a policy that breaks the model: neither drift nor tokens look good."""
     p, _ = two(300, 40, 0.0, 4)  # more rows than are compared at once
     good, broken = top(p, 8), top(p, 8)
     broken.logprobs[7] = np.nan

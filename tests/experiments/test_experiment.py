@@ -1,4 +1,4 @@
-"""Revision and digest: what belongs to which, and how experiments are written out."""
+"""Revision and digest: which keys change them, and how experiments are written."""
 
 from dataclasses import replace
 

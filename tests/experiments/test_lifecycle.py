@@ -1,4 +1,4 @@
-"""Steps, ends, restarts and other versions of an experiment, by a clock of the test's."""
+"""Steps, ends, restarts and new versions of an experiment, by a simulated clock."""
 
 import json
 from dataclasses import replace

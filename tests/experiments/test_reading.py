@@ -1,6 +1,6 @@
 """Experiment files: good ones are read, bad ones get one exact message each.
 
-`bad/NAME.yaml` has one defect, `bad/NAME.txt` is what is said of it. The name begins with the
+`bad/NAME.yaml` has one defect, `bad/NAME.txt` is its message. The name begins with the
 defect's code. After an intended change of a message, write the new text to the file.
 """
 

@@ -1,4 +1,4 @@
-"""The page about an experiment: it needs nothing else, says the verdict first, draws its charts."""
+"""The page of an experiment: it is self-contained, begins with the verdict, draws its charts."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ SECTIONS = ["sample-ratio", "guardrails", "memory", "time", "drift", "worst", "s
 
 
 class Page(HTMLParser):
-    """Checks that elements close in their order; collects tags, ids, tables and text."""
+    """Checks that elements are nested properly; collects tags, ids, tables and text."""
 
     def __init__(self, text):
         super().__init__()

@@ -30,7 +30,7 @@ def test_bayes_factor_is_that_of_a_dirichlet_prior():
 
 
 def test_expected_bayes_factor_is_one():
-    """So that its inverse ever falls below a with a chance of a at most."""
+    """So the probability that its inverse ever falls below a is at most a."""
     n, shares = 12, [0.3, 0.7]
     mean = sum(
         stats.binom(n, 0.3).pmf(k) * math.exp(SampleRatio(shares, [k, n - k]).log_bayes_factor)
@@ -81,7 +81,7 @@ def test_an_arm_of_weight_zero_gets_nothing():
 
 
 def test_an_arm_that_is_rolled_back_is_no_mismatch():
-    """Keys of the other arms go on as their weights say; what the arm had is still shown."""
+    """Keys of other arms continue by their weights; the arm's earlier count is still shown."""
     from kvpolicy.experiments.distinct_keys import STAGES, DistinctKeys
 
     rng = np.random.default_rng(5)

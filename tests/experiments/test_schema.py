@@ -1,4 +1,4 @@
-"""The JSON Schema for editors: current, accepts good files, refuses bad ones of form."""
+"""The JSON Schema for editors: current, accepts good files, refuses malformed ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Simulation: the statistics are those made one by one, data have their means, bounds hold."""
+"""Simulation: statistics equal those computed one by one, data have their means, bounds hold."""
 
 import math
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_wilson(happened, runs):
 
 @pytest.fixture(scope="module")
 def rows():
-    """A twentieth of the committed runs."""
+    """Rows of a simulation with a twentieth of the committed runs."""
     return simulate(EXAMPLE, runs=200, values=1_500, requests=5_000)
 
 

@@ -1,4 +1,4 @@
-"""The screen of an experiment, the sentence above it, and replicas taken together."""
+"""The screen of an experiment, the sentence above it, and pooled replicas."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def of(*replicas):
 
 
 def row(text, *beginning):
-    """The cells of a line of the screen that begins with these."""
+    """Cells of the first line of the screen that begins with these."""
     return next(
         line.split() for line in text.splitlines() if line.split()[: len(beginning)] == [*beginning]
     )
@@ -85,7 +85,7 @@ def test_few_samples_foretell_nothing():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_outlook_is_about_right(seed):
-    """What is foretold after 150 samples is what it takes, within a factor of two."""
+    """The number predicted after 150 samples is right within a factor of two."""
     replica = Made()
     feed([replica.analysis], 300, seed=seed)
     early = next(each for each in of(replica).guardrails if each.metric == "drift")

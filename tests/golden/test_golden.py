@@ -1,6 +1,6 @@
-"""Vectors made by the authors' code: policies keep the same sets, by the command and by texts.
+"""Vectors made by the authors' code: policies keep the same sets.
 
-`vectors.json` says which code made them. All are float32 with a gap at every cut, except LAVa's
+`vectors.json` names the code that made them. All are float32 with a gap at every cut, except LAVa's
 with maximum pooling, where ties go to the lower position.
 """
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)
 
 
 def keep(text: str, execution: str, q, k, v=None, **settings: str) -> list:
-    """What a policy written in the test keeps."""
+    """Positions that a policy written in the test keeps, by layer and KV head."""
     header = "policy: a-test\nlanguage: 1\nabout: a test\n"
     program = load(Source("a-test.yaml", header + text)).require()
     bound = bind(program, ModelShape(q.shape[0], q.shape[1], k.shape[1], q.shape[3]), settings)

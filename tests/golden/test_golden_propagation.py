@@ -23,7 +23,7 @@ def sines(layers: int, tokens: int = 12) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_let(policy: str, name: str, expression: str) -> str:
-    """A shipped policy's text with another value of one name."""
+    """A shipped policy's text with one name's value replaced."""
     text, number = re.subn(
         rf"^  {name}: .*$", f"  {name}: {expression}", find(policy).read_text(), flags=re.M
     )

@@ -32,7 +32,7 @@ def sines(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def asking(attention) -> np.ndarray:
-    """Queries [..., N] that give this attention [..., N] on unit keys."""
+    """Queries [..., N] with this attention [..., N] over unit keys."""
     attention = np.asarray(attention, np.float64)
     with np.errstate(divide="ignore"):
         logits = np.maximum(np.log(attention), -200)
@@ -158,11 +158,11 @@ def test_d2o_layer_stat(tmp_path, execution):
 
 
 def authors_steps(q, k, q_step, k_step, hh: float, recent: float) -> list[list[list[list[int]]]]:
-    """What the authors' code holds after each step, without its merges: per step, layer and head.
+    """Positions that the authors' code holds after each step, merges aside, by layer and head.
 
-    By part2.md, section 5, (3) to (5): `(tokens + 1) * ratio` is truncated for heavy and for recent
-    entries apart, at the first new token; sinks are among the heavy ones; layers 0, 1 and the last
-    are never compressed.
+    By part2.md, section 5, (3) to (5): `(tokens + 1) * ratio` is truncated separately for heavy and
+    recent entries, at the first new token; sinks count as heavy; layers 0, 1 and the last are never
+    compressed.
 
     Args:
         q, k: [L, H, N, D]; q_step, k_step: [T, L, H, D].
@@ -210,7 +210,7 @@ def authors_steps(q, k, q_step, k_step, hh: float, recent: float) -> list[list[l
 @pytest.mark.parametrize(("heavy", "recent"), [(7, 3), (6, 4), (4, 6), (5, 7), (1, 1), (3, 1)])
 @pytest.mark.parametrize("tokens", [61, 64])
 def test_d2o_holds_what_the_authors_code_holds(execution, heavy, recent, tokens):
-    """Heavy and recent entries are rounded apart, and stay so many in every later step."""
+    """Numbers of heavy and recent entries are rounded separately, and stay in all later steps."""
     random = np.random.default_rng(heavy + tokens)
     size, steps = (5, 4, 4, 8), 6
     q, k = (random.normal(size=(5, 4, tokens, 8)).astype(np.float32) for _ in range(2))
@@ -229,7 +229,7 @@ def test_d2o_holds_what_the_authors_code_holds(execution, heavy, recent, tokens)
 
 
 def merging(policy: str, block: str) -> str:
-    """The section `merge` of a shipped policy, with a selection that is known beforehand."""
+    """A policy with the `merge` of a shipped one and a known selection."""
     merge = re.search(rf"^{block}merge:\n((?:{block}  .*\n)+)", find(policy).read_text(), re.M)[0]
     weights = re.findall(r"^  (?:alpha|beta): .*\n", find(policy).read_text(), re.M)
     merge = re.sub(rf"^{block}", "", merge, flags=re.M)
@@ -241,7 +241,7 @@ def merging(policy: str, block: str) -> str:
 
 
 def merged(text: str, execution: str, beta: float):
-    """What both steps of the vector give."""
+    """Result of both steps of the vector."""
     first, then = VECTORS["d2o_merge"], VECTORS["d2o_decode"]
     bound = bind(
         load(Source("a-merge.yaml", text)).require(), ModelShape(1, 1, 1, 2), {"beta": str(beta)}
@@ -292,7 +292,7 @@ def test_simlayerkv(tmp_path, execution):
 
 
 def smeared(execution, text: str, attention, values, settings) -> tuple[list[int], np.ndarray]:
-    """Kept positions and values after one step with this attention; unit keys."""
+    """Kept positions and values after one step with this attention over unit keys."""
     size = len(attention)
     unit = np.eye(size, dtype=np.float32)
     v = np.zeros((size, size), np.float32)
@@ -324,7 +324,7 @@ def test_cam_probability_of_the_streaming_variant(execution):
 
 
 def shares(start: int, near: int) -> dict[str, float]:
-    """Settings of `cam-original` for so many first and last ones of the vector's nine tokens."""
+    """Settings of `cam-original` for `start` first and `near` last of the vector's nine tokens."""
     return {"start_rate": round((start + 0.1) / 9, 6), "recent_rate": round((near + 0.1) / 9, 6)}
 
 

@@ -1,4 +1,4 @@
-"""What stays of lists: the reference beside its definition, Triton beside the reference."""
+"""Entries that stay in lists: the reference beside its definition, Triton beside it."""
 
 import math
 
@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def by_definition(score, present, there, numbers):
-    """One list after the other, one entry after the other."""
+    """The definition: one list and one entry at a time."""
     made = torch.zeros_like(there)
     share = len(there) // len(numbers)
     for row in range(len(there)):

@@ -1,4 +1,4 @@
-"""Folds in place: the reference against moving one by one, Triton against both, bit by bit."""
+"""Folds in place: the reference against moves one by one, Triton against both, bit by bit."""
 
 from dataclasses import dataclass, replace
 
@@ -23,18 +23,18 @@ def bits(x):
 
 
 def side_by_side(parts):
-    """Bool [L * G, M] of layers' [G, m], what is missing in front."""
+    """Bool [L * G, M] of the layers' [G, m], padded in front."""
     most = max(x.shape[1] for x in parts)
     return torch.cat([F.pad(x, (most - x.shape[1], 0)) for x in parts])
 
 
 @dataclass
 class Case:
-    """One request in a pool of random bits, NaN and infinity among them, all different rows.
+    """One request in a pool of random bits, with NaN and infinity, all rows different.
 
     Attributes:
-        there: per layer [G, M] bool, or None.
-        kept: per layer [G, M] bool.
+        there: bool [G, M] per layer, entries that heads hold; None for all.
+        kept: bool [G, M] per layer.
     """
 
     storage: torch.Tensor
@@ -48,11 +48,11 @@ class Case:
 
     @property
     def held(self):
-        """`there`, of every layer."""
+        """`there` per layer, all True if it is None."""
         return [torch.ones_like(x) for x in self.kept] if self.there is None else self.there
 
     def run(self, compact_in_place, **options):
-        """The pool and the counts afterwards; the tables and masks are as before."""
+        """Pool and counts after a call; checks that tables and masks are unchanged."""
         before = [t.clone() for t in vars(self.tables).values()]
         tables = Tables(*(t.to(DEVICE) for t in vars(self.tables).values()))
         masks = [side_by_side(each).to(DEVICE) for each in (self.kept, self.held)]
@@ -74,21 +74,21 @@ class Case:
         return storage.cpu(), counts[0].cpu()
 
     def entry(self, layer, head, place):
-        """Where an entry of a private list lies: its layer's rows, slot and place."""
+        """Place of an entry of a private list: the layer of its rows, slot, place in the slot."""
         layers, group = self.tables.counts.shape[1:]
         page = int(self.tables.first_page[self.row, layer, head]) + place // group
         slot = int(self.tables.slots[int(self.tables.slots_start[self.row]) + page // layers])
         return page % layers, slot, place % group
 
     def entries(self, layer, head):
-        """Where all entries of a list lie, the tail's included."""
+        """Places of all entries of a list, tail included."""
         private = int(self.tables.counts[self.row, layer, head])
         tail = self.req_to_token[self.row, int(self.tables.tail_start[self.row]) : self.length]
         paged = [self.entry(layer, head, place) for place in range(private)]
         return paged + [(layer, slot, head) for slot in tail.tolist()]
 
     def one_by_one(self):
-        """The result by definition."""
+        """Pool and counts by definition."""
         storage, counts = self.storage.clone(), self.tables.counts[self.row].clone()
         if not self.proceed:
             return storage, counts
@@ -117,13 +117,13 @@ def case(
     ragged=True,
     seed=0,
 ):
-    """A request.
+    """A random request.
 
     Args:
-        private: [L][G] entries in private pages.
-        tail: tokens since.
-        kept: share of the entries that stay, or from (layer, head, entries) to a bool list.
-        room: [L][G] entries for which there are pages; default as many as stay or were there.
+        private: [L][G] numbers of entries in private pages.
+        tail: number of tokens since.
+        kept: share of entries that stay, or (layer, head, entries) -> list of bool.
+        room: [L][G] entries that pages have room for; default: the entries before or after.
         ragged: whether heads hold different positions; otherwise `there` is None.
     """
     generator = torch.Generator().manual_seed(seed + 7 * tail + size)
@@ -184,12 +184,12 @@ def same(got, wanted):
 
 
 def front(number):
-    """Keeps the first ones."""
+    """For `kept`: the first `number` entries."""
     return lambda layer, head, n: [at < number for at in range(n)]
 
 
 def without(*places):
-    """Drops some places."""
+    """For `kept`: all but some places."""
     return lambda layer, head, n: [at not in places for at in range(n)]
 
 
@@ -218,7 +218,7 @@ def test_reference_equals_moving_one_by_one(name):
 
 
 def test_cases_move_something():
-    """Of the cases above most change the pool, so that a test could fail."""
+    """Most of the cases above change the pool, so that the tests can fail."""
     still = [
         name
         for name, each in SMALL.items()
@@ -275,7 +275,7 @@ def test_pieces_of_rows():
 
 @pytest.mark.parametrize(("size", "dtype"), [(5, BF16), (6, F16), (3, F32)])
 def test_rows_that_are_no_power_of_two(size, dtype):
-    """They are moved in words of four bytes, or as they are where they end in half of one."""
+    """They move in words of four bytes, or by element if their size is no multiple of four."""
     each = case([[20, 9], [0, 13]], 5, 0.7, size=size, dtype=dtype)
     same(each.run(in_triton), each.one_by_one())
     same(each.run(reference.compact_in_place), each.one_by_one())
@@ -298,7 +298,7 @@ def test_any_lists(seed):
 
 
 def in_one_pool(one, other):
-    """The pool, tables and slots of two requests, of which the other is in row 3."""
+    """Pool, tables and slots of two requests; `other` is in row 3."""
     before = one.storage.shape[2]
     storage = torch.cat([one.storage, other.storage], 2)
     tables = {name: each.clone() for name, each in vars(one.tables).items()}
@@ -316,7 +316,7 @@ def in_one_pool(one, other):
 @pytest.mark.parametrize("proceed", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("compact_in_place", [reference.compact_in_place, in_triton])
 def test_requests_move_as_each_alone(compact_in_place, proceed):
-    """In one launch, in any order; those that do not proceed stay as they are."""
+    """In one launch, in any order; requests that do not proceed stay unchanged."""
     one = case([[9, 14], [3, 0]], 4, 0.6)
     other = case([[0, 0], [0, 0]], 17, 0.4, seed=1)
     storage, tables, table = in_one_pool(one, other)
@@ -354,7 +354,7 @@ def test_nothing_is_written_where_it_does_not_proceed(compact_in_place):
 
 @pytest.mark.parametrize("place", [place_reference.place, place_triton.place])
 def test_rows_that_changed_go_to_the_same_pages(place):
-    """What a merge or a rotation makes of a layer, written by `place`, lies as after moving."""
+    """Rows that a merge or rotation changes, written by `place`, lie as after moves."""
     each = SMALL["usual"]
     wanted, _ = each.one_by_one()
     storage = each.storage.to(DEVICE, copy=True)
@@ -377,7 +377,7 @@ def test_rows_that_changed_go_to_the_same_pages(place):
 
 
 def test_too_much_for_its_pages():
-    """Where a list would reach into the next one, or into slots of others, nothing is written."""
+    """If a list would reach into the next one, or into slots of others, nothing is written."""
     for layer, room in ((0, [[9, 14], [20, 20]]), (1, [[20, 20], [9, 14]])):
         each = case([[8, 14], [8, 14]], 5, 1.0, room=room)
         # No page between the lists.

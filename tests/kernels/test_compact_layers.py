@@ -1,4 +1,4 @@
-"""Compaction of all layers: the reference against copying one by one, Triton against it."""
+"""Compaction of all layers: the reference against copies one by one, Triton against it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def bits(x):
 
 
 class Case:
-    """A pool of NaN in which only the prompt's slots hold numbers."""
+    """A pool of NaN with numbers only in the prompt's slots."""
 
     def __init__(self, layers, group, size, length, dtype, share, seed=0, spare=0):
         generator = torch.Generator().manual_seed(seed + length)
@@ -105,7 +105,7 @@ def test_lists_may_begin_anywhere():
 
 
 def test_what_has_no_page_is_not_written():
-    """Where the reference raises, Triton writes nothing outside the private pages."""
+    """If the reference raises, Triton writes nothing outside the private pages."""
     case = Case(2, 2, 8, 40, F32, 1.0)
     enough = case.private
     case.private = enough[:-3]
@@ -150,7 +150,7 @@ def test_wrong_arguments_are_named(function, place, change, message):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(("layers", "group", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
 def test_within_the_prompts_own_slots_the_same_is_found(layers, group, length, share, dtype):
-    """Apart and within leave the same entries in the pages; what is no page stays as it was."""
+    """Compaction elsewhere and within leave the same entries in pages; the rest is unchanged."""
     apart = Case(layers, group, 5, length, dtype, SHARES[share], spare=0)
     within = Case(layers, group, 5, length, dtype, SHARES[share], spare=0)
     needed = len(apart.private)
@@ -171,7 +171,7 @@ def test_within_the_prompts_own_slots_the_same_is_found(layers, group, length, s
 
 
 def read(case, storage):
-    """[2, E, D] what the pages of all lists hold, in order."""
+    """Entries [2, E, D] in the pages of all lists, in order."""
     layers, _, padded, group, size = storage.shape
     entries, targets = storage.view(-1, size), []
     for (layer, head), first in zip(

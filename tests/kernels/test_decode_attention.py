@@ -32,9 +32,10 @@ def case(
     """A pool with these requests.
 
     Args:
-        requests: of each, None (the padding row, length 1) or (entries per KV head in private
+        requests: per request None (the padding row, length 1) or (entries per KV head in private
             pages or None, tokens of the tail).
-        dtype: of queries; stored: of keys and values, by default the same.
+        dtype: dtype of queries.
+        stored: dtype of keys and values, by default the same.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -162,7 +163,7 @@ def test_other_layers(attention, layer):
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_tables_are_read_when_it_runs(attention):
-    """The same tensors with a request that has left its private pages."""
+    """The same tensors, after a request has left its private pages."""
     given = case(MIXED, heads=4, groups=2)
     row = given.rows[0]
     given.tables.counts[row] = 0
@@ -203,7 +204,7 @@ def test_int32_rows_and_lengths():
 
 
 def workspace_of(requests, *, heads=4, groups=2, size=64, splits=None):
-    """One in which everything that may be anything is NaN."""
+    """A workspace with NaN wherever its content must not matter."""
     given = (requests, heads, groups, size, torch.device(DEVICE), splits)
     workspace = Workspace.empty(decode_attention_triton.workspace_elements(*given), DEVICE)
     workspace.partial.fill_(float("nan"))
@@ -212,7 +213,7 @@ def workspace_of(requests, *, heads=4, groups=2, size=64, splits=None):
 
 @pytest.mark.parametrize("splits", [None, 5, 33])
 def test_one_workspace_serves_every_smaller_batch(splits):
-    """Again and again: calls find and leave its counts at zero."""
+    """Repeatedly: calls find its counts at zero and leave them so."""
     given = case(MIXED, heads=4, groups=2)
     workspace = workspace_of(len(MIXED), splits=splits)
     for order in ([0, 1, 2, 3, 4, 5], [3], [4, 0], [3, 1], [5, 4, 3, 2, 1, 0]):
@@ -225,7 +226,7 @@ def test_one_workspace_serves_every_smaller_batch(splits):
 
 
 def test_it_is_one_launch_and_nothing_else(monkeypatch):
-    """In a captured graph, with its workspace: beside it there is but the result's memory."""
+    """In a captured graph, with its workspace; only the result is allocated besides."""
     given, workspace = case(MIXED, heads=4, groups=2), workspace_of(len(MIXED), splits=33)
     grids = []
 
@@ -260,7 +261,7 @@ LONG = [([1200, 63], 3), None, ([530, 1], 300), ([0, 0], 0), ([1, 16], 0)]
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's programs end in an order of their own")
 @pytest.mark.parametrize("splits", [3, 16, 17, 40])
 def test_whichever_program_ends_last_merges(splits, monkeypatch):
-    """Bit for bit the same, of up to 40 splits in three groups."""
+    """Bit for bit the same, for up to 40 splits in three groups."""
     given = case(LONG, heads=6, groups=2, size=16)
     options = {"splits": splits, "tile": Tile(entries=16, warps=4, stages=2)}
     in_order = given.run(decode_triton, **options)
@@ -280,7 +281,7 @@ def test_whichever_program_ends_last_merges(splits, monkeypatch):
 
 
 def test_long_lists_get_more_shares(monkeypatch):
-    """As many shares in all as were asked for, and one per list for rounding."""
+    """In all, the number of shares asked for, and one more per list for rounding."""
     requests = [([1500, 100], 0), (None, 1), ([400, 0], 0)]
     given = case(requests, heads=2, groups=2, size=16)
     found = Cut(splits=16, shares=12)
@@ -316,9 +317,9 @@ def test_the_cut_of_an_h200_holds_its_shares_and_little_memory(monkeypatch):
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_entries_beyond_int32(attention):
-    """Heads of one column: the keys of the last layer begin beyond entry 2^31.
+    """Head size 1: the keys of the last layer begin beyond entry 2^31.
 
-    Of the 5 GB of this pool only the pages that are written ever become memory on a CPU.
+    On a CPU only the written pages of this pool of 5 GB take memory.
     """
     layers, groups, private, tail = 8, 8, 24, 16
     padded = 2**31 // (2 * (layers - 1) * groups) + 64
@@ -385,7 +386,7 @@ def test_a_captured_graph_reads_the_tables_of_the_day():
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("splits", [16, 17, 256])
 def test_programs_that_end_at_once_are_all_merged(splits):
-    """Again and again, of many lists: whoever ends last sees what all others have left."""
+    """Repeatedly, for many lists: the last program sees the results of all others."""
     given = case([([30000, 5000], 40)] * 8, heads=8, groups=2, size=128, dtype=torch.bfloat16)
     workspace = workspace_of(8, heads=8, size=128, splits=splits)
     first = given.run(decode_triton, splits=splits, workspace=workspace)

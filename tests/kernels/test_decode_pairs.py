@@ -18,7 +18,7 @@ LAYERS, UPPERS = 5, (2, 4)  # layer 0 is whole
 
 
 class Pool:
-    """Requests in memory of which everything that no list names is NaN.
+    """Requests in a pool where every entry outside their lists is NaN.
 
     Requests are ("pairs", N, tail), ("lists", entries of each list, tail), or ("plain", 0, tail).
     """
@@ -61,7 +61,7 @@ class Pool:
         return torch.randn(*shape, generator=self.generator)
 
     def _private(self, row, kind, n, share_of):
-        """Lays out and writes private pages; [L][G] float64 [2, N, D] what is read of them."""
+        """Writes private pages; returns the entries read back, [L][G] of float64 [2, N, D]."""
         tables, groups = self.tables, self.groups
         for tensor in (tables.counts, tables.first_page, tables.paired):
             tensor[row] = 0
@@ -106,7 +106,7 @@ class Pool:
         return restored
 
     def _pair(self, n, share_of):
-        """Rows [2, M, D] of a pair's list, and what (lower, upper) have: float64 [2, N, D]."""
+        """Rows [2, M, D] of a pair's list; float64 [2, N, D] read from it for (lower, upper)."""
         directions = torch.nn.functional.normalize(self._random(2, n, self.size), dim=-1)
         directions = directions.to(self.dtype)
         originals = self._random(2, 2, n, self.size).to(self.dtype)  # of (lower, upper)

@@ -1,4 +1,4 @@
-"""Where entries lie: the reference against looking each up, Triton against the reference."""
+"""Places of entries: the reference against looking each up, Triton against the reference."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def padded(each, width):
 
 
 def one_by_one(each, there):
-    """Key entries of each list, 0 where nothing is there."""
+    """Key entries of each list, 0 where the list has no entry."""
     _, _, slots, group, _ = each.storage.shape
     made = torch.zeros(there.shape, dtype=torch.int64)
     for number, held in enumerate(there):

@@ -70,7 +70,7 @@ def test_lists_of_one_length(length):
 
 
 def test_a_list_that_is_too_short_leaves_zeros():
-    """Where the reference raises, the next head's entries are not taken for this head's."""
+    """If the reference raises, the next head's entries are not taken for this head's."""
     entries = torch.arange(1.0, 13.0, device=DEVICE).view(6, 2)
     indptr, indices = torch.tensor([0, 1, 4], device=DEVICE), torch.arange(4, device=DEVICE)
     there = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)

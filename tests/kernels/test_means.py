@@ -1,4 +1,4 @@
-"""Means over what a layer drops: the reference against sums in rationals, Triton beside it."""
+"""Means over dropped entries of a layer: the reference against rationals, Triton beside it."""
 
 from fractions import Fraction
 
@@ -52,7 +52,7 @@ def test_means_of_columns(lists, group, width):
 
 @pytest.mark.parametrize("function", BOTH)
 def test_width_changes_no_bit(function):
-    """What others drop makes rows longer."""
+    """Rows are longer if other lists drop more."""
     x, there = given(6, 300)
     made = function(x, there, 3)
     for more in (1, 90, 1000):

@@ -35,7 +35,7 @@ def masks(lists, width, share):
 
 
 def leaving(kept, there):
-    """Per list what leaves and what stays, in order."""
+    """Per list the places that leave and those that stay, in order."""
     rows = zip(kept.tolist(), there.tolist(), strict=True)
     return [
         tuple([i for i, held in enumerate(own) if held and stays[i] == which] for which in (0, 1))
@@ -44,7 +44,7 @@ def leaving(kept, there):
 
 
 def small(function, references):
-    """Options with which a Triton kernel takes several turns."""
+    """Options with which a Triton kernel needs several iterations."""
     if function in references[:1]:
         return {}
     name = function.__name__
@@ -77,7 +77,7 @@ def test_what_leaves_and_what_follows(function, lists, width, share, steps):
 
 
 def linked(lists, width, most, steps, seed=0):
-    """Arguments of `links`: nearly all entries of a list go to few others."""
+    """Arguments of `links`: most entries of a list have few receivers."""
     generator = torch.Generator().manual_seed(seed)
 
     def at_random(*shape):
@@ -113,7 +113,7 @@ def test_links_stand_by_receiver_in_order(function, lists, width, most, steps):
 
 
 def test_links_of_one_weight():
-    """Which is one number, as often as it is wanted."""
+    """The weight is one number, expanded."""
     *given, _ = linked(3, 30, 17, 5)
     weights = torch.full((), 0.25, dtype=torch.float64, device=DEVICE).expand(3, 17)
     one, other = (function(*given, weights, 30) for function in LINKS)
@@ -139,7 +139,7 @@ def test_means_over_receivers(function):
 
 
 def pooled(lists, width, dim, dtype, seed=0):
-    """A pool with more rows than lists have, in any order; and merges of what leaves."""
+    """A pool with more rows than the lists, in random order, and merges of leaving entries."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(lists * width + 5, dim, generator=generator).to(dtype)
     ids = torch.randperm(lists * width, generator=generator).view(lists, width) + 5

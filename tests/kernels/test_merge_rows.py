@@ -13,13 +13,13 @@ MEMBERS = [merge_rows.members, merge_rows_triton.members]
 
 
 def linked(receivers, tokens):
-    """offsets of ascending receivers [G, K]; `tokens` is none."""
+    """Offsets for ascending receivers [G, K]; receiver `tokens` means none."""
     bounds = torch.arange(tokens + 1).expand(receivers.shape[0], -1).contiguous()
     return torch.searchsorted(receivers, bounds, out_int32=True)
 
 
 def random(heads, tokens, dim, dtype, links, seed, popular=0.5):
-    """Arguments of `merge_rows`; a share of the links go to one receiver, some to none."""
+    """Arguments of `merge_rows`: a share of the links have one receiver, some have none."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape):
@@ -59,7 +59,7 @@ def by_definition(x, links_of_all, own, divide):
 
 
 def tolerance(x, links, own, divide):
-    """Rounding of two sums of n products in any order, and of the division."""
+    """Rounding error of two sums of n products in any order, and of the division."""
     sources, weights, offsets = links
     sizes = x.double().abs(), (sources, weights.abs(), offsets), own.abs(), divide.abs()
     number = offsets.diff().double()[..., None]
@@ -119,7 +119,7 @@ def test_without_own_weights_and_divisor_receivers_become_means(function):
 
 
 def test_programs_change_no_bit():
-    """Sums follow the list of links, however the work is cut."""
+    """Sums follow the list of links, however the work is divided."""
     given = random(2, 63, 64, torch.bfloat16, 150, 7)
     one = merge_rows_triton.merge_rows(*given)
     assert torch.equal(merge_rows_triton.merge_rows(*given, receivers=1), one)

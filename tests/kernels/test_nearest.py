@@ -13,7 +13,7 @@ FAR = 2**30
 
 
 def lists(kept, there=None):
-    """Places of dropped entries, which there are, and what is kept, from bool [G, n]."""
+    """Places of dropped entries, which of these are real, and kept entries, from bool [G, n]."""
     there = torch.ones_like(kept) if there is None else there
     dropped, kept = there & ~kept, there & kept
     number = dropped.sum(-1)
@@ -24,7 +24,7 @@ def lists(kept, there=None):
 
 
 def random(heads, size, dim, dtype, seed, unused=0.1):
-    """x [G, n, D] as it lies in a pool, with NaN where nothing is cached, and its lists."""
+    """x [G, n, D] as a view of a pool, NaN where nothing is cached, and its lists."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(heads, 1, dim, generator=generator)
     x = torch.randn(heads, size, dim, generator=generator) + common
@@ -49,7 +49,7 @@ def by_definition(x, places, real, kept):
 
 
 def same(made, expected):
-    """Receivers, and where there is one."""
+    """Whether receivers, and which of them exist, are equal."""
     return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(made, expected, strict=True))
 
 
@@ -98,7 +98,7 @@ def test_triton_equals_the_reference(heads, size, dim, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_of_equal_cosines_the_first(dtype):
-    """Small integers: many vectors have one direction, and many are zero."""
+    """Small integers: many vectors share a direction, and many are zero."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-1, 2, (2, 150, 6), generator=generator).to(dtype).to(DEVICE)
     x[:, ::7] *= 3
@@ -130,7 +130,7 @@ def test_cosines_that_float32_sums_cannot_tell_apart(dtype):
 
 @pytest.mark.parametrize("columns", [16, 32])
 def test_two_tiles_compete_for_a_row(columns):
-    """Kept vector j is like j + 16 and like no other: with tiles of 16 both are of one lane."""
+    """Kept vectors j and j + 16 are alike and unlike others: tiles of 16 have both in one lane."""
     generator = torch.Generator().manual_seed(7)
     base = torch.randn(16, 64, generator=generator)
     near = base.repeat(2, 1) * (1 + 6e-4 * torch.randn(32, 64, generator=generator))
@@ -145,7 +145,7 @@ def test_two_tiles_compete_for_a_row(columns):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_cosines_are_negative(dtype):
-    """What a tile holds beyond the kept ones, and what is 0 there, is no candidate."""
+    """Padding of a tile, which is 0, is no candidate."""
     generator = torch.Generator().manual_seed(8)
     x = torch.rand(2, 40, 64, generator=generator)
     kept = torch.rand(2, 40, generator=generator) < 0.4
@@ -159,7 +159,7 @@ def test_all_cosines_are_negative(dtype):
     [(5e37, "kept"), (5e37, "dropped"), (1e30, "all"), (1e-30, "all"), (1e-30, "kept")],
 )
 def test_lengths_beyond_float32(scale, which):
-    """Squares of these vanish or overflow in float32; directions count all the same."""
+    """Squares of these underflow or overflow in float32; directions count all the same."""
     x, given = random(2, 63, 64, torch.bfloat16, 3, unused=0)
     x = x.contiguous()
     one = {"kept": given[2][0].nonzero()[3, 0], "dropped": given[0][0, 3], "all": slice(None)}[
@@ -174,7 +174,7 @@ def test_lengths_beyond_float32(scale, which):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_vectors_without_a_direction(value, dtype):
-    """NaN and infinity in a vector make it as good as zero; it harms no other."""
+    """A vector with NaN or infinity counts as zero, and does not affect others."""
     x, given = random(2, 63, 64, dtype, 4, unused=0)
     x[0, given[0][0, 2], 3] = value
     first, *_, sixth = given[2][0].nonzero()[:6, 0]

@@ -1,4 +1,4 @@
-"""How many programs of a kernel run at once: CUDA's rules, and what launched kernels tell."""
+"""Programs of a kernel that run at once: by CUDA's rules, and for launched kernels."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_lists_are_cut_for_as_many_as_the_compiled_kernel_allows(gpu):
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("rows", [16, 32])
 def test_what_is_allocated_before_suffices(gpu, capability, size, rows):
-    """A kernel of which more programs would fit than were supposed is cut for as many as those."""
+    """A kernel that fits more programs than assumed is still divided for the assumed number."""
     gpu(capability)
     call = ("decode_attention", CUDA, torch.bfloat16, size, rows)
     tile = attention.tile_of(size, torch.bfloat16, rows)

@@ -16,7 +16,7 @@ SIZES = [(1,), (63,), (1000,), (4097,), (3, 1000), (2, 3, 63), (2, 3, 4, 5), (0,
 
 
 def scores(shape, seed=0):
-    """Many equal ones, of both signs."""
+    """Scores with many ties, of both signs."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).double() / 8
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def ranks(layers, shape, seed=0):
-    """Of each layer a permutation, as ranks are."""
+    """A random permutation per layer, as ranks are."""
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape)
     made = [torch.randperm(size, generator=generator).double().view(shape) for _ in range(layers)]

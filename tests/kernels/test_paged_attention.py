@@ -1,4 +1,4 @@
-"""Paged attention against attention written out for one query at a time in float64."""
+"""Paged attention against attention for one query at a time in float64."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def paged_triton(*tensors, **options):
-    """The kernel where it runs, from and to the CPU."""
+    """The kernel on its device, with tensors from and to the CPU."""
 
     def moved_there(x):
         return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
@@ -27,17 +27,17 @@ BOTH = pytest.mark.parametrize("attention", [paged_attention, paged_triton])
 
 
 def lists_of(lengths, entries, generator):
-    """Random disjoint lists of so many entries: indptr, indices."""
+    """Random disjoint lists of these lengths: indptr, indices."""
     order = torch.randperm(entries, generator=generator)
     indptr = torch.tensor([0, *lengths]).cumsum(0)
     return indptr, order[: int(indptr[-1])]
 
 
 def exact(q, keys, values, indptr, indices, *, scale, apart=TOGETHER):
-    """One softmax per (request, token, head) in float64, and how far float32 may be off.
+    """Attention per (request, token, head) in float64, and the error allowed in float32.
 
-    Relative to sum of weight x |value|: the scores' error of (D + 4) roundings of float32, relative
-    to scale x |q|.|k|, enters a weight twice (its own and the sum's); sums over n entries, in
+    Relative to the sum of weight x |value|: a score is off by (D + 4) roundings of float32 relative
+    to scale x |q|.|k|, which enters a weight twice (its own and the sum's); sums over n entries, in
     tiles, are off by 512 + n / 64 roundings in any implementation; weights and result are rounded
     to the dtype: 2 eps. Weights in float16 also underflow: 2^-25 against a largest one of 1.
     """
@@ -199,7 +199,7 @@ def test_other_requests_change_nothing():
 @pytest.mark.parametrize(("heads", "groups", "size"), [(1, 1, 3), (6, 3, 5), (8, 2, 128)])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_keys_and_values_from_separate_lists_with_lengths(heads, groups, size, tokens, dtype):
-    """Equals attention over entries that hold the products, in lists of their own."""
+    """Equals attention over entries that hold the products, in separate lists."""
     generator = torch.Generator().manual_seed(size)
     lengths = torch.randint(tokens, 30, (2 * groups,), generator=generator).tolist()
     lengths[1 % len(lengths)] = 0  # an empty list

@@ -1,4 +1,4 @@
-"""What a merge compares: the reference against its definition, Triton against the reference."""
+"""Comparisons of a merge: the reference against its definition, Triton against the reference."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BOTH = [pairs.pairs, pairs_triton.pairs]
 
 
 def given(lists, width, dim, dtype, most):
-    """x [R, n, D], NaN where nothing is read; zero vectors, absent receivers, absent pairs."""
+    """Arguments: x [R, n, D], NaN where unread; zero vectors, missing receivers and pairs."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(lists, width, dim, generator=generator)
     x[:, ::7] = 0

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def written(entries, k, v, kept, pages, value_offset, first_page=None):
-    """The same by definition."""
+    """The entries after `place`, by definition."""
     entries = entries.clone()
     group, length = kept.shape
     page = 0
@@ -71,7 +71,7 @@ def test_full_pages_end_where_the_next_head_begins():
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lists_may_have_pages_of_their_own(dtype, share):
-    """More of them than they need, in any order, the last one up to the end of all pages."""
+    """More pages than needed, in any order; the last list ends with the last page."""
     entries = torch.full((240, 3), float("nan"))
     k, v = torch.randn(2, 3, 10, 3)
     kept = torch.rand(3, 10, generator=torch.Generator().manual_seed(1)) < share
@@ -106,7 +106,7 @@ def test_lays_entries_out_as_compaction_does(group):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_may_hold_what_is_moved(dtype):
-    """In-place compaction: the rows were read before anything is written."""
+    """In-place compaction: all rows have been read before any is written."""
     entries = torch.arange(48).view(24, 2).to(dtype)
     k, v = entries[:12].view(2, 6, 2).clone(), entries[12:].view(2, 6, 2).clone()
     kept = torch.tensor([[0, 1, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1]], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Writing rows into pages: Triton against the reference, bit by bit; its rounding as well."""
+"""Writing rows into pages: Triton against the reference, bit by bit, rounding included."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_equals_reference(group, size, length, dtype, own, share):
 
 
 def test_rows_that_do_not_lie_together():
-    """As a pool's slots are seen by head; one of them has to be copied first."""
+    """Views of a pool's slots by head; one of them has to be copied first."""
     arguments, value_offset = made(2, 64, 63, BF16, BF16, 0.5)
     arguments[1] = arguments[1].transpose(0, 1).contiguous().transpose(0, 1)
     arguments[2] = arguments[2].transpose(1, 2).contiguous().transpose(1, 2)

@@ -35,7 +35,7 @@ def flashinfer(monkeypatch):
 
 
 def counts_of(given, order=None):
-    """[L, B, G] entries of the batch, on the host."""
+    """Entries of each list of the batch, int64 [L, B, G], on the host."""
     rows = given.rows if order is None else given.rows[order]
     return given.tables.counts[rows].transpose(0, 1).long().cpu().numpy()
 
@@ -46,7 +46,7 @@ def reader(given, **options):
 
 
 def tail(given, order):
-    """Attention over what lies in ordinary slots, and its log-sum-exp, as SGLang's wrapper's."""
+    """Attention over tails in ordinary slots, and log-sum-exp as by SGLang's wrapper."""
     q, rows = given.q[order], given.rows[order]
     tables = replace(given.tables, counts=torch.zeros_like(given.tables.counts))
     lists = (given.storage, tables, rows, given.lengths[order], given.req_to_token, given.layer)
@@ -64,7 +64,7 @@ def tail(given, order):
 
 
 def read(attention, given, order, padding=0):
-    """All of these requests, merged with their tails; rows of padding are cut off."""
+    """Attention of these requests, merged with their tails, without rows of padding."""
     q = torch.cat([given.q[order], given.q.new_ones(padding, *given.q.shape[1:])])
     out, lse = attention.attend(q, layer=given.layer, scale=q.shape[2] ** -0.5)
     rows = slice(len(order))
@@ -127,7 +127,7 @@ def test_wrong_arguments_are_named(implementation):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("requests", "heads", "groups", "size", "dtype"), SHAPES)
 def test_every_list_is_read(requests, heads, groups, size, dtype, captured):
-    """Empty and ragged ones, of one entry, next to NaN, by groups of 1 to 8 query heads."""
+    """Empty lists, ragged ones, one entry, next to NaN, with 1 to 8 query heads per KV head."""
     given = case(requests, heads=heads, groups=groups, size=size, dtype=dtype)
     attention, order = reader(given), torch.arange(len(requests), device=DEVICE)
     if captured:
@@ -151,7 +151,7 @@ def test_eight_bits_and_their_scales(stored):
 
 
 def test_a_captured_batch_is_read_anew_after_each_plan():
-    """Requests come, leave, change places and get other lists; what was recorded reads them."""
+    """Requests come, leave, change places and lists; the recorded calls read them."""
     given = case([([9, 3], 4), None, ([1, 0], 2), ([40, 41], 1)], heads=4, groups=2)
     attention, group = reader(given), 2
     attention.reserve(4)
@@ -176,7 +176,7 @@ def test_a_captured_batch_is_read_anew_after_each_plan():
 
 
 def test_layers_of_equal_lengths_are_planned_once():
-    """Where a graph reads: others get a copy, and pages of their own."""
+    """For a graph, other layers get a copy of the plan, and their own pages."""
     given = case([([9, 3], 4), ([1, 5], 2)], heads=4, groups=2)
     alike = given.tables.counts[:, 1:2].expand(-1, 3, -1).contiguous()
     attention = reader(given)
@@ -232,7 +232,7 @@ def test_without_flashinfer(monkeypatch):
 
 
 def _fa2_bytes(lists, group, processors):
-    """What 0.7.2's planners write, from their sources, for a graph: both kernels, the larger."""
+    """Bytes that the planners of 0.7.2 write for a graph, from their sources, for both kernels."""
     tile = 16 if group <= 16 else 64
     tensor = max(2 * processors, -(-lists * group // tile) + lists - 1)
     parts = [4 * tensor] * 3 + [4 * (lists + 1)] * 2 + [4, 4, tensor]

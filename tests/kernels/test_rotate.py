@@ -1,4 +1,4 @@
-"""Moving keys against rotating the unrotated ones to the new place, as complex numbers."""
+"""Moving keys against rotating unrotated keys to the new position, as complex numbers."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from kvpolicy.kernels.entries.rotate import rotate
 
 
 def rope(x, position, inv_freq, interleaved):
-    """[M, D] rows at positions [M], in float64: each pair is a complex number times exp(i x)."""
+    """Rows [M, D] rotated to positions [M] in float64: each pair is multiplied by exp(i angle)."""
     pairs = inv_freq.shape[0]
     x = x.double()
     out = x.clone()
@@ -51,7 +51,7 @@ def test_equals_the_key_at_the_later_position(size, pairs, dtype, interleaved):
 
 
 def test_distances_are_what_attention_sees():
-    """q.k after the move is q.k of a key that much nearer."""
+    """q.k after the move is q.k of a key nearer by that distance."""
     generator = torch.Generator().manual_seed(0)
     inv_freq = frequencies(8)
     raw_k, raw_q = torch.randn(2, 1, 16, generator=generator)

@@ -15,7 +15,7 @@ def frequencies(pairs):
 
 
 def exact(k, shift, inv_freq, interleaved):
-    """The moved keys in float64, and how far a result may be from them."""
+    """The moved keys in float64, and the allowed error."""
     pairs, size = inv_freq.shape[0], k.shape[-1]
     at = torch.arange(pairs)
     first, second = (2 * at, 2 * at + 1) if interleaved else (at, at + pairs)
@@ -77,7 +77,7 @@ def test_within_its_bound(rows, size, pairs, dtype, interleaved, longest):
 
 
 def test_angles_in_float32_would_be_beyond_the_bound():
-    """So the bound can tell."""
+    """So the bound is sharp enough."""
     k, shift, inv_freq = torch.ones(1, 64), torch.tensor([99_999]), frequencies(32)
     wanted, far = exact(k, shift, inv_freq, False)
     angle = shift.float()[:, None] * inv_freq.float()

@@ -39,14 +39,14 @@ def every(dtype):
 
 
 def same(a, b):
-    """Equal bit by bit, NaN as NaN."""
+    """Whether two tensors are equal, signs of zero included, NaN as NaN."""
     a, b = a.double(), b.double()
     bits = (a == b) & (a.signbit() == b.signbit())
     return bool((bits | (a.isnan() & b.isnan())).all())
 
 
 def between(dtype):
-    """Numbers of a narrow dtype, ties between neighbours, and numbers as near to ties as can be."""
+    """Numbers of a narrow dtype, ties between neighbours, and numbers close to ties."""
     numbers = every(dtype).double()
     numbers = numbers[numbers.isfinite()].unique()
     ties = (numbers[1:] + numbers[:-1]) / 2
@@ -74,7 +74,7 @@ def test_every_number_is_widened_exactly(dtype):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_to_the_nearest_once(dtype):
-    """By the definition: of the numbers that there are, the nearest, of two the even one."""
+    """By definition: the nearest representable number; of two, the even one."""
     numbers = every(dtype).double()
     numbers = numbers[numbers.isfinite()].unique()
     # Zero is there twice; the bits of a number say whether it is even.

@@ -9,7 +9,7 @@ ABSENT = -(2**31)
 
 
 def keys_of(kind, rows, size, generator):
-    """int32 [rows, size]."""
+    """Sort keys, int32 [rows, size]."""
     if kind == "random":
         keys = torch.randint(-(2**31), 2**31, (rows, size), generator=generator)
     elif kind == "scores":  # as a policy makes them: the bits of float32

@@ -20,7 +20,7 @@ CASES = [
 
 
 def layers(heads, tokens, dim, dtype, seed=0):
-    """below and own, [G, N, D], as they lie in a pool."""
+    """`below` and `own` [G, N, D], as views of a pool."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(2, tokens, heads, dim, generator=generator).to(dtype).to(DEVICE)
     return pool.transpose(1, 2)
@@ -53,7 +53,7 @@ def test_blend(heads, tokens, dim, dtype):
 
 @pytest.mark.parametrize("function", [share.blend, share_triton.blend])
 def test_nan_is_nothing(function):
-    """0 * inf, of a vector without a direction, and inf - inf."""
+    """From 0 * inf, of a vector without a direction, and inf - inf."""
     below, own = torch.zeros(1, 3, 2, device=DEVICE), torch.ones(1, 3, 2, device=DEVICE)
     below[0, 1] = 1
     a = torch.full((1, 3), torch.inf, dtype=torch.float64, device=DEVICE)

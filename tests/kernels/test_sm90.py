@@ -1,4 +1,4 @@
-"""Kernels compile for an H200 without a GPU at hand, fit into it, and do not wait for it."""
+"""Kernels compile for an H200 without a GPU, fit into it, and do not wait for it."""
 
 import json
 import os
@@ -73,6 +73,6 @@ def test_so_many_programs_fit_a_processor(compiled, case, name, programs):
 
 @pytest.mark.parametrize("case", ["decode attention", "decode attention, layers in pairs"])
 def test_the_last_program_sees_what_the_others_have_stored(compiled, case):
-    """Two counts, of sixteen programs and of such groups, each between barriers."""
+    """Two counters, of sixteen programs and of these groups, each between barriers."""
     [kernel] = compiled[case]
     assert (kernel["counts"], kernel["ordered"]) == (2, 2)

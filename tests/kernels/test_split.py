@@ -1,4 +1,4 @@
-"""`split[layer]` is divided as the language does, in exact fractions: reference and kernel."""
+"""`split[layer]` in exact fractions, as the language defines it: reference and kernel."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def values(shape, seed=0):
 
 
 def masks(shape):
-    """None, one for every value, one along the last dimension alone, and where nothing is there."""
+    """Masks: None, per value, along the last dimension only, and all False."""
     chosen = values(shape, 1) < 0.6
     last = chosen.reshape(-1, shape[-1])[0] if chosen.numel() else values(shape[-1:]) < 2
     made = [None, chosen, last, torch.zeros(shape, dtype=torch.bool)]
@@ -50,7 +50,7 @@ def masks(shape):
 
 
 def poisoned(x, there):
-    """NaN where nothing is there."""
+    """x with NaN where the mask is False."""
     x = x.to(DEVICE)
     return x if there is None else torch.where(there, x, math.nan)
 
@@ -101,7 +101,7 @@ def test_definitions(module):
     ],
 )
 def test_corners(tokens, given, mean, var, entropy):
-    """Two values that are there, in one part and at both ends of several."""
+    """Two present values, in one part and at both ends of several."""
     x = torch.full((tokens,), math.nan, dtype=torch.float64, device=DEVICE)
     there = torch.zeros(tokens, dtype=torch.bool, device=DEVICE)
     for at, number in zip((0, tokens - 1), given, strict=True):

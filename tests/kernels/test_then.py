@@ -14,7 +14,7 @@ THEN = (reference.then, then_triton.then)
 
 
 def by_definition(taken, score, present, there, number, *, in_all):
-    """One list after the other, one entry after the other."""
+    """The definition: one list and one entry at a time."""
     made = torch.zeros_like(there)
     share = len(there) // len(number)
     for row in range(len(there)):

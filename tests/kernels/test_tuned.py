@@ -1,4 +1,4 @@
-"""Measured choices: which of a file is taken, what is refused, that the wrappers ask for them."""
+"""Measured choices: which one applies, which files are refused, and that wrappers use them."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ READER = {"dtype": "float16", "head_dim": 64, "group": 2, "lists": 12, "entries"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder in which measured choices are looked for."""
+    """The folder in which measured choices are looked up."""
     monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
     tuned.load.cache_clear()
     yield tmp_path
@@ -60,7 +60,7 @@ def test_without_a_file_nothing_is_chosen_and_the_log_says_so(folder):
 
 
 def test_no_file_of_a_gpu_is_shipped_that_cannot_be_read():
-    """None today: nothing has been measured."""
+    """There are none today, as nothing has been measured."""
     for path in Path(tuned.__file__).with_name("tuned").glob("*.json"):
         tuned.read(path, json.loads(path.read_text())["device"])
 
@@ -176,7 +176,7 @@ def test_a_folder_that_is_not_there(folder, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Options of the launches of a module's kernels, where they have one of the constants named."""
+    """Notes options of launches of a module's kernels, if they include a named constant."""
     launch = KernelInterface.__getitem__
     watched = []
 
@@ -235,7 +235,7 @@ def test_decode_attention_reads_as_measured(folder, launched, choice, splits):
 
 
 def listed(heads, size=64):
-    """Lists of 3 requests with 2 KV heads in a pool of keys then values; the rest is NaN."""
+    """Lists of 3 requests with 2 KV heads in a pool of keys, then values; the rest is NaN."""
     generator = torch.Generator().manual_seed(heads)
     indptr = torch.tensor([0, 5, 0, 63, 1000, 1, 64]).cumsum(0)
     indices = torch.randperm(1200, generator=generator)[: int(indptr[-1])]

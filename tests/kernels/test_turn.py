@@ -18,7 +18,7 @@ def padded(each, masks, width):
 
 
 def finite(each):
-    """The case with numbers in its pool."""
+    """The case with finite numbers in its pool."""
     generator = torch.Generator().manual_seed(1)
     storage = torch.randn(each.storage.shape, generator=generator).to(each.storage.dtype)
     return replace(each, storage=storage)

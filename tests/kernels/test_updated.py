@@ -1,4 +1,4 @@
-"""What merges remember per list: the reference beside a loop, Triton beside it."""
+"""States of merges per list: the reference beside a loop, Triton beside it."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ def test_generation_takes_the_best_token_each_time(model, samples):
 
 
 def test_right_answers_are_those_of_the_one_pass_check(model):
-    """On questions of which the model gets some wrong."""
+    """On questions some of which the model gets wrong."""
     samples = measure.questions("mq", 1536, 6, seed=0)
     right = measure.right_count(model, samples)
     assert right / 6 == pytest.approx(evaluate.accuracy(model, samples)[1])
@@ -35,7 +35,7 @@ def test_right_answers_are_those_of_the_one_pass_check(model):
 
 
 def test_looks_counts_the_word_in_the_statement_asked_for(model, samples):
-    """Against the attention read directly, for the three words of one answer."""
+    """Compared with attention read directly, for the three words of one answer."""
     sample = samples[0]
     caches, _ = evaluate.prefill(model, sample.prompt_ids + sample.answer_ids)
     start = sample.needles[0][0] + 4

@@ -21,12 +21,12 @@ def draw(task, length, seed=0):
 
 
 def split(ids, question):
-    """Context and question of a prompt whose question has that many tokens."""
+    """Context and question of a prompt whose question has `question` tokens."""
     return ids[1:-question], ids[-question:]
 
 
 def facts_in(context):
-    """(key, value) pairs in order, read from the words alone."""
+    """(Key, value) pairs in order, read only from the tokens."""
     starts = [at for at, token in enumerate(context) if token == embedded.FACT]
     return [(tuple(context[at + 1 : at + 3]), context[at + 4 : at + 7]) for at in starts]
 
@@ -208,7 +208,7 @@ def test_shares_of_a_mix(mix):
 
 
 def also_right_of(kind, seed=0):
-    """A lesson, and for each place the set of words that are as right."""
+    """A lesson, and for each place the set of words that are also right."""
     ids, is_answer = lessons.batch(1, 128, np.random.default_rng(seed), {kind: 1.0})
     also = lessons.also_right(ids, is_answer)[0]
     return ids[0].tolist(), is_answer[0], [{w for w in words if w >= 0} for words in also.tolist()]
@@ -225,7 +225,7 @@ def test_words_yet_to_be_listed_are_as_right(kind, count):
 
 
 def test_values_yet_to_be_listed_are_as_right():
-    """In every answer on one key, the first words of the values after the one in turn."""
+    """In every answer on one key, these are the first words of the values listed later."""
     ids, is_answer, also = also_right_of("mv")
     starts = [at for at in np.flatnonzero(is_answer) if not is_answer[at - 1]]
     expected = [set() for _ in ids]

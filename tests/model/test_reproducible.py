@@ -1,4 +1,4 @@
-"""The texts that a seed gives do not change: the models were trained and measured on these."""
+"""Texts from a seed do not change, as the models were trained and measured on them."""
 
 import hashlib
 import json
@@ -38,12 +38,12 @@ LESSONS = {
 
 
 def digest(*parts):
-    """The first 16 hexadecimal digits of the SHA-256 of what JSON makes of `parts`."""
+    """The first 16 hexadecimal digits of the SHA-256 of `parts` as JSON."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def samples_digest(task):
-    """Of 20 samples at each of four lengths."""
+    """Digest of 20 samples at each of four lengths."""
     drawn = [
         more_tasks.sample(task, length, np.random.default_rng([7, i]))
         for length in (64, 200, 512, 2048)
@@ -53,7 +53,7 @@ def samples_digest(task):
 
 
 def lessons_digest(kind):
-    """Of 20 lessons at each of three lengths; the kinds of `tasks` are drawn by both modules."""
+    """Digest of 20 lessons at each of three lengths; kinds of `tasks` are drawn by both modules."""
     rng = np.random.default_rng(8)
     draws = [lessons.batch, *([tasks.batch] if kind in tasks.MIX else [])]
     drawn = [draw(20, length, rng, {kind: 1.0}) for draw in draws for length in (64, 200, 512)]

@@ -18,7 +18,7 @@ def draw(task, length, seed=0):
 
 
 def facts_in(ids):
-    """Key -> value, read from the words alone."""
+    """Key -> value, read only from the tokens."""
     found = {}
     for at, token in enumerate(ids):
         if token == embedded.FACT:

@@ -1,4 +1,4 @@
-"""Training: runs from nothing, and an interrupted run gives the same bits."""
+"""Training: runs start from nothing, and an interrupted run gives the same bits."""
 
 import copy
 import signal
@@ -40,7 +40,7 @@ def one_thread():
 
 
 def interrupt_after(run, steps):
-    """Let Ctrl-C arrive while the step number `steps` runs."""
+    """Lets Ctrl-C arrive during step number `steps`."""
     advance = run.advance
 
     def advance_and_interrupt():
@@ -97,7 +97,7 @@ def test_layers_that_take_no_part_keep_their_weights():
 
 
 def test_a_layer_that_is_not_read_is_seen_by_the_next():
-    """Taken out of the final states: all of it when it is the last, only its own part before."""
+    """The final states lack all that the last layer adds; of an earlier layer only its own part."""
     run = train.Run(SMALL_STAGES, 3, train.SMALL)
     ids = torch.from_numpy(train.SMALL.batch(1, 64, np.random.default_rng(0))[0])
     read = torch.ones(6, 1)
@@ -142,7 +142,7 @@ def test_the_script_trains_from_nothing_and_writes_a_model(tmp_path):
 
 
 def test_the_start_looks_back_and_matches():
-    """Before any training, both retrieval layers look at the answer's first word."""
+    """Before any training, both retrieval layers attend to the answer's first word."""
     model = Llama(Config())
     structured_start.start(model, seed=0)
     attention = []
@@ -202,7 +202,7 @@ def test_lessons_without_commas_are_not_mixed_into_the_listing_stages(monkeypatc
 
 
 def test_any_word_yet_to_be_listed_costs_nothing(monkeypatch):
-    """The loss of a list does not depend on which of the words comes first."""
+    """The loss of a list does not depend on the order of its words."""
     run = train.Run((train.Stage(64, 64, 9, {"cwe": 1.0}, any_order=True),), 3, train.SMALL)
     ids, is_answer = lessons.batch(1, 64, np.random.default_rng(0), {"cwe": 1.0})
     first = int(np.flatnonzero(is_answer)[0])

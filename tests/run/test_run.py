@@ -1,4 +1,4 @@
-"""`kvpolicy run`: its JSON, and what it says about input that it cannot use."""
+"""`kvpolicy run`: its JSON, and messages on input that it cannot use."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def with_steps(tokens: int, seed: int = 0, **changes) -> dict[str, np.ndarray]:
 
 
 def both(tmp_path, policy: str, tensors, *options: str) -> dict:
-    """What both executions write, which must be the same up to rounding."""
+    """Output of both executions, checked to be the same up to rounding."""
     outputs = []
     for execution in EXECUTIONS:
         assert run(tmp_path, policy, tensors, "--execution", execution, *options) == 0

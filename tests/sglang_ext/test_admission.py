@@ -1,4 +1,4 @@
-"""What a request must find free when it is admitted: for its prompt now, for its output later."""
+"""Slots that must be free to admit a request: for its prompt now, for its output later."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ STORE = SimpleNamespace(
 
 
 class Adder:
-    """SGLang's prefill adder: a batch that runs, and what it reckons with."""
+    """Replaces SGLang's prefill adder: a running batch, and the slots that it counts with."""
 
     per_req_token_overhead = 1
     tree_cache = SimpleNamespace(disable=False)
@@ -51,7 +51,7 @@ def request(prefix=0):
 
 
 def admits(adder, req, may_move=False):
-    """Whether SGLang's check lets it in; what is left for others in the pass; its state."""
+    """Whether SGLang's check admits a request; slots left for others in the pass; its state."""
     state = SimpleNamespace(
         wanted=True,
         slots=COPY,
@@ -78,7 +78,7 @@ MEANWHILE = 4 * (admission.IN_FLIGHT + 1)
 @pytest.mark.parametrize(("free", "fits"), [(NOW + MEANWHILE, False), (NOW + MEANWHILE + 1, True)])
 @pytest.mark.parametrize("prefix", [0, 10])
 def test_a_prompt_takes_for_a_moment_what_running_requests_need_later(free, fits, prefix):
-    """Their output takes 60 slots in the end; it takes few before the prompt is given up."""
+    """Running requests need 60 slots in the end, but few before the prompt's slots return."""
     found, left, state = admits(Adder(free, running=4), request(prefix))
     assert (found, state.in_place) == (fits, False)
     if fits:
@@ -91,7 +91,7 @@ def test_it_is_compacted_in_place_before_it_waits():
 
 
 def test_what_comes_later_must_fit_too():
-    """With all of their output, they and the new one are as large as what is free."""
+    """With all output, running requests and the new one fill exactly the free slots."""
     running = 6
     free = NOW + running * 3 + 1
     assert admits(Adder(free, running), request())[0]

@@ -1,4 +1,4 @@
-"""What a client may ask of a request: which positions are kept, and output tokens of its own.
+"""Options of requests: to report kept positions, and to force output tokens.
 
 In a real scheduler (scenarios_asked.py), beside the plain model of tests/reference/eager.py.
 """
@@ -99,7 +99,7 @@ def test_what_is_said_to_be_kept_is_kept(run, model, policies, flags):
 
 @server
 def test_a_prompt_for_whose_copy_there_is_no_room_is_held_in_full(run):
-    """One that cannot be compacted within its slots, as its entries are merged."""
+    """The prompt cannot be compacted within its slots, as its entries merge."""
     policies = {"d2o": ["rate=0.5"], "snapkv": ["capacity=150", "window=16"]}
     found = run("kept", policies=policies, lengths=[290], max_total_tokens=300)
     facts = found["d2o 290"]["facts"]

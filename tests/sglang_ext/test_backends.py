@@ -1,7 +1,8 @@
 """Attention backends beside torch_native: the same answers, graphs, and a host that never waits.
 
 Without a GPU these are SGLang's Triton backend and the project's kernels in Triton's interpreter,
-in a real scheduler; nothing is captured there, but what SGLang's graphs would be told is.
+in a real scheduler. Graphs are not captured; the arguments that SGLang's graphs would get are
+noted.
 """
 
 from functools import partial
@@ -36,7 +37,7 @@ def steps(run):
 
 
 def of(steps, batch):
-    """What the steps of one batch were, in order."""
+    """Notes of one batch's steps, in order."""
     return [each for each in steps["steps"] if each["requests"][0].startswith(f"{batch} ")]
 
 

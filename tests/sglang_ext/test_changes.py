@@ -1,4 +1,4 @@
-"""A change of the policies is that of every scheduler or of none."""
+"""A change of policies happens on every scheduler or on none."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ TEXT = FILE.read_text()
 
 
 class Scheduler:
-    """The part of one that changes policies; what it cannot compile and do is given by name."""
+    """The part of a scheduler that changes policies; failures are given by name."""
 
     def __init__(self, rank, given):
         self.rank, self.cannot_compile, self.cannot_do = rank, {}, {}
@@ -76,7 +76,7 @@ class Scheduler:
 
 @pytest.fixture
 def fleet(monkeypatch):
-    """A catalog, two schedulers, and what the catalog calls SGLang's manager."""
+    """A catalog and two schedulers, which it reaches instead of SGLang's manager."""
     given = options.load_policies([f"{name}={FILE}" for name in ("first", "second")], [])
     schedulers = [Scheduler(rank, given) for rank in range(2)]
 
@@ -212,7 +212,7 @@ def control(fleet, tmp_path, monkeypatch):
 
 
 def meanwhile(monkeypatch, action, happens):
-    """Has something happen once, just before schedulers are asked for an action."""
+    """Calls `happens` once, just before schedulers are asked for an action."""
     ask, left = compat.change_policies, [happens]
 
     async def change_policies(manager, body):
@@ -277,7 +277,7 @@ def test_what_is_withdrawn_only_after_a_wait_may_be_used_by_then(control, fleet)
 
 
 def test_a_policy_is_compiled_on_the_schedulers_device(monkeypatch):
-    """A thread begins at the first GPU, whichever one the scheduler computes on."""
+    """A new thread starts on the first GPU, even if the scheduler computes on another."""
     now = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is said of compilations; Triton's listener is told as Triton tells it."""
+"""Messages on compilations; the listener is called as Triton calls it."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from triton.knobs import CompileTimes
 
 @pytest.fixture
 def made(monkeypatch):
-    """Compiles a kernel, as far as hooks see it."""
+    """A function that reports a compiled kernel to hooks."""
     monkeypatch.setattr(knobs.compilation, "listener", None)
     monkeypatch.setattr(compilations, "COMPILATIONS", compilations.Compilations())
 

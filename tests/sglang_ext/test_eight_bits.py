@@ -1,4 +1,4 @@
-"""A cache of 8 bits in a real scheduler: the interpreter's choice of what its entries stand for."""
+"""A cache of 8 bits in a real scheduler: choices equal the interpreter's on scaled entries."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def test_kept_entries_are_the_interpreters(run, stored):
 
 @STORED
 def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
-    """Of every class of policies; what is merged and turned is rounded to 8 bits by either."""
+    """For every class of policies; both round merged and rotated entries to 8 bits."""
 
     def run(kernels):
         seen = scenario(

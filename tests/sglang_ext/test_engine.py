@@ -104,7 +104,7 @@ def test_a_later_engine_may_have_policies_though_an_earlier_one_has_none(tmp_pat
 
 
 def test_each_engine_has_the_server_that_was_installed_for_it(monkeypatch):
-    """Of its policies and options: SGLang applies the hooks of a process once."""
+    """With its own policies and options, though SGLang applies a process's hooks once."""
     pytest.importorskip("sglang")
     from kvpolicy.sglang_ext import frontend
 

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, folder):
-    """Arms: full KV, everything kept by lava, twelve entries; all requests are compared."""
+    """A server with three arms, all compared: full KV, lava with all entries, twelve entries."""
     from kvpolicy.evaluation.serving import serve
 
     flags = {"enable_metrics": True, "admin_api_key": "secret", "kv_policy_override": "listed"}
@@ -131,7 +131,7 @@ def test_a_key_has_one_arm_on_every_route(server):
 
 
 def requests(server, arm):
-    """Requests of an arm by SGLang's own histogram of times to the first token."""
+    """Number of an arm's requests in SGLang's own histogram of TTFT."""
     settled(server)
     name = "sglang:time_to_first_token_seconds_count"
     labels = (f'kv_arm="{arm}"', 'kv_experiment="trial"')
@@ -153,7 +153,7 @@ def requests(server, arm):
     ids=lambda sampling: "-".join(sampling) or "greedy",
 )
 def test_full_kv_does_not_drift(server, sampling):
-    """Whatever changes the choice of tokens, the model's own distributions are compared."""
+    """Sampling options change the tokens, but the model's own distributions are compared."""
     before = settled(server)
     with ThreadPoolExecutor(6) as pool:
         calls = [
@@ -175,7 +175,7 @@ def compared(found, arm):
 
 
 def test_the_tree_stays_as_if_no_shadow_had_run(server):
-    """What a shadow computes is not cached: the next turn finds what it would have found."""
+    """A shadow's entries are not cached: the next turn finds the same prefix as without it."""
 
     def turns(first, **headers):
         sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
@@ -197,7 +197,7 @@ def test_the_tree_stays_as_if_no_shadow_had_run(server):
 
 
 def test_metrics_and_logs_do_not_have_the_shadows(server):
-    """What the scheduler counts of prompts is what clients sent."""
+    """The scheduler counts only prompts that clients sent."""
 
     def counted():
         names = ("prompt_tokens_total", "queue_time_seconds_count", "realtime_tokens_total",
@@ -370,7 +370,7 @@ def test_the_doors_need_the_admin_key(server):
 
 
 def test_every_sample_counts_once(server):
-    """SGLang sends a copy that generates nothing before the samples, and scores with such ones."""
+    """SGLang sends a copy that generates nothing before the samples, as scoring does."""
     before = settled(server)
     arm = generate(server, "key 1", prompt(60, 80), n=3)[0]["meta_info"]["kv_policy"]["arm"]
     params = {"max_new_tokens": 0}
@@ -391,7 +391,7 @@ def test_every_sample_counts_once(server):
 
 
 def test_requests_that_are_not_sampled_count_too(server):
-    """SGLang completes no answers of a batch of which nothing is collected."""
+    """SGLang completes no answers of a batch from which nothing is collected."""
     fewer = {**DOCUMENT, "shadow": {**DOCUMENT["shadow"], "sample": "0.0001 %"}}
     assert put(server, json.dumps(fewer)).json()["begins_anew"] is True
     for i in range(12):
@@ -460,7 +460,7 @@ def test_other_versions_by_request_and_by_file(server, folder):
 
 
 def test_arms_take_turns(server):
-    """With `design: switchback` the arm is the hour's, and so is latency."""
+    """With `design: switchback` the time window decides the arm, also for latency."""
     latency = {"metric": "e2e_seconds", "role": "guardrail", "margin": 0.5, "clip": 5}
     turns = {**DOCUMENT, "metrics": [latency], "shadow": {"sample": "0.0001 %"}}
     turns["design"] = {"switchback": {"window": "1h", "burn_in": "0s"}}
@@ -539,7 +539,7 @@ def changed(text, old, new):
 
 
 def test_a_wrong_experiment_stops_the_launch(model, tmp_path):
-    """One message with the place, before anything is started."""
+    """One message with the place, before any process starts."""
     text = json.dumps(DOCUMENT, indent=1)
     file, state = tmp_path / "experiment.yaml", tmp_path / "state.json"
     state.write_text("{")
@@ -570,7 +570,7 @@ def test_nothing_is_left_behind(server):
 
 
 def used(server):
-    """Slots in use by SGLang's load and by compressed entries."""
+    """Slots in use, by SGLang's load report and of compressed entries."""
     loads = server.session.get(server.url + "/v1/loads", headers=ADMIN, timeout=60).json()["loads"]
     assert loads
     return [each["num_used_tokens"] for each in loads] + [private(server)]

@@ -1,7 +1,7 @@
-"""A policy that fails, fails one request: everybody else's answers and all slots stay as they were.
+"""A failing policy fails one request: other answers and all slots are unaffected.
 
-In a real scheduler (scenarios_faults.py), checked after every step as in test_scheduler.py. Slots
-that nobody holds are full of NaN, so that reading one would show in the answers.
+In a real scheduler (scenarios_faults.py), checked after every step as in test_scheduler.py. Free
+slots hold NaN, so that reading one would show in the answers.
 """
 
 import pytest
@@ -50,7 +50,7 @@ decode:
 
 @pytest.fixture(scope="module")
 def changing(tmp_path_factory):
-    """The files of these policies."""
+    """Files of SHRINKING and GROWING, as `policies` of a scenario."""
     folder = tmp_path_factory.mktemp("policies")
     paths = {folder / "shrinking.yaml": SHRINKING, folder / "growing.yaml": GROWING}
     for path, text in paths.items():
@@ -95,7 +95,7 @@ def test_what_fails_for_a_retracted_request_leaves_the_others_as_they_were(run):
 
 
 def test_a_prompt_that_keeps_the_room_it_borrowed_takes_it_from_nobody_for_good(run):
-    """SGLang retracts where running requests need it; every answer is what it is alone."""
+    """SGLang retracts if running requests need the slots; every answer is the same as alone."""
     seen = run("borrowed", length=200, output=50, max_total_tokens=480)
     made, failing = seen["compressed"], seen["failing"]
     assert (made["lent"] > 0, made["failed"], made["retractions"]) == (True, 0, 0)
@@ -107,7 +107,7 @@ def test_a_prompt_that_keeps_the_room_it_borrowed_takes_it_from_nobody_for_good(
 
 
 def check(seen, points):
-    """Nothing else is wrong, nothing leaked, and the fault was met everywhere."""
+    """Checks that nothing else is wrong, no slot leaked, and the fault occurred at each point."""
     assert set(seen["points"]) == set(points)
     failures = dict.fromkeys(seen["failures"], 0)
     for point, each in seen["points"].items():

@@ -1,7 +1,7 @@
 """FlashInfer reads private pages in a real scheduler, with torch in place of its kernels.
 
-SGLang's own backend plans and reads tails; scenarios_flashinfer.py has both run eagerly, and as
-its graph runner has them captured and replayed.
+SGLang's own backend plans and reads tails; scenarios_flashinfer.py runs both readers eagerly, and
+captured and replayed as by SGLang's graph runner.
 """
 
 import pytest
@@ -58,7 +58,7 @@ def test_answers_are_those_by_triton(served, by_triton, graphs):
 
 @pytest.mark.server
 def test_no_plan_is_made_where_all_tokens_wait(served):
-    """Of a prompt in chunks no row goes deeper before the last; FlashInfer cannot plan for none."""
+    """Before a prompt's last chunk no row goes deeper, and FlashInfer cannot plan for 0 rows."""
     policies = {"fastkv": ["tsp_layer=1"], "gemfilter": ["filter=1", "capacity=40"]}
     whole = served("triton", policies=policies)
     found = served("triton", policies=policies, chunked_prefill_size=32)

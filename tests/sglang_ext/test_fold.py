@@ -1,4 +1,4 @@
-"""What stays of one request at a fold: written in place, to other pages, by layer or anew."""
+"""A fold of one request: written in place, to other pages, by layer or anew."""
 
 import itertools
 from contextlib import contextmanager, nullcontext
@@ -70,7 +70,7 @@ class World:
         self.reported.append((reported.folded, reported.dropped))
 
     def detach(self, requests):
-        """What has been copied, or is about to be overwritten, is free; a read would show."""
+        """Frees copied slots and fills them with NaN, so that a read would show."""
         if not requests:
             return
         ((_, state),) = requests
@@ -83,7 +83,7 @@ class World:
         self.freed = end
 
     def grow(self, tokens):
-        """So many tokens are cached in ordinary slots."""
+        """Caches `tokens` tokens in ordinary slots."""
         page = self.store.allocator.page_size
         for position in range(self.length, self.length + tokens):
             if position % page == 0:
@@ -96,7 +96,7 @@ class World:
         self.tables.write()
 
     def entries(self):
-        """Per layer and KV head its keys and values [2, n, D]."""
+        """Keys and values [2, n, D] per layer and KV head."""
         private = self.state.private
         if private is None:
             slots = self.table[ROW, : self.length].long()
@@ -113,7 +113,7 @@ class World:
         return found
 
     def choose(self, counts, changed=False):
-        """Choices that keep so many random entries of each list; what they keep, in order."""
+        """Choices that keep `counts` random entries of each list, and the kept entries in order."""
         before = self.entries()
         choices, wanted = [], []
         for layer, heads in enumerate(before):
@@ -142,9 +142,10 @@ class World:
         """The fold of these choices, as `follow_together` and `Memory.numbers` would give them.
 
         Args:
-            arrived: whether the numbers are on the host; if not, nobody may ask for them.
-            fixed: whether no data decide them.
-            whole_model: what the fold comes to in all layers, where some are in other stages.
+            finite: whether the tensors were finite.
+            arrived: whether the numbers are on the host; if not, reading them is an error.
+            fixed: whether the numbers do not depend on data.
+            whole_model: numbers of all layers, if some are in other stages.
         """
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
@@ -193,14 +194,14 @@ class World:
         self.grow(1)
 
     def check(self, wanted):
-        """The entries before the token that came after a fold."""
+        """Checks the entries before the token that came after a fold."""
         for heads, others in zip(self.entries(), wanted, strict=True):
             for own, other in zip(heads, others, strict=True):
                 assert torch.equal(own[:, :-1], other)
 
 
 def side_by_side(parts):
-    """Bool [L * G, M] of layers' [G, m], what is missing in front."""
+    """Bool [L * G, M] of the layers' [G, m], padded in front."""
     most = max(x.shape[1] for x in parts)
     return torch.cat([F.pad(x, (most - x.shape[1], 0)) for x in parts])
 
@@ -389,7 +390,7 @@ CHANGED = [FIRST, torch.tensor([[2, 2], [2, 2], [2, 2], [23, 23], [9, 2]])]
 
 @contextmanager
 def noted(state):
-    """What fails is noted, for the other stages to know."""
+    """A block that notes a failure for the other stages."""
     try:
         yield
     except RuntimeError:
@@ -401,7 +402,7 @@ def raising(*given):
 
 
 def folded(world, counts, monkeypatch, fails=None, *, changed=False):
-    """The folds of a stage, whose last one may fail; what stays after it."""
+    """Folds of a stage, the last of which may fail; the entries that stay."""
     state = world.state
     world.runtime.failures = SimpleNamespace(
         contained=lambda request, stage, **_: noted(state), agree=lambda requests: None,

@@ -1,7 +1,7 @@
-"""What a fold asks of a GPU does not depend on how many layers and requests there are.
+"""The GPU operations of a fold do not depend on the numbers of layers and requests.
 
-Counted are torch operations that compute, launches of kernels, and transfers, from the second fold
-on; what notes a step's queries is done at every step, and not counted. Views are not: nothing runs.
+Torch operations that compute, kernel launches and transfers are counted, from the second fold on.
+Noting a step's queries happens at every step and is not counted; nor are views, which run nothing.
 """
 
 import sys
@@ -31,7 +31,7 @@ OUTGROWING = ("d2o-code", "pyramidinfer")  # lists that get other pages at every
 
 
 def steps(policy, layers, prompts):
-    """Observed decode steps, and how many requests folded at each, once all have folded twice."""
+    """(Observed, number of folds) of decode steps, once all requests have folded twice."""
     setting = SETTINGS[policy]
     case = Case(
         policy, setting.given(INTERVAL), list(prompts), ModelShape(layers, 4, 2, 8), INTERVAL
@@ -50,7 +50,7 @@ def steps(policy, layers, prompts):
 
 
 def of_folds(policy, batches):
-    """How much the folds of some batches ask of a GPU."""
+    """Numbers of GPU operations of folds of these batches."""
     found = set()
     for layers, prompts in batches:
         made = steps(policy, layers + WHOLE * (policy == "d2o-code"), prompts)
@@ -71,7 +71,7 @@ def test_a_fold_of_a_batch_takes_few_operations(policy):
 
 @pytest.mark.parametrize("policy", sorted({*MOST} - {*OUTGROWING}))
 def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
-    """That some lists outgrow their pages at every fold is not reckoned."""
+    """Lists that outgrow their pages are not taken into account."""
     given = SETTINGS[policy].given(INTERVAL)
     bound = bind(load(policy).require(), ModelShape(32, 32, 8, 128), given)
     expected = launches(bound)
@@ -80,7 +80,7 @@ def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
 
 
 def test_what_is_decided_once_is_decided_of_all_layers_at_once():
-    """At the first fold of requests what their prefills left is joined, shorter lists padded."""
+    """At the first fold of requests, their lists after prefill are joined, shorter ones padded."""
     settings, found = {"window": "16", "threshold": "0.1"}, []
     for layers in (2, 7):
         shape = ModelShape(layers, 4, 2, 8)
@@ -92,7 +92,7 @@ def test_what_is_decided_once_is_decided_of_all_layers_at_once():
 
 @pytest.mark.parametrize("policy", ["h2o", "streamingllm"])
 def test_large_batches_are_followed_in_parts(policy, monkeypatch):
-    """So that what is computed with does not grow with the batch; lists stay what they are."""
+    """So that scratch memory does not grow with the batch; lists are the same."""
     monkeypatch.setattr(group_fold, "LARGEST", 2 * 2 * 2 * 40 * 8)
     parts = []
     advance = group_fold.Group.advance

@@ -1,7 +1,7 @@
-"""Policies that go on while a request decodes, in a real scheduler.
+"""Policies with `decode:` in a real scheduler.
 
-What SGLang and the store check after every step is checked here too (see test_scheduler.py);
-besides, slots that nobody holds are full of NaN, so that reading one would show in the answers.
+SGLang's checks and the store's run after every step (see test_scheduler.py), and free slots hold
+NaN, so that reading one would show in the answers.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Which attention a decode step takes, in a scheduled forward, in a capture and outside of both."""
+"""The attention that a decode step takes: in a scheduled forward, in a capture, outside both."""
 
 import ast
 from contextlib import nullcontext
@@ -57,7 +57,7 @@ class Stock(AttentionBackend):
 
 
 class NotedQueries(QueryBuffer):
-    """Says of which layers queries were noted."""
+    """Notes the layers whose queries were written."""
 
     def __init__(self, programs):
         super().__init__(programs)
@@ -192,7 +192,7 @@ def test_a_capture_decides_for_its_variant_alone(services, capturing):
 
 
 def test_replays_that_read_the_tables_are_not_planned_for_the_stock_kernel(services, capturing):
-    """Those of plain batches are, prefills, captures and steps that may fall back to it."""
+    """Plain batches, prefills, captures and steps that may fall back to it are planned."""
     backend = backends.attach(Stock(), "flashinfer", services, HEADS, torch.float32)
     decoding, extending = (
         SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.DECODE, ForwardMode.MIXED)
@@ -227,7 +227,7 @@ def test_replays_that_read_the_tables_are_not_planned_for_the_stock_kernel(servi
     ],
 )
 def test_a_step_without_a_graph_is_planned_by_a_way_of_its_own(module, name):
-    """Else it could not fall back to the stock kernel where reading the tables fails."""
+    """Otherwise it could not fall back to the stock kernel if reading the tables fails."""
     found = find_spec(f"sglang.srt.layers.attention.{module}")
     tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
     [backend] = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name]

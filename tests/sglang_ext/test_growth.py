@@ -1,4 +1,4 @@
-"""What a request may come to hold while it decodes, for admission."""
+"""The most slots that a request may hold in decode, for admission."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_others_grow_with_their_output(name):
 
 @pytest.mark.parametrize("capacity", [64, 2**20, 2**40])
 def test_a_prompt_within_the_budget_is_known_to_stay_whole(capacity):
-    """So it is not scored for nothing, however large the budget is."""
+    """So it is not scored in vain, for any budget."""
     program = load(str(POLICIES / "snapkv.yaml")).require()
     bound = bind(program, SHAPE, {"capacity": str(capacity)})
     policy = Policy("snapkv", program, "snapkv.yaml", {})

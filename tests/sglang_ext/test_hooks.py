@@ -1,4 +1,4 @@
-"""Every SGLang name that the plugin touches exists with the arguments that it relies on."""
+"""Every SGLang name that the plugin touches exists, with the arguments that it uses."""
 
 import importlib
 import inspect
@@ -96,7 +96,7 @@ def test_target_has_the_arguments(target):
 
 
 def test_attributes_that_are_read_or_written_exist():
-    """A rename would otherwise show up only in the middle of a request."""
+    """Otherwise a rename would show only in the middle of a request."""
     batch = importlib.import_module("sglang.srt.managers.schedule_batch")
     source = inspect.getsource(batch.Req.__init__)
     for name in (

@@ -1,4 +1,4 @@
-"""Triton's kernels in a real scheduler, in the interpreter: the same answers, no needless waits."""
+"""Triton's kernels in a real scheduler, interpreted: the same answers, no needless waits."""
 
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
 @pytest.mark.server
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_a_prefill_forward_waits_once_if_at_all(scenario, flags):
-    """For several prompts together; in chunks, the forwards before a prompt's last do not wait."""
+    """For several prompts together; forwards before a prompt's last chunk do not wait."""
     # Windows of queries are carried from chunk to chunk, or sums over all queries.
     policies = NO_WAIT | ONE_WAIT
     in_chunks = ("snapkv", "tova", "cake", "h2o")
@@ -117,7 +117,7 @@ def test_a_prefill_forward_waits_once_if_at_all(scenario, flags):
 @pytest.mark.server
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_where_attention_gives_its_log_sum_exp_no_kernel_looks_for_it(scenario, flags):
-    """The same answers, of windows and sums in chunks, too; keys are gone over once."""
+    """The same answers, also for windows and sums in chunks; one pass over the keys."""
     policies = {
         "snapkv": ["capacity=48", "window=16"],
         "pyramidkv": ["capacity=48"],
@@ -149,7 +149,7 @@ def test_where_attention_gives_its_log_sum_exp_no_kernel_looks_for_it(scenario, 
 
 @pytest.mark.server
 def test_all_layers_of_a_prompt_are_scored_in_one_launch(scenario):
-    """In chunks, too; sums over all queries are made layer by layer and chunk by chunk."""
+    """Also for chunks; sums over all queries are computed layer by layer and chunk by chunk."""
     lengths, layers = [100, 70], 4
     for policy, given, number in (
         ("snapkv", ["capacity=48", "window=16"], len(lengths)),
@@ -183,7 +183,7 @@ FOLDING = {
 
 @pytest.fixture(scope="module")
 def folding(scenario):
-    """Three folds of two requests of each policy in `FOLDING`, or of some."""
+    """A function that runs three folds of two requests of each policy in `FOLDING`, or of some."""
 
     def run(names=tuple(FOLDING), **flags):
         return scenario(
@@ -201,7 +201,7 @@ def folding(scenario):
 
 @pytest.fixture(scope="module")
 def at_once(folding):
-    """Where numbers are there as soon as they are computed."""
+    """Folds whose numbers arrive as soon as they are computed."""
     return folding()
 
 
@@ -221,7 +221,7 @@ def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(at_once):
 
 @pytest.mark.server
 def test_folds_of_lists_that_last_do_not_wait(folding, at_once):
-    """Numbers of a fold are read at the next one, where the first fold has shown what they are."""
+    """A fold's numbers are read at the next fold; the first fold has shown them in advance."""
     names = ("h2o", "cake", "roco")
     seen = folding(names, lagging=True)
     assert seen["left"] == at_once["left"]

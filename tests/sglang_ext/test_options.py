@@ -361,7 +361,7 @@ def test_separators_in_values_are_refused(files):
 
 
 def test_policies_are_tried_before_a_server_loads_anything(files, monkeypatch):
-    """A policy that its executions do not carry out alike is refused; equal ones are tried once."""
+    """A policy whose executions differ is refused; equal policies are tried once."""
     from kvpolicy.dsl.tools import trial
 
     tried = []

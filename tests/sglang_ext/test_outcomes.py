@@ -1,4 +1,4 @@
-"""What stages (`--pp`) have found in a forward: each carries out what all have agreed on."""
+"""Results of a forward with stages (`--pp`): each carries out what all agree on."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ class Meeting:
 
 
 class Stage:
-    """One stage with one request, of which entries may leave after a forward."""
+    """One stage with one request, which may lose entries after a forward."""
 
     def __init__(self, stage, meeting, kept, slots=40, finite=True):
         sizes = (len(SPANS[stage]), slots, 2, 4)
@@ -74,12 +74,12 @@ class Stage:
         self.folded += [(each.kept.tolist(), each.left, each.fewest) for each in agreed.values()]
 
     def over(self):
-        """The forward is over."""
+        """Ends the forward."""
         self.outcome = Outcome(self.services, self.batch, self.step, [])
 
 
 def run(meanwhile=lambda stages: None, before=lambda stages: None, **options):
-    """Both stages, and what is done to them before the forward's end, and after it."""
+    """Two stages after a forward; `before` and `meanwhile` run before and after its end."""
     meeting = Meeting()
     more = options.pop("finite", (True, True))
     kept = [[[5, 6], [7, 20]], [[9, 1]]]
@@ -112,7 +112,7 @@ def test_nothing_leaves_where_tensors_of_one_stage_are_not_finite():
 
 @pytest.mark.parametrize(("slots", "room"), [(9, False), (10, True)])
 def test_nothing_leaves_where_one_stage_has_no_room_for_what_stays(slots, room):
-    """The first stage needs most slots: 20 pages of two layers."""
+    """The first stage needs the most slots: 20 pages of two layers."""
 
     def taken(stages):
         for each in stages:
@@ -134,7 +134,7 @@ def test_nothing_is_written_of_what_has_failed_on_one_stage():
 
 
 class OneOfTwo(Ranks):
-    """The other rank says a number."""
+    """Two ranks, of which the other sends a given number."""
 
     size = 2
 

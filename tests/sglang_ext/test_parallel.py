@@ -35,7 +35,7 @@ def prompt(seed, length):
 def server(model, tmp_path_factory):
     """Serves snapkv (48 of every list) and h2o (32, also while decoding), and an experiment.
 
-    Its requests decode in the forwards that prefill others, those of other servers do not.
+    Its requests decode in mixed forwards; those of other servers in this file do not.
     """
     from kvpolicy.evaluation.serving import serve
 
@@ -58,7 +58,7 @@ def ask(server, tokens, policy, rank=None, new=24, **headers):
 
 
 def answers(server):
-    """Tokens and facts of requests of three kinds in flight together, and who computed them."""
+    """Tokens, facts and scheduler of requests of three kinds, in flight together."""
 
     def answer(i):
         found = ask(server, prompt(i, 40 + 17 * i), ("snapkv", "h2o", "none")[i % 3]).json()
@@ -142,7 +142,7 @@ def test_policies_come_and_go_on_every_scheduler(server):
 
 
 def test_the_fleet_is_told_apart(server, model, monkeypatch, capsys):
-    """By what real servers say: schedulers of one, a replica of the same policies, another."""
+    """From answers of real servers: schedulers of one, a replica with equal policies, another."""
     from kvpolicy.evaluation.cli import main
     from kvpolicy.evaluation.serving import serve
 
@@ -178,7 +178,7 @@ def document(server):
 
 
 def test_an_experiment_and_the_switch_are_one_for_all_schedulers(server):
-    """An arm is a key's, whoever computes; its scores are taken where its prompt is cached."""
+    """A key has one arm on all schedulers; shadows run where the prompt is cached."""
     arms = {}
     for i in range(12):
         found = [ask(server, prompt(50 + i, 90), None, rank, 8, x_key=f"key {i}") for rank in RANKS]

@@ -1,4 +1,4 @@
-"""What stages (`--pp`) have found of a prompt by a policy that compares layers."""
+"""Results of stages (`--pp`) for a prompt, with a policy that compares layers."""
 
 import itertools
 from contextlib import nullcontext
@@ -76,7 +76,7 @@ class Stage:
         return self.step.parts[id(self.request)]
 
     def entries(self):
-        """Per layer and KV head the keys [n, D] that are held."""
+        """Held keys [n, D] per layer and KV head."""
         lists = Lists(self.arena, [self.state.private], [PROMPT], self.table)
         found = []
         for layer in range(self.arena.layers):
@@ -87,7 +87,7 @@ class Stage:
 
 
 def prompt():
-    """q [L, H, N, D], k and v [L, G, N, D]."""
+    """Random q [L, H, N, D], k and v [L, G, N, D]."""
     random = torch.Generator().manual_seed(5)
     return [torch.randn((5, heads, PROMPT, 8), generator=random) for heads in (4, 2, 2)]
 
@@ -104,7 +104,7 @@ def carried_out(name, finite=True, before=lambda stages: None, **given):
 
 
 def whole_model(name, **given):
-    """What one process keeps: bool [L, G, N]."""
+    """Entries that one process keeps, bool [L, G, N]."""
     q, k, v = prompt()
     run = TorchProgram(bind(load(name).require(), SHAPE, given)).start(PROMPT)
     for layer in range(SHAPE.layers):
@@ -160,7 +160,7 @@ def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(caplog):
 @pytest.mark.parametrize("point", ["Store.fill", "Store.grow_together", "copy_kept", "remember"])
 @pytest.mark.parametrize(("name", "given", "kind"), CASES)
 def test_a_stage_that_fails_to_copy_holds_as_many_slots_as_the_others(name, given, kind, point):
-    """And nothing in them, wherever that was; the request ends when all know."""
+    """With nothing in them, wherever it failed; the request ends once all stages know."""
 
     def fail(stages):
         def raising(*given, **more):
@@ -192,7 +192,7 @@ def test_a_stage_that_fails_to_copy_holds_as_many_slots_as_the_others(name, give
 
 
 def once(first, then):
-    """What is called the first time, and after that."""
+    """A function that calls `first` the first time, and `then` later."""
     calls = iter([first])
     return lambda *given, **more: next(calls, then)(*given, **more)
 

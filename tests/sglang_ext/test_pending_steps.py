@@ -1,4 +1,4 @@
-"""Queries of decode steps: which are noted, how long they are held, and what policies are shown."""
+"""Queries of decode steps: which are noted, how long they are held, and which policies read."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def layer(number, scaling=SIZE**-0.5):
 
 
 def computed(buffer, rows, step, scaling=SIZE**-0.5):
-    """One decode forward of so many rows; its queries [L, rows, H, D]."""
+    """One decode forward of `rows` rows; its queries [L, rows, H, D]."""
     generator = torch.Generator().manual_seed(step)
     q = torch.randn(LAYERS, rows, HEADS, SIZE, generator=generator)
     for number, heads in enumerate(q):
@@ -83,7 +83,7 @@ def test_the_last_queries_are_noted_where_a_window_is_read(tmp_path):
 
 
 def noted_and_leaving(state, first, end):
-    """Of decode steps, those of which queries are noted, and those at which entries may leave."""
+    """Decode steps whose queries are noted, and those at which entries may leave."""
     request = SimpleNamespace(kv_policy_state=state)
     rows = DecodeRows([request], None, torch.device("cpu"))
     rows.renew(0, state.prompt + first)
@@ -99,7 +99,7 @@ def noted_and_leaving(state, first, end):
 
 @pytest.mark.parametrize("later", [None, 0, 1, 7])
 def test_steps_are_found_ahead_as_they_are_one_by_one(later):
-    """Also where entries leave rarely, never, or often."""
+    """Also if entries leave rarely, never, or often."""
     for when in ({3, 10, 11, 150, 320}, set(), set(range(1, 400)), {64, 65, 129, 200, 263}):
         bound = SimpleNamespace(
             leaves_at=lambda step, prompt, when=when: step in when,
@@ -118,7 +118,7 @@ def test_steps_are_found_ahead_as_they_are_one_by_one(later):
 
 
 class Batches:
-    """Decode forwards over a buffer, of requests whose policies read all queries or the last."""
+    """Decode forwards with a query buffer; policies read all queries, or the last `later`."""
 
     def __init__(self, later=None, scaling=SIZE**-0.5):
         self.buffer = QueryBuffer([program("tova" if later else "h2o")])
@@ -126,7 +126,7 @@ class Batches:
         self.requests, self.read = {}, {}
 
     def begin(self, names):
-        """These are the requests from here on."""
+        """Sets the requests of the following forwards."""
         if self.rows is not None:
             self.rows.hand_over()
         for name in names:
@@ -143,7 +143,7 @@ class Batches:
             self.rows.renew(row, request.length + 1)
 
     def forward(self, batch=None):
-        """One step of all of them, in a batch of so many rows."""
+        """One step of all requests, in a batch of `batch` rows."""
         for name in self.names:
             self.requests[name].length += 1
         lengths = np.array([self.requests[name].length for name in self.names])
@@ -159,7 +159,7 @@ class Batches:
         return self.requests[name].kv_policy_state.pending
 
     def shown(self, names):
-        """What the policies of some are shown, [B, L, H, T, D]; they are through with it."""
+        """Queries [B, L, H, T, D] that these requests' policies read, which ends their steps."""
         self.rows.hand_over()
         made = queries_of([self.pending(name) for name in names], self.buffer)
         return made.view(len(names), LAYERS, HEADS, -1, SIZE)
@@ -173,13 +173,13 @@ class Batches:
             self.rows.renew(self.names.index(name), self.requests[name].length + 1)
 
     def wanted(self, name):
-        """[L, H, T, D]."""
+        """The expected queries [L, H, T, D]."""
         read = self.read[name] if self.later is None else self.read[name][-self.later :]
         return torch.stack(read, 2)
 
 
 def test_a_request_finds_its_own_rows_of_every_step():
-    """Others join and leave, change places, and the batch becomes larger than any before."""
+    """Others join, leave and change places, and the batch becomes larger than before."""
     batches = Batches()
     for names in ("xab", "bya", "a", "vwxyzab"):
         batches.begin(names)
@@ -194,7 +194,7 @@ def test_a_request_finds_its_own_rows_of_every_step():
 
 
 def test_requests_are_shown_together_what_each_is_shown_alone():
-    """In any order, some of those that were noted, and where these were not always the same."""
+    """In any order, for some of the noted requests, also if these changed between steps."""
     for later in (None, 2):
         batches = Batches(later)
         for names in ("abcd", "xdcba", "abcd"):

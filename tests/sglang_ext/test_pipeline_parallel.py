@@ -54,7 +54,7 @@ FLAGS = {
 
 
 def stages(number, ranks=1):
-    """Options of a server with so many stages, all on one core: a machine may have no more."""
+    """Options of a server with `number` stages, all on one core, as a machine may have no more."""
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number * ranks)}
     return {"pp_size": number, "tp_size": ranks, "env": ENVIRONMENT | env}
 
@@ -85,7 +85,7 @@ def ask(server, tokens, policy, new=24, **more):
 
 
 def requests():
-    """Of every policy: prompts in chunks, of odd sizes, of one token, with the same beginning."""
+    """Requests of every policy, with prompts of 1 to 250 tokens; half of them share a start."""
     names = [*SETTINGS, "none"]
     sizes = [1, 17, 97, 129, 200]
     for i, (size, name) in enumerate((size, name) for size in sizes for name in names):
@@ -93,14 +93,14 @@ def requests():
 
 
 def answers(server, order, *, alone):
-    """Tokens and facts by number of the request, one after the other or in flight together."""
+    """Tokens and facts by number of the request, alone or in flight together."""
     listed = list(requests())
 
     retracted = []
 
     def answer(number):
         name, tokens = listed[number]
-        # Of the layers of other stages none knows which positions such a policy keeps.
+        # With such a policy no stage knows the positions kept in layers of other stages.
         found = ask(server, tokens, name, kv_policy_kept=name not in COMPARING)
         assert found.ok, found.text
         meta = found.json()["meta_info"]
@@ -141,7 +141,7 @@ def longer_than(tokens, expected):
 
 
 def test_answers_and_what_is_kept_are_those_of_one_process(server, expected):
-    """One after the other, at most one of many stages has work."""
+    """Requests come one after the other, so at most one stage has work."""
     order = longer_than(128, expected)
     assert answers(server, order, alone=True)[0] == {i: expected[i] for i in order}
 
@@ -154,7 +154,7 @@ def test_requests_in_flight_together_and_in_another_order(server, expected):
 
 
 def test_what_requests_ask_besides(server):
-    """Parameters of their own and prescribed output, which the last stage alone samples."""
+    """Their own parameters and forced output, which only the last stage samples."""
     tokens, output = prompt(5, 150), prompt(6, 8)
     given = {"kv_policy_set": {"capacity": 30}, "kv_policy_force": output}
     found = ask(server, tokens, "snapkv", new=8, **given).json()
@@ -192,9 +192,9 @@ def test_policies_do_not_change_while_the_server_runs(server):
 def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ranks):
     """Stages of two ranks each; and three stages, of which one has more layers than the others.
 
-    The pool is small: now and then a fold finds no room and is skipped, or a retracted request
-    finds none for its copy and goes on in full. Its facts say so, and it answers otherwise; all
-    others answer as alone.
+    The pool is small: at times a fold is skipped for want of slots, or a retracted request has none
+    for its copy and continues in full. Its facts say so, and its answer differs; all others answer
+    as alone.
     """
     retracting = stages(number, ranks)
     retracting["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
@@ -217,7 +217,7 @@ POINTS = {
 
 
 def test_what_fails_in_one_process_fails_for_one_request(model, files, expected, tmp_path):
-    """Of stages of two ranks: all others answer as alone, and the server goes on, no slot lost."""
+    """With stages of two ranks: others answer as alone, and the server goes on without leaks."""
     faulty = stages(2, 2)
     faults = {"stage": 1, "rank": 0, "points": POINTS}
     faulty["env"] |= {"PYTHONPATH": installed(tmp_path), VARIABLE: json.dumps(faults)}
@@ -250,7 +250,7 @@ def found_no_room(facts):
 
 
 def assert_nothing_is_left(server):
-    """Also of a request whose client goes away."""
+    """Checks that no slots are in use, also after a client has gone away."""
     for new, size in ((400, 300), (2, 1200)):
         params = {"kv_policy": "snapkv"}
         sampling = {"max_new_tokens": new, "ignore_eos": True, "custom_params": params}

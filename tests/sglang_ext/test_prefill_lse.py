@@ -1,4 +1,4 @@
-"""What a prefill's attention hands over of its softmax, from SGLang's own backends.
+"""The log-sum-exp that a prefill's attention hands over, from SGLang's own backends.
 
 `forward_extend` is SGLang's. FlashInfer's wrappers and FlashAttention's function, which need a GPU,
 are attention written out, with the signatures of flashinfer 0.7.2 and of SGLang's `sgl_kernel`.
@@ -36,7 +36,7 @@ BATCHES = {
 
 
 def attend(q, keys, values, first):
-    """Output [T, H, D] and natural log-sum-exp [T, H]; row t sees `first` + t keys, or none."""
+    """Output [T, H, D] and natural log-sum-exp [T, H]; row t sees the first `first` + t keys."""
     repeat = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(repeat, 1) for x in (keys, values))
     logits = torch.einsum("thd,nhd->thn", q.double(), keys) * SCALE
@@ -48,7 +48,7 @@ def attend(q, keys, values, first):
 
 
 class Batch:
-    """Requests of an extend forward in one pool of NaN elsewhere."""
+    """Requests of an extend forward in a pool with NaN elsewhere."""
 
     def __init__(self, requests, dtype=torch.float32):
         random = torch.Generator().manual_seed(len(requests))
@@ -110,7 +110,7 @@ class Ragged:
 
 
 class Paged:
-    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper: what its plan says, all or prefixes."""
+    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper: whole lists or prefixes, as planned."""
 
     def __init__(self, batch):
         self.batch, self.calls = batch, []
@@ -154,11 +154,11 @@ def merge_state(v_a, s_a, v_b, s_b):
 
 
 class Stock(AttentionBackend):
-    """A backend that hands nothing over."""
+    """A backend that hands over no log-sum-exp."""
 
 
 def services_of(batch, reads_lse=True):
-    """A forward in which a policy looks at every row."""
+    """Services of a forward in which a policy reads every row; and the rows it is shown."""
     shown = []
     prefill = SimpleNamespace(
         reads_lse=reads_lse, observe=lambda layer, queries: shown.append(queries)
@@ -264,7 +264,7 @@ def forward(backend, batch):
 
 
 def assert_shown(shown, out, batch):
-    """Attention as it is, and its log-sum-exp, natural, per row and head."""
+    """Checks attention and its natural log-sum-exp, per row and head."""
     wanted, lse = batch.attended()
     [queries] = shown
     assert torch.equal(queries.heads, batch.q)
@@ -316,7 +316,7 @@ def test_without_a_policy_that_needs_it_nothing_is_asked_for(flashinfer, fa3):
 
 @pytest.mark.parametrize("change", ["scale", "dtype"])
 def test_it_is_not_taken_of_other_logits_than_policies_see(flashinfer, change, monkeypatch):
-    """Where the model scales otherwise, and where the pool holds keys in another dtype."""
+    """If the model scales logits differently, or the pool holds keys in another dtype."""
     batch = Batch(BATCHES["new prompts"])
     services, shown = services_of(batch)
     backend = backends.attach(flashinfer(batch, True), "flashinfer", services, HEADS, torch.float32)

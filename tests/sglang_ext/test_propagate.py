@@ -72,7 +72,7 @@ propagate:
 
 @pytest.fixture
 def written(tmp_path):
-    """From the text of a policy to `policies` of a scenario."""
+    """A function from the text of a policy to `policies` of a scenario."""
 
     def write(text):
         path = tmp_path / f"{text.split()[1]}.yaml"
@@ -83,7 +83,7 @@ def written(tmp_path):
 
 
 def expected_rows(name, settings, answer, result, layers):
-    """Rows that enter each layer."""
+    """Expected number of rows that enter each layer."""
     computed, cached = len(answer["ids"]) - answer["cached"], answer["cached"]
     facts = answer["facts"]
     if "uncompressed" in facts or facts["selected_layer"] is None:
@@ -101,7 +101,7 @@ def expected_rows(name, settings, answer, result, layers):
 
 
 def check(found, policies, folder, interval=16):
-    """Answers, kept sets, rows and facts equal those of the plain model."""
+    """Checks that answers, kept sets, rows and facts equal the plain model's."""
     from eager import generate
 
     compared = 0
@@ -351,7 +351,7 @@ def test_what_is_known_before_the_prefill(name, overrides, prompt, plan):
 
 
 class Adder:
-    """SGLang's prefill adder, as far as a propagating prompt is concerned."""
+    """Replaces SGLang's prefill adder, as far as a propagating prompt needs it."""
 
     def __init__(self, chunk, admitted=()):
         self.rem_chunk_tokens, self.can_run_list = chunk, list(admitted)
@@ -384,7 +384,7 @@ def test_admission(layer, chunk, others, waits, chunk_after):
 
 
 class Other:
-    """A model of a class whose layers pass their rows on in a way of its own."""
+    """A model whose layers pass rows on in another way."""
 
 
 def test_other_models_are_refused_by_class():

@@ -1,4 +1,4 @@
-"""The distributions of sampled requests: taken before they change, whole, or not at all."""
+"""Distributions of sampled requests: taken before they change, completely or not at all."""
 
 from types import SimpleNamespace
 

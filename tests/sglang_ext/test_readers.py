@@ -1,4 +1,4 @@
-"""Which reader a decode forward has, when FlashInfer plans for it, and from where SGLang's does."""
+"""Readers of decode forwards, when FlashInfer plans for them, and SGLang's plans of tails."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ ROWS = torch.tensor([1, 2, 3, 0])
 
 
 class Step:
-    """Rows with private pages in these layouts, by row of the pool; None: a plain one."""
+    """A decode step with these rows of the pool; None is a plain request."""
 
     def __init__(self, *rows, entries=5, shared=None, tail=0, reads=None):
         counts = [[entries] * KV_HEADS] * LAYERS
@@ -47,7 +47,7 @@ class Step:
 
 
 class Attention:
-    """Notes what was planned."""
+    """Notes the plans."""
 
     def __init__(self):
         self.plans = []
@@ -167,7 +167,7 @@ def test_where_it_cannot_plan_triton_reads(reader, caplog):
 
 
 def test_ranks_replay_graphs_of_one_kind_though_one_cannot_plan(reader, services):
-    """Sums over ranks read, in a graph, what the same graph of another rank writes."""
+    """In a graph, sums over ranks read what the same graph on another rank writes."""
     services.ranks = SimpleNamespace(size=2)
     reader.capture(2)
     plan, plans = reader._attention.plan, reader._attention.plans

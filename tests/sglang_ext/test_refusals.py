@@ -190,7 +190,7 @@ def test_a_gpu_without_numbers_of_the_cache_is_refused(monkeypatch):
 
 
 def attention(k=None, v=None, k_number=None, v_number=None):
-    """What SGLang's attention layer has of scales."""
+    """Scales of SGLang's attention layer."""
     return SimpleNamespace(k_scale=k, v_scale=v, k_scale_float=k_number, v_scale_float=v_number)
 
 

@@ -1,4 +1,4 @@
-"""What is said of a request when its circumstances change."""
+"""Reports of a request when its state changes."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock

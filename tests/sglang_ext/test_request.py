@@ -1,4 +1,4 @@
-"""Which policy a request gets, and which requests are served in full."""
+"""The policy of a request, and requests that are served in full."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from kvpolicy.sglang_ext.request.reasons import Reason
 
 
 class Served:
-    """Keeps 64 entries per list."""
+    """A served policy that keeps 64 entries per list."""
 
     name, standing = "snapkv", request.Standing()
 
@@ -90,7 +90,7 @@ def test_why_a_request_is_served_in_full(changes, reason):
 
 
 class Propagates(Served):
-    """Data decide the layer after which tokens leave."""
+    """A policy that lets tokens leave after a layer; None: data decide the layer."""
 
     def __init__(self, layer):
         self.layer = layer

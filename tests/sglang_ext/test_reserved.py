@@ -22,7 +22,7 @@ SLOT = LAYERS * 2 * KV_HEADS * SIZE * 2  # bytes of a bfloat16 token
 
 
 class Configurator:
-    """SGLang's, with a profile that is given."""
+    """Replaces SGLang's configurator; the profiled memory is given."""
 
     def __init__(self, page=1, requests=None, **options):
         self.page, self.requests, self.device = page, requests, "cpu"
@@ -77,7 +77,7 @@ def size(configurator, budget, **runtime):
 
 
 def held(configurator, tokens, propagates=False, noted=False, shares=False):
-    """Bytes of the real allocations beside a pool of so many tokens."""
+    """Bytes that are really allocated beside a pool of `tokens` tokens."""
     requests = configurator.resolve_max_num_reqs(tokens)
     scratch = reserved.SCRATCH if propagates else 0
     rows = requests + 1 + scratch

@@ -1,4 +1,4 @@
-"""The served model's rotary embedding: keys that are moved equal keys computed further on."""
+"""The served model's rotary embedding: moved keys equal keys computed at the new position."""
 
 import pytest
 
@@ -25,7 +25,7 @@ SCALINGS = {
 
 
 class Attention(torch.nn.Module):
-    """An attention of SGLang's models."""
+    """An attention module as in SGLang's models."""
 
     def __init__(self, embedding, **flags):
         from sglang.srt.layers.radix_attention import RadixAttention
@@ -37,7 +37,7 @@ class Attention(torch.nn.Module):
 
 
 class HunYuanAttention(Attention):
-    """Its keys are normed after they have been turned."""
+    """An attention that norms its keys after rotation."""
 
 
 class Model(torch.nn.Module):

@@ -21,7 +21,7 @@ def run(scenario):
 
 @pytest.fixture(scope="module")
 def chosen(run):
-    """What policies keep of prompts that are prefilled in one pass."""
+    """Results for prompts that are prefilled in one pass."""
     return run("choices")
 
 
@@ -119,7 +119,7 @@ def test_a_prompt_is_compacted_within_its_slots_where_there_is_no_room_for_a_cop
 
 
 def test_a_prompt_in_chunks_waits_for_room(run):
-    """SGLang by itself would go on without, and its server would end."""
+    """Without the plugin, SGLang would continue without slots, and its server would end."""
     loose = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}  # slots are taken behind its back
     seen = run("starved", loose, chunked_prefill_size=64, max_total_tokens=500)
     assert 64 < seen["seen"][-1] < 64 + 24
@@ -144,7 +144,7 @@ def test_many_more_requests_decode_at_once(run):
 
 @pytest.mark.parametrize("page", [1, 8])
 def test_internal_requests_leave_the_order_of_eviction(run, page):
-    """What a shadow has found is as old as before; what a client has found is new."""
+    """A shadow's hit does not make entries recent; a client's hit does."""
     seen = run("evicted", page_size=page)
     whole, part = 100 // page * page, 59 // page * page
     assert seen["client: found"] == seen["shadow: found"] == whole

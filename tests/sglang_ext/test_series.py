@@ -1,4 +1,4 @@
-"""The series of an experiment: what they keep, and what they show."""
+"""The Prometheus series of an experiment: which are kept, and their values."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ def live(tmp_path):
 
 @pytest.fixture
 def exported(live, unregistered):
-    """Has the series exported."""
+    """The live experiment, with its series exported."""
     live.series.export({"model_name": "m"})
     return live
 

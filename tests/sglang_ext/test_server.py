@@ -77,7 +77,7 @@ FORCED = [17, 400, 2, 9, 2]  # 2 is the model's end of text
 
 
 def ask(server, tokens, forced, output, policy="none"):
-    """An answer that may end early, and how its tokens were rated."""
+    """Tokens of an answer that may end early, their logprobs, and the type of its end."""
     custom = {"kv_policy_force": forced} if forced else {}
     sampling = {"temperature": 0, "max_new_tokens": output, "stop_token_ids": [2, 400]}
     sampling |= {"custom_params": {"kv_policy": policy, **custom}}
@@ -282,7 +282,7 @@ def test_answers_that_are_not_streamed_carry_the_facts_in_a_header(server):
 
 
 def test_beams_ask_as_other_requests_do(server):
-    """SGLang gives a request for beams other sampling options, without what it asks of policies."""
+    """SGLang gives beam requests other sampling options, which lack those for policies."""
 
     def ask(**custom):
         sampling = {"max_new_tokens": 6, "beam_width": 2, "custom_params": custom}
@@ -368,7 +368,7 @@ def test_metrics_count_what_policies_did(server):
 
 
 def test_every_series_exists_from_the_start(server):
-    """`snap@0.5` has had one request at most."""
+    """`snap@0.5` has had at most one request."""
     from kvpolicy.sglang_ext.report.metrics import BY_REASON, COUNTERS, GAUGES
     from kvpolicy.sglang_ext.request.reasons import Reason
 
@@ -424,9 +424,9 @@ def test_aborted_streams_leave_nothing_behind(server):
 
 @pytest.fixture(scope="module")
 def workers(model, tmp_path_factory):
-    """A server with two HTTP workers, of which everything stands in a file for --config.
+    """A server with two HTTP workers, with all options in a file for --config.
 
-    SGLang 0.5.22 loads no plugins in its workers, so it has one.
+    With SGLang 0.5.22, whose workers load no plugins, it has one.
     """
     from kvpolicy.evaluation.serving import serve
 
@@ -499,7 +499,7 @@ def test_a_policy_that_costs_too_much_stops_the_launch(model):
 
 
 def test_workers_that_load_no_plugins_stop_the_launch_in_one_sentence(model):
-    """All of SGLang 0.5.22; later ones where the operator chose what they run."""
+    """All workers of SGLang 0.5.22; in later versions those with an app chosen by the operator."""
     env = {"SGLANG_HTTP_SERVER_APP_PATH": "others:app"}
     output, status = launch(model, "--kv-policy", SNAPKV, "--tokenizer-worker-num", "2", env=env)
     assert status == 1

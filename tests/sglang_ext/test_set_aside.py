@@ -1,4 +1,4 @@
-"""Slots of internal requests: whatever happens, everybody else has as many as without them."""
+"""Slots of internal requests: at all times, others have as many as without them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from kvpolicy.sglang_ext.memory.set_aside import SetAside
 
 
 def none():
-    """Slots of a request that has not been computed yet."""
+    """Number of slots of a request that has not been computed yet."""
     return 0
 
 
@@ -70,7 +70,7 @@ def test_somebody_has_taken_the_page_that_sglang_wants_more():
 
 
 def test_one_loan_at_a_time():
-    """A request that is queued again while its first loan cannot be taken back gets no other."""
+    """A request queued again, while its first loan cannot be taken back, gets no second one."""
     allocator, aside = aside_of(8, 4, 8)
     others = allocator.alloc(24)
     assert aside.lend("a", 3, none)

@@ -23,7 +23,7 @@ def candidates():
 
 @pytest.fixture
 def compare(monkeypatch):
-    """Runs samples by name against a server that has no room for each so many times."""
+    """A function that runs samples by name; the server refuses each a given number of times."""
 
     def run(refusals, error=NO_ROOM, uncounted=()):
         outcomes, tried, drifts = [], [], []

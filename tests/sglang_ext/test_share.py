@@ -1,4 +1,4 @@
-"""Layers stored in pairs: read back through entry lists, and what they cost."""
+"""Layers stored in pairs: read back through entry lists, and their size."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ LAYERS, UPPERS, SIZE = 6, [2, 5], 16  # layers 0 and 3 are whole
 
 
 class Run:
-    """Stands in for the policy's program: directions in float64, given exceptions."""
+    """Replaces the policy's program: directions in float64, exceptions as given."""
 
     not_finite = False
 
@@ -48,7 +48,7 @@ class Run:
 
 
 def restored(kv, excepted, dtype):
-    """[L, 2, N, G, D] what a policy says is read back of a prompt's kv [L, 2, N, G, D]."""
+    """Tensors [L, 2, N, G, D] that should be read back for a prompt's kv [L, 2, N, G, D]."""
     out = kv.clone()
     for upper in UPPERS:
         below, own = kv[upper - 1].double(), kv[upper].double()
@@ -61,7 +61,7 @@ def restored(kv, excepted, dtype):
 
 
 def exceptions(kv_heads, prompt, share_of, generator):
-    """Different sets for keys and values; the first head has none, the last only values."""
+    """Random exceptions for keys and values; the first head has none, the last only values."""
     masks = {}
     for upper in UPPERS:
         mask = torch.rand(2, kv_heads, prompt, generator=generator) < share_of
@@ -83,7 +83,7 @@ class Pool:
         self.ranks = Ranks()
 
     def prefill(self, row, kv, prompt):
-        """Puts kv [L, 2, length, G, D] into ordinary slots; those of the prompt."""
+        """Puts kv [L, 2, length, G, D] into ordinary slots; returns the prompt's slots."""
         length = kv.shape[2]
         slots = self.store.allocator.alloc(length)
         self.table[row, :length] = slots.to(torch.int32)
@@ -91,7 +91,7 @@ class Pool:
         return slots[:prompt]
 
     def share(self, row, slots, excepted):
-        """Stores a prompt in pairs; its state."""
+        """Stores a prompt in pairs; returns its state."""
         prompt = slots.numel()
         private = self.store.allocate(row, "a", prompt, prompt, no_cache)
         kernels = in_use(torch.device("cpu"))
@@ -101,7 +101,7 @@ class Pool:
         return state
 
     def forget(self, row, slots):
-        """The prompt's slots are someone else's."""
+        """Gives the prompt's slots away."""
         self.arena.storage[:, :, slots] = float("nan")
         self.table[row, : slots.numel()] = 0
 
@@ -114,9 +114,9 @@ def pages(lists, kv_heads):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (6, 3)])
 @pytest.mark.parametrize("share_of", [0.0, 0.1, 0.3])
 def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, share_of):
-    """Requests in pairs beside one that is compressed otherwise; free memory holds NaN.
+    """Requests in pairs beside one compressed without; free memory holds NaN.
 
-    By lists, and by the device tables; entries of 8 bits through the scales of their layer.
+    By lists and by device tables; 8-bit entries are read through the scales of their layer.
     """
     generator = torch.Generator().manual_seed(heads)
     pool = Pool(kv_heads, dtype)

@@ -15,7 +15,7 @@ def run(scenario):
 
 @pytest.fixture(scope="module")
 def seen(run):
-    """Prompts that are prefilled in one pass, and once more over a prefix hit."""
+    """Results for prompts prefilled in one pass, and again with a prefix hit."""
     return run("answers")
 
 
@@ -36,7 +36,7 @@ def test_a_prefix_hit_gives_the_same_answer(seen):
 
 
 def test_less_memory_is_held(seen):
-    """Two pairs of two layers: half of the entries, and codes of 32 tokens in a row of a head."""
+    """Two pairs of two layers: half of the entries, and codes of 32 tokens per row of a head."""
     for rid in LONG:
         prompt, facts = int(rid), seen[rid]["facts"]
         slots = seen[rid]["held"]

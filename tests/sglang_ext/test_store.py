@@ -119,7 +119,7 @@ def test_private_slots_grow_and_shrink_in_whole_pages():
 
 @pytest.mark.parametrize("ends", ["given up", "freed", "shrunk"])
 def test_slots_borrowed_of_a_row_are_given_back_with_it(ends):
-    """A fold may need more slots before the row is given up: those alone are the store's."""
+    """A fold may need more slots before the row is given up; only those are the store's."""
     changes = []
     store = make_store(changed=lambda *change: changes.append(change))
     row = store.allocator.alloc(20)
@@ -199,7 +199,7 @@ def test_tables_take_less_than_one_percent():
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("seed", range(4))
 def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
-    """Random ragged choices, tails and requests; every slot that nobody owns holds NaN."""
+    """Random ragged choices, tails and requests; every free slot holds NaN."""
     generator = torch.Generator().manual_seed(seed)
     layers, size, rows, context = 3, 8, 400, 60
     arena = create_arena(layers, rows, kv_heads, size, torch.float32, "cpu")
@@ -249,7 +249,7 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
 
 
 def _dense(q, kv, kept, prompt, scale):
-    """[L, H, D] attention over the kept entries and the tail, head by head."""
+    """Attention [L, H, D] over the kept entries and the tail, head by head."""
     layers, heads, _ = q.shape
     kv_heads = kv.shape[3]
     out = torch.zeros_like(q)
@@ -301,7 +301,7 @@ def test_scales_stay_where_sglang_gives_the_memory_of_entries_back(monkeypatch):
 
 
 def test_what_the_weights_say_is_read_again_when_the_pool_is_emptied():
-    """As after `/update_weights_from_disk`, of a checkpoint whose scales are others."""
+    """As after `/update_weights_from_disk` with a checkpoint that has other scales."""
     store = make_store()
     arena = create_arena(1, 5, 2, 4, torch.float8_e4m3fn, "cpu")
     of_weights = [[(0.5, 2.0)], [(3.0, 1.5)]]

@@ -1,4 +1,4 @@
-"""On which stream the scheduler's state changes in the middle of a forward."""
+"""The stream on which the scheduler's state changes in the middle of a forward."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from kvpolicy.sglang_ext.request.request import State
 
 
 class Device:
-    """Stands in for `torch.cuda` and SGLang's scheduler: notes who waits and what runs where."""
+    """Replaces `torch.cuda` and SGLang's scheduler: notes waits, and the stream of each call."""
 
     def __init__(self):
         self.log = []
@@ -50,7 +50,7 @@ class Device:
 
 
 class Noting(Allocator):
-    """An allocator that notes on which stream it is used."""
+    """An allocator that notes the stream on which it is used."""
 
     def __init__(self, device, pages):
         super().__init__(pages)
@@ -111,7 +111,7 @@ def test_nothing_waits_where_the_forward_runs_on_the_schedulers_stream(device, s
 
 
 def test_a_replaced_stream_is_followed(device, store):
-    """SGLang may draw another stream for the scheduler before its loop begins."""
+    """SGLang may replace the scheduler's stream before its loop begins."""
     device.schedule_stream = type(device.schedule_stream)("second")
     store.allocate(1, "a", 3, 20, lambda slots: None)
     assert "alloc on second" in device.taken()
@@ -145,7 +145,7 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_tails_of_many_requests_are_given_up_at_once(device, page_size):
-    """Whole pages of each, but not of one whose prompt has not been offered to the cache."""
+    """Whole pages of each, except for a request whose prompt is not yet offered to the cache."""
     table = torch.arange(5 * 30, dtype=torch.int32).view(5, 30)
     before, freed = table.clone(), []
 

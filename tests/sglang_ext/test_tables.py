@@ -1,4 +1,4 @@
-"""Device tables follow what requests hold, and say the same as their entry lists."""
+"""Device tables follow the entries that requests hold, and agree with their entry lists."""
 
 import random
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def counts_of(seed):
 
 
 def same_attention(store, tables, held):
-    """Attention over the tables beside the one over lists, of all rows at every layer."""
+    """Checks attention over tables against attention over lists, for all rows and layers."""
     rows, lengths = list(held), [private.tail_start + 3 for private in held.values()]
     table = torch.arange(ROWS * CONTEXT, dtype=torch.int32).view(ROWS, CONTEXT) % SLOTS
     q = torch.randn(len(rows), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
@@ -190,7 +190,7 @@ def test_integrity_finds_tables_that_lag_behind():
 
 
 def test_all_slots_of_the_pool_fit_however_they_came():
-    """Even where the whole pool is private, what is written never leaves the table."""
+    """Even if the whole pool is private, nothing is written outside the table."""
     store, tables = make()
     for turn in range(9):
         # 2 x 10 pages of 2 entries in every layer: 20 slots each, all of the pool's 60.

@@ -1,4 +1,4 @@
-"""A model divided over ranks (`--tp`): the same entries stay as on one; all decide alike."""
+"""A model divided over ranks (`--tp`): the same entries stay as on one rank; ranks agree."""
 
 import json
 import random
@@ -42,7 +42,7 @@ EXPERIMENT = trial("adakv", tight=12)
 
 
 def ranks_of(number, copies=1):
-    """Options of a server with so many ranks, all on one core: a machine may have no more."""
+    """Options of a server with `number` ranks, all on one core, as a machine may have no more."""
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number * copies)}
     return {"tp_size": number, "dp_size": copies, "env": ENVIRONMENT | env}
 
@@ -53,7 +53,7 @@ def prompt(seed, length):
 
 
 def ask(server, tokens, policy=None, new=16, *, key="", rank=None, **more):
-    """An answer under a policy; None: what the experiment chooses for a key."""
+    """An answer under a policy; None: the experiment chooses one for the key."""
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     if policy is not None:
         sampling["custom_params"] = {"kv_policy": policy, **more}
@@ -66,8 +66,8 @@ def answers(server, alone, each=2):
     """Tokens and facts of requests of all policies.
 
     Args:
-        alone: one after the other; else in flight together.
-        each: requests of a policy.
+        alone: whether requests come one after the other, not in flight together.
+        each: number of requests per policy.
     """
 
     def answer(i):
@@ -115,7 +115,7 @@ def experiment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, experiment):
-    """Two ranks, and an experiment."""
+    """A server with two ranks and an experiment."""
     with start(model, **ranks_of(2), **experiment, enable_metrics=True) as server:
         yield server
 
@@ -130,7 +130,7 @@ def test_every_request_is_counted_once(server):
 
 
 def compared(server, requests):
-    """What an experiment has seen of its arms, when so many requests were scored again."""
+    """Tallies of an experiment's arms, once `requests` requests were scored again."""
     end = time.monotonic() + PATIENCE
     while True:
         url = server.url + "/kv_policy/experiment"
@@ -142,7 +142,7 @@ def compared(server, requests):
 
 
 def assert_drifts(server, before, schedulers=(None,)):
-    """Requests of every arm are scored with full KV: what drops nothing equals it."""
+    """Checks drift in every arm: 0 if the policy drops nothing, else above 0."""
     arms = set()
     for i in range(10):
         for rank in schedulers:
@@ -160,7 +160,7 @@ def test_an_experiment_is_scored_again_on_all_ranks(server):
 
 
 def test_copies_of_a_divided_model(model, experiment, expected):
-    """`--tp-size 2 --dp-size 2`: ranks decide with those of their copy alone."""
+    """`--tp-size 2 --dp-size 2`: ranks exchange only within their copy."""
     with start(model, **ranks_of(2, copies=2), **experiment) as both:
         assert_those_of_one_rank(both, expected)
         assert_drifts(both, 0, schedulers=(0, 1))
@@ -177,7 +177,7 @@ def test_copies_of_a_divided_model(model, experiment, expected):
 
 
 def test_policies_come_and_go_on_all_ranks(server):
-    """One that compares KV heads: a rank that lacked it would be waited for."""
+    """A policy that compares KV heads: others would wait for a rank that lacked it."""
     url = server.url + "/kv_policy/policies/mine"
     text = (POLICIES / "adakv.yaml").read_text()
     for size in (20, 30):
@@ -195,7 +195,7 @@ def test_nothing_is_left_behind(server):
 
 
 def assert_nothing_is_left(server):
-    """Also of a request whose client goes away."""
+    """Checks that no slots are in use, also after a client has gone away."""
     sampling = {"max_new_tokens": 400, "ignore_eos": True, "custom_params": {"kv_policy": "h2o"}}
     body = {"input_ids": prompt(3, 300), "sampling_params": sampling, "stream": True}
     url = server.url + "/generate"
@@ -289,7 +289,7 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, 
 
 @pytest.fixture(scope="module")
 def of_one(ranks, checkpoint):
-    """What one rank answers and keeps, of a model with so many KV heads."""
+    """A function from a number of KV heads to one rank's answers and kept entries."""
     found = {}
 
     def of_one(kv_heads):
@@ -316,7 +316,7 @@ MIXED = {
     ],
 )
 def test_ranks_hold_the_same_at_every_step(ranks, checkpoint, of_one, number, kv_heads, more):
-    """And keep what one rank keeps; of more ranks than KV heads two hold the same one each."""
+    """And keep the same as one rank; with more ranks than KV heads, two hold the same one."""
     folder = checkpoint("llama", kv_heads)
     first, *others = ranks("mixed", more, number, folder, abort=0.1, **MIXED)
     assert others == [first] * (number - 1)

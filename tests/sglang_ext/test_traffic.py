@@ -1,4 +1,4 @@
-"""Which policy a request gets: what it names, what it may name, and what an experiment draws."""
+"""The policy of a request: the one it names, those it may name, and an experiment's draw."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def request(headers=None, body=None):
 
 
 def choose(traffic, params=None, *, headers=None, body=None, adapters=(), **fields):
-    """What a request's sampling parameters say after its policy was chosen."""
+    """A request after its policy was chosen."""
     fields = {"rid": None, "session_id": None, "session_params": None, "lora_path": None} | fields
     obj = SimpleNamespace(**{"sampling_params": params, "custom_labels": None} | fields)
     registry = SimpleNamespace(get_all_adapters=lambda: adapters)
@@ -373,7 +373,7 @@ STEPS = replace(
 
 @pytest.fixture
 def stepping(tmp_path, monkeypatch):
-    """Begins an experiment with steps, anew or again, at a time that the test sets."""
+    """A function that begins or resumes an experiment with steps; the test sets its clock."""
     now = [0.0]
     file = tmp_path / "experiment.yaml"
     file.write_text("")
@@ -533,7 +533,7 @@ def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplo
 
 @pytest.fixture
 def arrive(live, monkeypatch):
-    """Sends a request to a server that lets clients name no policy; returns what it became."""
+    """Sends a request to a server on which clients may name no policy; returns the result."""
     server = Server(Traffic({"snapkv": 0, "lava": 0}, "none", live), token_bytes=8, context=99)
 
     def run(rid, params, path, starting):

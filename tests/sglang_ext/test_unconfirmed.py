@@ -1,4 +1,4 @@
-"""Prompts that are compressed before the device has said how much stays of them."""
+"""Prompts that are compressed before the device has returned how many entries stay."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def disabled(request):
 
 @pytest.fixture(scope="module")
 def seen(run, disabled):
-    """Sound prompts beside others of which the model's tensors are not finite."""
+    """Sound prompts beside prompts for which the model's tensors are not finite."""
     return run("outcomes", policies=POLICIES, disable_overlap_schedule=disabled)
 
 
@@ -60,7 +60,7 @@ def test_the_next_forward_does_not_wait_for_numbers(seen, disabled, policy):
 
 
 def test_nor_does_it_where_a_prompt_comes_in_chunks(run, disabled):
-    """While a chunk is processed, the forward of the last one runs."""
+    """While a chunk's result is processed, the forward of the last chunk runs."""
     seen = run("chunks", chunked_prefill_size=128, disable_overlap_schedule=disabled)
     told = ["long: True to True"]
     first = [*told, "decode"] if disabled else ["decode", *told]

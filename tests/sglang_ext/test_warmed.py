@@ -31,7 +31,7 @@ def every():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "attention of pairs", *POLICIES])
 def test_what_is_served_was_warmed(every, name):
-    """18 prompts from 1,000 to 131,072 tokens, copies, decode steps and folds: 0 kernels more."""
+    """Prompts of 1,000 to 131,072 tokens, copies, decode steps and folds need no more kernels."""
     warmed, missing = every[name]
     assert warmed > 0
     assert missing == []
@@ -58,6 +58,6 @@ def test_what_is_served_with_divided_heads_was_warmed(rank, name):
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_what_was_not_warmed_is_seen(name):
-    """Without long prompts, kernels of long rows are not there."""
+    """Warmed without long prompts, kernels of long rows are missing."""
     ((_, missing),) = asked("--longest", "100", name).values()
     assert missing
