@@ -62,13 +62,8 @@ def chunks(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(driver: Driver) -> list[str]:
-<<<<<<< HEAD:tests/sglang_ext/scenarios_unconfirmed.py
-    """Forwards as they begin, and confirmations with what is private to the request then."""
-    from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
-=======
     """Notes forwards as they begin, and confirmations: whether private before and after."""
-    from kvpolicy.sglang_ext.forward.foreseen import Foreseen
->>>>>>> 950f2b6 (Words: scenarios of the scheduler and examples read at the first time):tests/sglang_ext/scenarios_foreseen.py
+    from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
     from kvpolicy.sglang_ext.runtime import Runtime
 
     events: list[str] = []
@@ -89,11 +84,7 @@ def _events(driver: Driver) -> list[str]:
 
 
 def misjudged(model: str, flags: dict[str, Any]) -> dict[str, Any]:
-<<<<<<< HEAD:tests/sglang_ext/scenarios_unconfirmed.py
-    """A request whose lists keep another number of entries than was known ahead."""
-=======
-    """A request whose lists keep a different number of entries than foreseen."""
->>>>>>> 950f2b6 (Words: scenarios of the scheduler and examples read at the first time):tests/sglang_ext/scenarios_foreseen.py
+    """A request whose lists keep a different number of entries than known ahead."""
     from kvpolicy.sglang_ext.request.request import Served
 
     said: list[str] = []
