@@ -86,13 +86,13 @@ class Cache:
         self.scale = shape.head_dim**-0.5
 
     def numbers(self, request: int, layer: int, head: int) -> np.ndarray:
-        """int64 [M]: key entries of one list in the pool, private pages first, then the tail."""
-        padded, group = self.storage.shape[2], self.model.shape.kv_heads
+        """int64 [M]: key entries of one list, as the layout of the pages says, then the tail."""
+        padded, kv_heads = self.storage.shape[2], self.model.shape.kv_heads
         place = np.arange(self.counts[request, layer, head])
-        page = self.first_page[request, layer, head] + place // group
+        page = self.first_page[request, layer, head] + place // kv_heads
         slot = self.private[self.starts[request] + page // LAYERS]
-        paged = (page % LAYERS * 2 * padded + slot) * group + place % group
-        return np.concatenate([paged, (layer * 2 * padded + self.tails[request]) * group + head])
+        paged = (page % LAYERS * 2 * padded + slot) * kv_heads + place % kv_heads
+        return np.concatenate([paged, (layer * 2 * padded + self.tails[request]) * kv_heads + head])
 
     def entries(self, request: int, layer: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [M, D] of one list."""

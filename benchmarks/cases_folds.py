@@ -28,8 +28,8 @@ WAITING = ("carry", "finite", "merge_entries", "nearest")
 def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, dict]]:
     """Arguments of each kernel, positional and named, for lists of `entries` entries."""
     shape, device = model.shape, model.device
-    layers, group, width = batch * shape.layers, shape.kv_heads, entries + STEPS
-    lists = layers * group
+    layers, kv_heads, width = batch * shape.layers, shape.kv_heads, entries + STEPS
+    lists = layers * kv_heads
     pool = model.random(lists * width, shape.head_dim, seed=1)
     ids = model.permutation(len(pool), seed=2).view(lists, width)
     score = model.random(lists, width, seed=3).double()
@@ -38,7 +38,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     kept = TRITON["best"](score, None, there, numbers)
     positions = torch.arange(width, device=device).repeat(layers, 1)
     newest = torch.full((batch,), 2 * width, device=device)
-    used = TRITON["tally"](kept, there, None, None, group)[0][:, 0]
+    used = TRITON["tally"](kept, there, None, None, kv_heads)[0][:, 0]
     carried = {"steps": STEPS, "width": int(used.max()) + STEPS}
     places, real, receivers, joins = TRITON["following"](kept, there, STEPS, REACH)
     to, found = TRITON["nearest"](pool, places, real, kept, ids)
@@ -51,16 +51,16 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
         "best": ((score, None, there, numbers), {}),
         "then": ((kept, score, None, there, score[:, 0].abs() * entries), {"in_all": False}),
         "whole": ((score[:, 0].contiguous(),), {}),
-        "tally": ((kept, there, None, None, group), {}),
+        "tally": ((kept, there, None, None, kv_heads), {}),
         "finite": ((pool, pool, ids, there), {}),
-        "draws": ((0, positions, newest, group), {}),
+        "draws": ((0, positions, newest, kv_heads), {}),
         "following": ((kept, there, STEPS, REACH), {}),
         "target": ((score, receivers, joins), {}),
         "nearest": ((pool, places, real, kept, ids), {}),
         "pairs": ((pool, places, real, to, found, ids), {}),
-        "means": ((cosines, real, group), {}),
-        "means_of_columns": ((cosines, real, group), {}),
-        "updated": ((cosines[:, 0], cosines[:, 1], real, group), {}),
+        "means": ((cosines, real, kv_heads), {}),
+        "means_of_columns": ((cosines, real, kv_heads), {}),
+        "updated": ((cosines[:, 0], cosines[:, 1], real, kv_heads), {}),
         "links": ((places, to[..., None], found[..., None], real, cosines, width), {}),
         "merge_entries": ((pool, ids, made, None, one, proceed), {}),
     }

@@ -117,14 +117,14 @@ class Fold:
     def of(cls, model: Model, tokens: int, number: int) -> Fold:
         """A request with `number` of `tokens` entries per list in private pages."""
         shape, device = model.shape, model.device
-        layers, group = shape.layers, shape.kv_heads
-        per_list = -(-number // group)
-        slots = group * per_list  # L pages each, L * G lists of `per_list` pages
+        layers, kv_heads = shape.layers, shape.kv_heads
+        per_list = -(-number // kv_heads)
+        slots = kv_heads * per_list  # L pages each, L * G lists of `per_list` pages
         padded = slots + TAIL + 1
-        storage = model.random(layers, 2, padded, group, shape.head_dim, seed=1)
+        storage = model.random(layers, 2, padded, kv_heads, shape.head_dim, seed=1)
         order = 1 + model.permutation(padded - 1, seed=2)
-        tables = Tables.empty(2, layers, group, slots, device)
-        first = per_list * torch.arange(layers * group, device=device).view(layers, group)
+        tables = Tables.empty(2, layers, kv_heads, slots, device)
+        first = per_list * torch.arange(layers * kv_heads, device=device).view(layers, kv_heads)
         tables.counts[1], tables.first_page[1], tables.tail_start[1] = number, first, tokens
         tables.slots.copy_(order[:slots])
         req_to_token = torch.zeros(2, tokens + TAIL, dtype=torch.int32, device=device)
@@ -133,9 +133,9 @@ class Fold:
         rows = 2 * padded * torch.arange(layers, device=device)
         pages = (order[:slots, None] + rows).flatten()
         place_ = torch.arange(number, device=device)
-        private = pages[first[:, :, None] + place_ // group] * group + place_ % group
-        heads = torch.arange(group, device=device)[:, None]
-        tail = (rows[:, None, None] + order[slots:]) * group + heads
+        private = pages[first[:, :, None] + place_ // kv_heads] * kv_heads + place_ % kv_heads
+        heads = torch.arange(kv_heads, device=device)[:, None]
+        tail = (rows[:, None, None] + order[slots:]) * kv_heads + heads
         lists = torch.cat([private, tail], 2)
         there = some(model, number + number // 4 + TAIL, number + TAIL)
         leaves = some(model, number + TAIL, TAIL)

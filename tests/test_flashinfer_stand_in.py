@@ -176,7 +176,7 @@ def test_the_wrapper_of_the_package_reads_private_pages(monkeypatch, captured, t
         BatchDecodeWithPagedKVCacheWrapper=real_wrapper(), merge_state=stand_in.merge_state
     )
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    given = case(MIXED, heads=4, groups=2)
+    given = case(MIXED, heads=4, kv_heads=2)
     workspace = torch.zeros(64, dtype=torch.uint8)
     attention = PrivateAttention(
         given.storage, 4, given.q.dtype, workspace, tensor_cores=tensor_cores

@@ -51,7 +51,7 @@ carry(kept, positions, used, newest, states, fresh, *, steps, width) -> position
     in `fresh` for new entries. int64 `newest` [N] is the last position of S / N layers each, int64
     `used` [S] the number of positions that some head of a layer keeps.
 
-tally(kept, there, finite, expected, group) -> int64 [S, 3 + 2 * G], bool [S]
+tally(kept, there, finite, expected, kv_heads) -> int64 [S, 3 + 2 * G], bool [S]
     For each of S layers: positions that some KV head keeps; whether all heads keep the same;
     whether bool `finite` [S * G] is true (None: it is); entries of each KV head, and how many of
     these stay. Then whether a layer is finite and each head keeps as many entries as `expected`,
@@ -70,16 +70,16 @@ pairs(x, places, real, receivers, found, ids) -> float64 [4, G, P]
     itself, and the cosine of both (0 where it is NaN). places and receivers are columns as for
     "nearest"; where bool `real` or `found` [G, P] is false, that vector counts as zeros.
 
-means(x, there, group) -> float64 [R]
-    For each list the mean of float64 x [R, P] where bool `there` [R, P] is true, over the `group`
-    lists of its layer; 0 of none. The same bits for the same numbers, whatever P is.
+means(x, there, kv_heads) -> float64 [R]
+    For each list the mean of float64 x [R, P] where bool `there` [R, P] is true, over the
+    `kv_heads` lists of its layer; 0 of none. The same bits for the same numbers, whatever P is.
 
-means_of_columns(x, there, group) -> float64 [R, P]
+means_of_columns(x, there, kv_heads) -> float64 [R, P]
     The same column by column.
 
-updated(new, old, there, group) -> float64 [R]
+updated(new, old, there, kv_heads) -> float64 [R]
     For each list its number in float64 `new` [R] if bool `there` [R, P] is true anywhere in the
-    `group` lists of its layer, else its number in `old`.
+    `kv_heads` lists of its layer, else its number in `old`.
 
 following(kept, there, most, steps) -> places, real, receivers, found
     Of bool [R, M] lists: the columns of leaving entries in order, and whether there is one, int64
@@ -98,7 +98,7 @@ links(places, receivers, joins, accepted, weights, tokens) -> links
     bool `joins` [R, P, S] and `accepted` [R, P] are true, with its float64 weight [R, P]. Links of
     one receiver are in the order of P, then S.
 
-draws(seed, positions, generated, group, first) -> float64 [S * G, M]
+draws(seed, positions, generated, kv_heads, first) -> float64 [S * G, M]
     `uniform(seed)` (`ir/counts.py`) for the entries at int64 [S, M] positions of S layers of G KV
     heads, after int64 [N] decode steps of N requests with S / N layers each, the first of which has
     the number `first`.

@@ -291,9 +291,9 @@ class Merging:
         columns = node.axes == ("kv",) and x.axes == _DROPPED and x.mask is self._present
         if not frame.layered or not (columns or "dropped" in node.axes):
             return reduce(node, frame, x)
-        group = frame.bound.shape.kv_heads if "kv" in node.axes else 1
+        kv_heads = frame.bound.shape.kv_heads if "kv" in node.axes else 1
         kernel = frame.kernels["means_of_columns" if columns else "means"]
-        made = kernel(self._of_each(x, _DROPPED, self._present), self._present, group)
+        made = kernel(self._of_each(x, _DROPPED, self._present), self._present, kv_heads)
         return Value(made, _DROPPED if columns else ("kv",), finite=x.finite)
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:

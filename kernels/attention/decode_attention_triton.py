@@ -66,19 +66,19 @@ def decode_attention(
     """
     check(q, storage, tables, rows, lengths, req_to_token, layer)
     requests, heads, size = q.shape
-    layers, _, padded, groups, _ = storage.shape
+    layers, _, padded, kv_heads, _ = storage.shape
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
     if requests == 0:
         return result
-    group = heads // groups
+    group = heads // kv_heads
     block = query_rows(group)
     given = ("decode_attention", q.device, storage.dtype, size, block)
-    tile, parts = way(*given, requests * groups, splits=splits, tile=tile, programs=programs)
+    tile, parts = way(*given, requests * kv_heads, splits=splits, tile=tile, programs=programs)
     shares = tables.paired.numel() > 0
     lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
     # those without entries, the last of each list, start when the others already run.
-    compiled = _decode[(groups, requests, parts.splits)](
+    compiled = _decode[(kv_heads, requests, parts.splits)](
         q.contiguous(),
         storage,
         (
@@ -89,7 +89,7 @@ def decode_attention(
         rows,
         lengths,
         req_to_token,
-        written(result, requests * groups, parts.splits, workspace),
+        written(result, requests * kv_heads, parts.splits, workspace),
         layer,
         scale * LOG2_E,
         padded,
@@ -98,15 +98,15 @@ def decode_attention(
         parts.shares,
         parts.splits,
         LAYERS=layers,
-        GROUPS=groups,
-        HEADS=group,
+        KV_HEADS=kv_heads,
+        GROUP=group,
         SIZE=size,
         COLUMNS=columns_of(size),
         ROWS=block,
         LINES=lines,
         AT_ONCE=merged_at_once(lines, size, tile.warps),
         REQUESTS=32,
-        LISTS=triton.next_power_of_2(groups),
+        KV_HEADS_P=triton.next_power_of_2(kv_heads),
         FLOATS=pairs.floats_of_row(size, storage.dtype) if shares else 1,
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
@@ -174,15 +174,15 @@ def _decode(
     shares,
     splits,
     LAYERS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     REQUESTS: tl.constexpr,
-    LISTS: tl.constexpr,
+    KV_HEADS_P: tl.constexpr,
     FLOATS: tl.constexpr,
     BALANCE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -192,11 +192,11 @@ def _decode(
 ):
     counts, first_pages, tail_starts, slots_starts, slots, paired = tables
     PAIRS: tl.constexpr = numbers is not None
-    group = tl.program_id(0)
+    kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
     row = tl.load(rows + request).to(tl.int64)
-    this_list = (row * LAYERS + layer) * GROUPS + group
+    this_list = (row * LAYERS + layer) * KV_HEADS + kv_head
     count = tl.load(counts + this_list)
     tail_start = tl.load(tail_starts + row)
     length = count + tl.maximum(tl.load(lengths + request).to(tl.int32) - tail_start, 0)
@@ -204,17 +204,18 @@ def _decode(
     entries = length.to(tl.int64)
     if BALANCE:
         entries = _all_entries(
-            counts, tail_starts, rows, lengths, layer, requests, LAYERS, GROUPS, REQUESTS, LISTS
-        )
+            counts, tail_starts, rows, lengths, layer, requests, LAYERS, KV_HEADS, KV_HEADS_P,
+            REQUESTS,
+        )  # fmt: skip
     share = share_of(length, entries, shares, splits, N)
     start = split * share
     end = tl.minimum(start + share, length)
     used = used_splits(length, share)
     if split < used:
         head = tl.arange(0, ROWS)
-        exists = head < HEADS
-        this_group = request * GROUPS + group
-        first_query = this_group.to(tl.int64) * HEADS
+        exists = head < GROUP
+        list_of_batch = request * KV_HEADS + kv_head
+        first_query = list_of_batch.to(tl.int64) * GROUP
         query_row = first_query + head
         column = tl.arange(0, COLUMNS)
         queries = tl.load(
@@ -228,7 +229,7 @@ def _decode(
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
         rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
-        value_offset = padded.to(tl.int64) * GROUPS
+        value_offset = padded.to(tl.int64) * KV_HEADS
         if PAIRS:
             pair = tl.load(paired + row * LAYERS + layer)
             coded = tl.where(pair > 0, count, 0)  # entries with codes
@@ -252,7 +253,7 @@ def _decode(
                 there = j < coded
                 code = entry_at(
                     first_code + j // FLOATS, 0, count, there, own_slots, tail_slots, first_page,
-                    layer, group, rows_of_pair, LAYERS, GROUPS,
+                    layer, kv_head, rows_of_pair, LAYERS, KV_HEADS,
                 ) * FLOATS + j % FLOATS  # fmt: skip
                 of_key = tl.load(numbers + code, mask=there, other=1.0)
                 of_value = tl.load(value_numbers + code, mask=there, other=1.0)
@@ -262,13 +263,13 @@ def _decode(
                 of_value = tl.where(of_value < 0.0, 1.0, of_value)
             key_entry = entry_at(
                 key_at, j, count, inside, own_slots, tail_slots, first_page,
-                layer, group, rows_of_pair, LAYERS, GROUPS,
+                layer, kv_head, rows_of_pair, LAYERS, KV_HEADS,
             )  # fmt: skip
             value_entry = key_entry
             if PAIRS:
                 value_entry = entry_at(
                     value_at, j, count, inside, own_slots, tail_slots, first_page,
-                    layer, group, rows_of_pair, LAYERS, GROUPS,
+                    layer, kv_head, rows_of_pair, LAYERS, KV_HEADS,
                 )  # fmt: skip
             top, total, out = attend_tile(
                 queries, (storage, storage), (key_entry, value_entry + value_offset, inside),
@@ -277,8 +278,8 @@ def _decode(
             )  # fmt: skip
         line = tl.arange(0, LINES)
         put_split(
-            written, (query_row, exists), (first_query + line, line < HEADS),
-            (this_group, split, splits, used), (top, total, out),
+            written, (query_row, exists), (first_query + line, line < GROUP),
+            (list_of_batch, split, splits, used), (top, total, out),
             SIZE, COLUMNS, SPLIT, AT_ONCE,
         )  # fmt: skip
 
@@ -293,22 +294,22 @@ def entry_at(
     tail_slots,
     first_page,
     layer,
-    group,
+    kv_head,
     rows_of_pair,
     LAYERS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):
     """int64 key entries: place `at` of the list's pages where j < count, else tail j - count."""
     paged = j < count
-    page = first_page + at // GROUPS
+    page = first_page + at // KV_HEADS
     # One load finds the slot, private or ordinary.
     slot = tl.load(
         tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)), mask=inside, other=0
     )
     of_layer = tl.where(paged, page % LAYERS, layer)
-    place = tl.where(paged, at % GROUPS, group)
+    place = tl.where(paged, at % KV_HEADS, kv_head)
     # int64: a pool may have more than 2^31 entries.
-    return of_layer * (rows_of_pair * GROUPS) + slot.to(tl.int64) * GROUPS + place
+    return of_layer * (rows_of_pair * KV_HEADS) + slot.to(tl.int64) * KV_HEADS + place
 
 
 @triton.jit
@@ -320,15 +321,15 @@ def _all_entries(
     layer,
     requests,
     LAYERS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_HEADS_P: tl.constexpr,
     REQUESTS: tl.constexpr,
-    LISTS: tl.constexpr,
 ):
     """Number of entries that the batch reads in this layer, added up by every program for itself.
 
     This small read before the loop costs less than a launch. REQUESTS: requests read at a time.
     """
-    group = tl.arange(0, LISTS)
+    kv_head = tl.arange(0, KV_HEADS_P)
     total = tl.full((), 0, tl.int64)
     for first in range(0, requests, REQUESTS):
         request = first + tl.arange(0, REQUESTS)
@@ -336,8 +337,8 @@ def _all_entries(
         row = tl.load(rows + request, mask=there, other=0).to(tl.int64)
         tail = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
         tail = tl.maximum(tail - tl.load(tail_starts + row, mask=there, other=0), 0)
-        at = ((row * LAYERS + layer) * GROUPS)[:, None] + group[None, :]
-        mask = there[:, None] & (group < GROUPS)[None, :]
+        at = ((row * LAYERS + layer) * KV_HEADS)[:, None] + kv_head[None, :]
+        mask = there[:, None] & (kv_head < KV_HEADS)[None, :]
         private = tl.load(counts + at, mask=mask, other=0).to(tl.int64)
-        total += tl.sum(tl.sum(private, axis=1) + tail.to(tl.int64) * GROUPS, axis=0)
+        total += tl.sum(tl.sum(private, axis=1) + tail.to(tl.int64) * KV_HEADS, axis=0)
     return total

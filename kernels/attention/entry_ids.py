@@ -29,9 +29,9 @@ def entry_ids(
         ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, lengths, req_to_token, there)
-    layers, group = storage.shape[0], storage.shape[3]
+    layers, kv_heads = storage.shape[0], storage.shape[3]
     made = torch.zeros(there.shape, dtype=torch.int64, device=there.device)
-    lists = there.view(len(rows), layers, group, there.shape[1])
+    lists = there.view(len(rows), layers, kv_heads, there.shape[1])
     for number, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         own = Cached.of(storage, tables, row, length, req_to_token)
         for layer, held in enumerate(lists[number]):

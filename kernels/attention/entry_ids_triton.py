@@ -39,14 +39,14 @@ def entry_ids(
         ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, lengths, req_to_token, there)
-    layers, _, padded, groups, _ = storage.shape
+    layers, _, padded, kv_heads, _ = storage.shape
     made = torch.empty(there.shape, dtype=torch.int64, device=there.device)
     if len(there):
         _ids[(len(there),)](
             tables.counts, tables.first_page, tables.tail_start, tables.slots_start, tables.slots,
             rows, lengths, req_to_token, there.contiguous().view(torch.uint8), made,
             padded, req_to_token.stride(0), there.shape[1],
-            LAYERS=layers, GROUPS=groups, BLOCK=block,
+            LAYERS=layers, KV_HEADS=kv_heads, BLOCK=block,
         )  # fmt: skip
     return made
 
@@ -55,14 +55,14 @@ def entry_ids(
 def _ids(
     counts, first_pages, tail_starts, slots_starts, slots, rows, lengths, req_to_token,
     there, made, padded, context, width,
-    LAYERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the entries of one list."""
     this = tl.program_id(0)
-    request, own = this // (LAYERS * GROUPS), this % (LAYERS * GROUPS)
-    layer, group = own // GROUPS, own % GROUPS
+    request, own = this // (LAYERS * KV_HEADS), this % (LAYERS * KV_HEADS)
+    layer, head = own // KV_HEADS, own % KV_HEADS
     row = tl.load(rows + request)
-    list_ = row * LAYERS * GROUPS + own
+    list_ = row * LAYERS * KV_HEADS + own
     count, tail_start = tl.load(counts + list_), tl.load(tail_starts + row)
     length = count + tl.maximum(tl.load(lengths + request).to(tl.int32) - tail_start, 0)
     first_page, own_slots = tl.load(first_pages + list_), slots + tl.load(slots_starts + row)
@@ -75,7 +75,7 @@ def _ids(
         inside = (held > 0) & (place < length)
         entry = entry_at(
             place, place, count, inside, own_slots, tail_slots, first_page,
-            layer, group, padded.to(tl.int64) * 2, LAYERS, GROUPS,
+            layer, head, padded.to(tl.int64) * 2, LAYERS, KV_HEADS,
         )  # fmt: skip
         tl.store(made + base + column, tl.where(inside, entry, 0), mask=column < width)
         seen += tl.sum(held)

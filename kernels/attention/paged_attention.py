@@ -58,7 +58,7 @@ def paged_attention(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    groups = check(q, keys, values, indptr, indices, apart)
+    kv_heads = check(q, keys, values, indptr, indices, apart)
     requests, tokens, heads, size = q.shape
     if requests == 0 or indices.shape[0] == 0:
         return torch.zeros_like(q)
@@ -74,7 +74,7 @@ def paged_attention(
     if shortest < longest or tokens > 1:
         last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
         unseen = place > last[:, :, None]  # [B * G, T, M]
-        unseen = unseen.repeat_interleave(heads // groups, dim=1)
+        unseen = unseen.repeat_interleave(heads // kv_heads, dim=1)
 
     def rows(of: torch.Tensor, listed: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
         """Listed rows, scaled: [B * G, M, D] float32, M the length of the longest list."""
@@ -85,8 +85,8 @@ def paged_attention(
         return found.view(-1, longest, size)
 
     # [B * G, T * H / G, D] against [B * G, M, D]
-    grouped = q.view(requests, tokens, groups, heads // groups, size).transpose(1, 2)
-    grouped = grouped.reshape(requests * groups, tokens * (heads // groups), size).float()
+    grouped = q.view(requests, tokens, kv_heads, heads // kv_heads, size).transpose(1, 2)
+    grouped = grouped.reshape(requests * kv_heads, tokens * (heads // kv_heads), size).float()
     scores = torch.bmm(grouped, rows(keys, indices, apart.key_scale).transpose(1, 2)) * scale
     if unseen is not None:
         scores.masked_fill_(unseen, float("-inf"))
@@ -95,7 +95,7 @@ def paged_attention(
     out = torch.bmm(weights, rows(values, beside, apart.value_scale))
     if unseen is not None:
         out.masked_fill_(unseen.all(-1, keepdim=True), 0.0)
-    out = out.view(requests, groups, tokens, heads // groups, size).transpose(1, 2)
+    out = out.view(requests, kv_heads, tokens, heads // kv_heads, size).transpose(1, 2)
     return out.reshape(requests, tokens, heads, size).to(q.dtype)
 
 
@@ -116,8 +116,8 @@ def check(
             raise ValueError(f"{name}: expected [E, {size}], got {list(tensor.shape)}")
         check_stored(name, tensor, q)
     lists = indptr.shape[0] - 1
-    groups = lists // requests if requests else 1
-    if requests and (groups == 0 or groups * requests != lists or heads % groups):
+    kv_heads = lists // requests if requests else 1
+    if requests and (kv_heads == 0 or kv_heads * requests != lists or heads % kv_heads):
         raise ValueError(
             f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
             f"got {list(indptr.shape)}"
@@ -125,7 +125,7 @@ def check(
     for name, other in apart._asdict().items():
         if other is not None and other.shape != indices.shape:
             raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(other.shape)}")
-    return groups
+    return kv_heads
 
 
 def check_stored(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ def paged_attention(
             too small or of another dtype.
         TunedError: as `tuned.load`.
     """
-    groups = check(q, keys, values, indptr, indices, apart)
+    kv_heads = check(q, keys, values, indptr, indices, apart)
     for name, tensor in (("keys", keys), ("values", values)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor")
@@ -64,13 +64,13 @@ def paged_attention(
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.numel() == 0:
         return result
-    group = heads // groups
+    group = heads // kv_heads
     rows = query_rows(tokens * group, q.dtype, size)
     blocks = triton.cdiv(tokens * group, rows)
     given = ("paged_attention", q.device, keys.dtype, size, rows)
-    lists = requests * groups * blocks
+    lists = requests * kv_heads * blocks
     tile, parts = way(*given, lists, splits=splits, tile=tile, programs=programs)
-    compiled = _paged[(requests * groups, blocks, parts.splits)](
+    compiled = _paged[(requests * kv_heads, blocks, parts.splits)](
         q.contiguous(),
         keys,
         values,
@@ -79,13 +79,13 @@ def paged_attention(
         (apart.key_scale, apart.value_scale),
         written(result, lists, parts.splits, workspace),
         scale * LOG2_E,
-        requests * groups,
+        requests * kv_heads,
         tokens,
         blocks,
         parts.shares,
         parts.splits,
-        GROUPS=groups,
-        HEADS=group,
+        KV_HEADS=kv_heads,
+        GROUP=group,
         SIZE=size,
         COLUMNS=columns_of(size),
         ROWS=rows,
@@ -148,8 +148,8 @@ def _paged(
     blocks,
     shares,
     splits,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -169,13 +169,13 @@ def _paged(
     length = (tl.load(indptr + this_list + 1) - begin).to(tl.int32)
 
     row = block * ROWS + tl.arange(0, ROWS)
-    token = row // HEADS
+    token = row // GROUP
     exists = token < tokens
-    query_row = ((this_list // GROUPS).to(tl.int64) * tokens + token) * (GROUPS * HEADS)
-    query_row += this_list % GROUPS * HEADS + row % HEADS
+    query_row = ((this_list // KV_HEADS).to(tl.int64) * tokens + token) * (KV_HEADS * GROUP)
+    query_row += this_list % KV_HEADS * GROUP + row % GROUP
     # A query sees no later token of the request; the block's last one sees the most.
     sees = length - tokens + 1 + token
-    last_token = tl.minimum((block * ROWS + ROWS - 1) // HEADS, tokens - 1)
+    last_token = tl.minimum((block * ROWS + ROWS - 1) // GROUP, tokens - 1)
     reach = tl.maximum(length - tokens + 1 + last_token, 0)
 
     every = reach.to(tl.int64)

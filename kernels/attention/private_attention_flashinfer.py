@@ -73,11 +73,11 @@ class PrivateAttention:
             ValueError: the pool has more entries than it can count.
         """
         package()
-        layers, _, padded, group, size = storage.shape
-        if layers * padded * group >= _MOST_ENTRIES:
+        layers, _, padded, kv_heads, size = storage.shape
+        if layers * padded * kv_heads >= _MOST_ENTRIES:
             shape = list(storage.shape)
             raise ValueError(f"storage: FlashInfer counts fewer than 2^32 entries, got {shape}")
-        every = storage.view(-1, group, 1, size)
+        every = storage.view(-1, kv_heads, 1, size)
         self._storage, self._pages = storage, (every[:-padded], every[padded:])
         self._heads, self._dtype, self._workspace = heads, dtype, workspace
         self._tensor_cores = tensor_cores
@@ -93,8 +93,8 @@ class PrivateAttention:
 
         The first `plan` for a batch size makes its wrappers.
         """
-        layers, _, _, group, _ = self._storage.shape
-        device, lists = self._storage.device, requests * group
+        layers, _, _, kv_heads, _ = self._storage.shape
+        device, lists = self._storage.device, requests * kv_heads
         self._lists = torch.zeros((layers, 2, lists + 1), dtype=torch.int32, device=device)
         self._schedules = self._new_schedules(lists)
         self._captured, self._now = {}, ()
@@ -114,8 +114,8 @@ class PrivateAttention:
         Raises:
             ValueError: the lists have more pages than the pool.
         """
-        group = self._storage.shape[3]
-        lists = (counts.shape[1] if captured is None else captured) * group
+        kv_heads = self._storage.shape[3]
+        lists = (counts.shape[1] if captured is None else captured) * kv_heads
         starts, last, most = _laid_out(counts, lists)
         if starts[-1, -1] > self._listed.shape[0]:
             raise ValueError(f"counts: {starts[-1, -1]} pages are more than the pool has")
@@ -161,8 +161,8 @@ class PrivateAttention:
         """
         if not self._now:
             raise RuntimeError("FlashInfer has planned no batch")
-        group = self._storage.shape[3]
-        by_list = q.reshape(-1, self._heads // group, q.shape[2])
+        group = self._heads // self._storage.shape[3]
+        by_list = q.reshape(-1, group, q.shape[2])
         given = {"k_scale": scale, "v_scale": value_scale}
         out, lse = self._now[layer].run(by_list, self._pages, return_lse=True, **given)
         return out.view(q.shape), lse.view(q.shape[:2])
@@ -300,12 +300,12 @@ def _laid_out(counts: np.ndarray, lists: int) -> tuple[np.ndarray, np.ndarray, i
     numbered on from layer to layer. Lists after those of the requests are empty; an empty list has
     0 entries in its last page.
     """
-    layers, requests, group = counts.shape
-    own = counts.reshape(layers, requests * group)
-    pages = -(-own // group)
+    layers, requests, kv_heads = counts.shape
+    own = counts.reshape(layers, requests * kv_heads)
+    pages = -(-own // kv_heads)
     starts, last = np.zeros((2, layers, lists + 1), dtype=np.int64)
     starts[:, 1 : own.shape[1] + 1] = pages
-    last[:, : own.shape[1]] = np.where(own > 0, own - (pages - 1) * group, 0)
+    last[:, : own.shape[1]] = np.where(own > 0, own - (pages - 1) * kv_heads, 0)
     return starts.cumsum().reshape(starts.shape), last, int(pages.max(initial=0))
 
 

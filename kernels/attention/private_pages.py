@@ -36,10 +36,10 @@ def private_pages(
         ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, starts, made)
-    layers, _, padded, group, _ = storage.shape
-    lists = rows.shape[0] * group
-    row, head = rows.long().repeat_interleave(group), torch.arange(lists, device=rows.device)
-    first = tables.first_page[row, :, head % group].T.reshape(-1)  # [L * B * G]
+    layers, _, padded, kv_heads, _ = storage.shape
+    lists = rows.shape[0] * kv_heads
+    row, head = rows.long().repeat_interleave(kv_heads), torch.arange(lists, device=rows.device)
+    first = tables.first_page[row, :, head % kv_heads].T.reshape(-1)  # [L * B * G]
     slots_start = tables.slots_start[row].repeat(layers)
     begin, end = starts[:, :lists].reshape(-1), starts[:, 1 : lists + 1].reshape(-1)
     number = (end - begin).long()
@@ -60,13 +60,13 @@ def check(
     """Raise ValueError as `private_pages` says, from shapes and dtypes only."""
     if storage.dim() != 5 or storage.shape[1] != 2:
         raise ValueError(f"storage: expected [L, 2, slots, G, D], got {list(storage.shape)}")
-    layers, _, padded, group, _ = storage.shape
+    layers, _, padded, kv_heads, _ = storage.shape
     if layers * 2 * padded > 2**31:
         raise ValueError(f"storage: expected at most 2^31 pages, got {list(storage.shape)}")
     if rows.dim() != 1:
         raise ValueError(f"rows: expected [B], got {list(rows.shape)}")
-    lists = (tables.tail_start.shape[0], layers, group)
-    least, kind = rows.shape[0] * group + 1, starts.dtype
+    lists = (tables.tail_start.shape[0], layers, kv_heads)
+    least, kind = rows.shape[0] * kv_heads + 1, starts.dtype
     if kind != torch.int32 or starts.dim() != 2 or len(starts) != layers or starts.shape[1] < least:
         raise ValueError(
             f"starts: expected int32 [{layers}, {least} or more], got {kind} {list(starts.shape)}"

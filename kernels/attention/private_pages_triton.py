@@ -23,27 +23,27 @@ def private_pages(
 ) -> None:
     """As the reference; the host reads no tensor."""
     check(storage, tables, rows, starts, made)
-    layers, _, padded, group, _ = storage.shape
+    layers, _, padded, kv_heads, _ = storage.shape
     if not rows.shape[0] or not longest:
         return
-    _pages[(rows.shape[0] * group, layers, triton.cdiv(longest, _BLOCK))](
+    _pages[(rows.shape[0] * kv_heads, layers, triton.cdiv(longest, _BLOCK))](
         tables.first_page, tables.slots_start, tables.slots, rows, starts, made,
-        padded, starts.stride(0), LAYERS=layers, GROUPS=group, BLOCK=_BLOCK,
+        padded, starts.stride(0), LAYERS=layers, KV_HEADS=kv_heads, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
 @kernel()
 def _pages(
     first_pages, slots_starts, slots, rows, starts, made, padded, stride,
-    LAYERS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a block of one list's pages."""
     this, layer, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(rows + this // GROUPS).to(tl.int64)
+    row = tl.load(rows + this // KV_HEADS).to(tl.int64)
     own = starts + layer * stride + this
     begin = tl.load(own).to(tl.int64)
     j = block * BLOCK + tl.arange(0, BLOCK)
     inside = j < tl.load(own + 1) - begin
-    page = tl.load(first_pages + (row * LAYERS + layer) * GROUPS + this % GROUPS) + j
+    page = tl.load(first_pages + (row * LAYERS + layer) * KV_HEADS + this % KV_HEADS) + j
     slot = tl.load(slots + tl.load(slots_starts + row) + page // LAYERS, mask=inside, other=0)
     tl.store(made + begin + j, page % LAYERS * 2 * padded + slot, mask=inside)

@@ -44,11 +44,11 @@ def carry(
     """
     check(kept, positions, used, newest, states, fresh)
     layers = len(positions)
-    group, device = len(kept) // max(layers, 1), kept.device
+    kv_heads, device = len(kept) // max(layers, 1), kept.device
     made = torch.full((layers, width), -1, dtype=torch.int64, device=device)
-    there = torch.zeros((layers, group, width), dtype=torch.bool, device=device)
+    there = torch.zeros((layers, kv_heads, width), dtype=torch.bool, device=device)
     later = [
-        torch.zeros((layers, group, *x.shape[1:-1], width), dtype=torch.float64, device=device)
+        torch.zeros((layers, kv_heads, *x.shape[1:-1], width), dtype=torch.float64, device=device)
         for x in states
     ]
     made[:, width - steps :] = newest.repeat_interleave(layers // max(len(newest), 1))[:, None]
@@ -56,14 +56,14 @@ def carry(
     there[:, :, width - steps :] = True
     for new, value in zip(later, fresh, strict=True):
         new[..., width - steps :] = value
-    stays = kept.view(layers, group, kept.shape[1])
+    stays = kept.view(layers, kv_heads, kept.shape[1])
     some = stays.any(1)
     layer, column = some.nonzero(as_tuple=True)
     place = (width - steps - used)[layer] + some.cumsum(1)[layer, column] - 1
     made[layer, place] = positions[layer, column]
     there[layer, :, place] = stays[layer, :, column]
     for new, old in zip(later, states, strict=True):
-        new[layer, ..., place] = old.unflatten(0, (layers, group))[layer, ..., column]
+        new[layer, ..., place] = old.unflatten(0, (layers, kv_heads))[layer, ..., column]
     return made, there.flatten(0, 1), [new.flatten(0, 1) for new in later]
 
 

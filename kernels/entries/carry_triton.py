@@ -44,8 +44,8 @@ def carry(
     """
     check(kept, positions, used, newest, states, fresh)
     layers, device = len(positions), kept.device
-    group = len(kept) // max(layers, 1)
-    heads = triton.next_power_of_2(max(group, 1))
+    kv_heads = len(kept) // max(layers, 1)
+    padded = triton.next_power_of_2(max(kv_heads, 1))
     made = torch.empty((layers, width), dtype=torch.int64, device=device)
     there = torch.empty((len(kept), width), dtype=torch.bool, device=device)
     later = [
@@ -62,7 +62,7 @@ def carry(
             there.view(torch.uint8),
             None if old is None else old.contiguous(), new, low, high,
             kept.shape[1], width, steps, layers // len(newest),
-            GROUP=group, HEADS=heads, BLOCK=block or max(2048 // heads, 16),
+            KV_HEADS=kv_heads, KV_HEADS_P=padded, BLOCK=block or max(2048 // padded, 16),
         )  # fmt: skip
         first = False
     return made, there, later
@@ -72,17 +72,17 @@ def carry(
 def _carry(
     kept, positions, used, used_stride, newest, made, there, state, later, low, high,
     before, width, steps, share,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Carry one layer and one number per entry; `low` and `high` are the bits of `fresh`."""
     this = tl.program_id(0)
     layer = this.to(tl.int64)
-    head = tl.arange(0, HEADS)
-    real = (head < GROUP)[:, None]
-    old = ((layer * GROUP + head) * before)[:, None]
-    new = ((layer * GROUP + head) * width)[:, None]
+    head = tl.arange(0, KV_HEADS_P)
+    real = (head < KV_HEADS)[:, None]
+    old = ((layer * KV_HEADS + head) * before)[:, None]
+    new = ((layer * KV_HEADS + head) * width)[:, None]
     # Several numbers per entry lie as those of several lists.
-    number = (layer * GROUP + head) * tl.num_programs(1) + tl.program_id(1)
+    number = (layer * KV_HEADS + head) * tl.num_programs(1) + tl.program_id(1)
     old_number, new_number = (number * before)[:, None], (number * width)[:, None]
     notes = tl.program_id(1) == 0
     start = width - steps - tl.load(used + layer * used_stride).to(tl.int32)
@@ -98,11 +98,11 @@ def _carry(
         if positions is not None:
             place = tl.where(comes, last - (width - 1 - column), -1)
             tl.store(made + layer * width + column, place, mask=inside & notes)
-            held = tl.broadcast_to(comes[None, :], (HEADS, BLOCK)).to(tl.uint8)
+            held = tl.broadcast_to(comes[None, :], (KV_HEADS_P, BLOCK)).to(tl.uint8)
             tl.store(there + new + column[None, :], held, mask=both & notes)
         if state is not None:
             x = tl.where(comes, fresh, 0.0)
-            x = tl.broadcast_to(x[None, :], (HEADS, BLOCK))
+            x = tl.broadcast_to(x[None, :], (KV_HEADS_P, BLOCK))
             tl.store(later + new_number + column[None, :], x, mask=both)
     seen = 0
     for first in range(0, before, BLOCK):

@@ -109,10 +109,10 @@ class Cached:
 
     def private(self, layer: int, head: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """Key entries of the pool for places in the private pages of a layer's lists."""
-        layers, group = self.counts.shape
-        page = self.first_page[layer, head] + place // group
+        layers, kv_heads = self.counts.shape
+        page = self.first_page[layer, head] + place // kv_heads
         slot = self.slots[page // layers]
-        return (page % layers * 2 * self.padded + slot) * group + place % group
+        return (page % layers * 2 * self.padded + slot) * kv_heads + place % kv_heads
 
     def entries(self, layer: int, head: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """Key entries of the pool for places in a layer's lists, tail included."""
@@ -136,9 +136,9 @@ class Cached:
 
     def check_room(self, counts: torch.Tensor) -> None:
         """Refuse lists that need pages of others; counts [L, G]: entries that each keeps."""
-        layers, group = counts.shape
+        layers, kv_heads = counts.shape
         begin = self.first_page.flatten()
-        end = begin + ((counts + group - 1) // group).flatten()
+        end = begin + ((counts + kv_heads - 1) // kv_heads).flatten()
         order = begin.argsort(stable=True)
         last = torch.full_like(begin[:1], len(self.slots) * layers)
         free = torch.cat([begin[order[1:]], last])  # where the next list begins
@@ -146,9 +146,10 @@ class Cached:
         if len(wrong):
             at = int(wrong[0])
             which = int(order[at])
+            room = int(free[at] - begin[which]) * kv_heads
             raise ValueError(
-                f"kept: expected at most {int(free[at] - begin[which]) * group} entries at layer "
-                f"{which // group}, KV head {which % group}, for which there are pages, "
+                f"kept: expected at most {room} entries at layer "
+                f"{which // kv_heads}, KV head {which % kv_heads}, for which there are pages, "
                 f"got {int(counts.flatten()[which])}"
             )
 

@@ -77,25 +77,27 @@ def compact_in_place(
         TunedError: as `tuned.load`.
     """
     check(storage, tables, rows, lengths, req_to_token, kept, there, proceed)
-    layers, _, padded, group, _ = storage.shape
+    layers, _, padded, kv_heads, _ = storage.shape
     words = _words(storage)
     size, word, lists = words.shape[4], words.element_size(), rows.shape[0] * layers
-    counts = torch.empty((rows.shape[0], layers, group), dtype=torch.int32, device=storage.device)
+    counts = torch.empty(
+        (rows.shape[0], layers, kv_heads), dtype=torch.int32, device=storage.device
+    )
     if not lists:
         return counts
-    where = (size * word, layers * group, kept.shape[1])
+    where = (size * word, layers * kv_heads, kept.shape[1])
     measured = tuned.choice("compact_in_place", storage.device, *where)
     piece = piece or measured.get("piece", _LINE)
     part = min(triton.next_power_of_2(size), max(piece // word, 1))
     tile = tile or measured.get("tile") or rows_of(part, word)
     pieces = triton.cdiv(size, part)
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
-    _compact_in_place[(pieces * group, 2, lists)](
+    _compact_in_place[(pieces * kv_heads, 2, lists)](
         words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
         tables.slots, req_to_token, _bytes(kept), _bytes(there),
         proceed.contiguous().view(torch.uint8), counts,
         rows, lengths, padded, req_to_token.stride(0), kept.shape[1],
-        LAYERS=layers, GROUP=group, SIZE=size, PIECE=part, PIECES=pieces,
+        LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PIECE=part, PIECES=pieces,
         TILE=tile, FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
         maxnreg=_REGISTERS if tile <= rows_of(part, word) else None,
     )  # fmt: skip
@@ -117,7 +119,7 @@ def _compact_in_place(
     storage, counts, first_pages, tail_starts, slots_starts,
     slots, req_to_token, kept, there, proceed, result,
     rows, lengths, padded, context, width,
-    LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
     """Move a piece of the rows of one list's keys or values."""
@@ -125,22 +127,22 @@ def _compact_in_place(
     which, request = tl.program_id(1), tl.program_id(2) // LAYERS
     layer = tl.program_id(2) % LAYERS
     row = tl.load(rows + request)
-    list_ = layer * GROUP + head
-    private = tl.load(counts + row * LAYERS * GROUP + list_)
+    list_ = layer * KV_HEADS + head
+    private = tl.load(counts + row * LAYERS * KV_HEADS + list_)
     number = private
     if proceeds(proceed, request, FLAGS, FLAGS_P):
         length = tl.load(lengths + request).to(tl.int32)
-        first_page = tl.load(first_pages + row * LAYERS * GROUP + list_)
+        first_page = tl.load(first_pages + row * LAYERS * KV_HEADS + list_)
         tail_start = tl.load(tail_starts + row)
         cached = private + tl.maximum(length - tail_start, 0)
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
-        first = (tl.program_id(2).to(tl.int64) * GROUP + head) * width
+        first = (tl.program_id(2).to(tl.int64) * KV_HEADS + head) * width
         kept += first
         there += first
         dims = piece * PIECE + tl.arange(0, PIECE)
         # This program's tensor and piece, in the rows of layer 0.
-        base = storage + padded.to(tl.int64) * which * GROUP * SIZE + dims[None, :]
+        base = storage + padded.to(tl.int64) * which * KV_HEADS * SIZE + dims[None, :]
         rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
         own = (dims < SIZE)[None, :]
 
@@ -149,7 +151,7 @@ def _compact_in_place(
         held, stays = _masks(kept, there, 0, width, TILE)
         from_, into, seen, number = _places(
             held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-            rows_of_pair, layer, head, LAYERS, GROUP,
+            rows_of_pair, layer, head, LAYERS, KV_HEADS,
         )  # fmt: skip
         x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
         held, stays = _masks(kept, there, TILE, width, TILE)
@@ -158,7 +160,7 @@ def _compact_in_place(
         for first in range(0, width, 2 * TILE):
             from_, next_into, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-                rows_of_pair, layer, head, LAYERS, GROUP,
+                rows_of_pair, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
             held, stays = _masks(kept, there, first + 2 * TILE, width, TILE)
             # No thread writes before all have read their part of this tile.
@@ -168,14 +170,14 @@ def _compact_in_place(
 
             from_, into, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-                rows_of_pair, layer, head, LAYERS, GROUP,
+                rows_of_pair, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
             held, stays = _masks(kept, there, first + 3 * TILE, width, TILE)
             tl.debug_barrier()
             x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
             tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
     if (which == 0) & (piece == 0):
-        tl.store(result + request.to(tl.int64) * LAYERS * GROUP + list_, number)
+        tl.store(result + request.to(tl.int64) * LAYERS * KV_HEADS + list_, number)
 
 
 def lanes_of(flags: int) -> int:
@@ -203,7 +205,7 @@ def _masks(kept, there, first, width, TILE: tl.constexpr):
 @triton.jit
 def _places(
     held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-    rows_of_pair, layer, head, LAYERS: tl.constexpr, GROUP: tl.constexpr,
+    rows_of_pair, layer, head, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Key entries of the pool from and to which a tile's candidates move; -1 if they do not.
 
@@ -219,7 +221,7 @@ def _places(
     paged = source < private
     # The last condition fails only if `there` has more True than the list has entries.
     moves = (stays > 0) & ~(paged & (source == target)) & (source < cached)
-    page, to_page = first_page + source // GROUP, first_page + target // GROUP
+    page, to_page = first_page + source // KV_HEADS, first_page + target // KV_HEADS
     # One load finds the slot, private or ordinary.
     slot = tl.load(
         tl.where(paged, own_slots + page // LAYERS, tail_slots + (source - private)),
@@ -229,7 +231,7 @@ def _places(
     to_slot = tl.load(own_slots + to_page // LAYERS, mask=moves, other=0)
     # int64 as `rows_of_pair` is: a pool may have more than 2^31 entries.
     rows = tl.where(paged, page % LAYERS, layer) * rows_of_pair + slot
-    from_ = rows * GROUP + tl.where(paged, source % GROUP, head)
-    into = (to_page % LAYERS * rows_of_pair + to_slot) * GROUP + target % GROUP
+    from_ = rows * KV_HEADS + tl.where(paged, source % KV_HEADS, head)
+    into = (to_page % LAYERS * rows_of_pair + to_slot) * KV_HEADS + target % KV_HEADS
     from_, into = tl.where(moves, from_, -1), tl.where(moves, into, -1)
     return from_, into, seen + (all_ & 0xFFFF), number + (all_ >> 16)

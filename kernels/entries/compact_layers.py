@@ -35,10 +35,10 @@ def compact_layers(
         ValueError: names the argument, the expected and the actual shape or number of pages.
     """
     check(storage, prompt_slots, kept, private_slots, first_page)
-    layers, _, padded, group, size = storage.shape
+    layers, _, padded, kv_heads, size = storage.shape
     pages = private_slots.shape[0] * layers
     counts = kept.sum(dim=2)
-    end = torch.where(counts > 0, first_page + (counts + group - 1) // group, 0)
+    end = torch.where(counts > 0, first_page + (counts + kv_heads - 1) // kv_heads, 0)
     if end.numel() and int(end.max()) > pages:
         raise ValueError(f"private_slots: expected [>= {int(end.max())}] pages, got {pages}")
 
@@ -47,11 +47,11 @@ def compact_layers(
     for layer, (own, first) in enumerate(zip(kept, first_page.long(), strict=True)):
         head, position = own.nonzero(as_tuple=True)
         place = (own.cumsum(dim=1) - 1)[own]
-        page = first[head] + place // group
+        page = first[head] + place // kv_heads
         into = (page % layers) * 2 * padded + slots[page // layers]
-        source = (layer * 2 * padded + prompt_slots[position]) * group + head
-        target = into * group + place % group
-        for offset in (0, padded * group):
+        source = (layer * 2 * padded + prompt_slots[position]) * kv_heads + head
+        target = into * kv_heads + place % kv_heads
+        for offset in (0, padded * kv_heads):
             entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))
 
 
@@ -71,15 +71,17 @@ def check(
         raise ValueError(
             f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
         )
-    layers, group = storage.shape[0], storage.shape[3]
+    layers, kv_heads = storage.shape[0], storage.shape[3]
     length = prompt_slots.shape[0]
-    if kept.dtype != torch.bool or kept.shape != (layers, group, length):
+    if kept.dtype != torch.bool or kept.shape != (layers, kv_heads, length):
         raise ValueError(
-            f"kept: expected bool [{layers}, {group}, {length}], "
+            f"kept: expected bool [{layers}, {kv_heads}, {length}], "
             f"got {kept.dtype} {list(kept.shape)}"
         )
-    if first_page.shape != (layers, group):
-        raise ValueError(f"first_page: expected [{layers}, {group}], got {list(first_page.shape)}")
+    if first_page.shape != (layers, kv_heads):
+        raise ValueError(
+            f"first_page: expected [{layers}, {kv_heads}], got {list(first_page.shape)}"
+        )
     for name, slots in (("prompt_slots", prompt_slots), ("private_slots", private_slots)):
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
             raise ValueError(

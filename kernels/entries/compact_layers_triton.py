@@ -51,8 +51,8 @@ def compact_layers(
         TunedError: as `tuned.load`.
     """
     check(storage, prompt_slots, kept, private_slots, first_page)
-    layers, _, padded, group, size = storage.shape
-    length, places = prompt_slots.shape[0], private_slots.shape[0] * layers * group
+    layers, _, padded, kv_heads, size = storage.shape
+    length, places = prompt_slots.shape[0], private_slots.shape[0] * layers * kv_heads
     if not length or not places:
         return
     row_bytes = size * storage.element_size()
@@ -60,19 +60,19 @@ def compact_layers(
     part = part or measured.get("part", 4096)
     mask = kept.contiguous().view(torch.uint8)
     parts = triton.cdiv(length, part)
-    counts = torch.empty((layers * group, parts), dtype=torch.int32, device=kept.device)
+    counts = torch.empty((layers * kv_heads, parts), dtype=torch.int32, device=kept.device)
     # The entry of the pool that goes to each place; places between and after the lists get none.
     sources = torch.full((places,), -1, dtype=torch.int64, device=kept.device)
-    _count[(layers * group, parts)](mask, counts, length, PART=part, num_warps=8)
-    _number[(layers * group, parts)](
+    _count[(layers * kv_heads, parts)](mask, counts, length, PART=part, num_warps=8)
+    _number[(layers * kv_heads, parts)](
         mask, counts, prompt_slots, first_page.contiguous(), sources, length, padded, places,
-        GROUP=group, PART=part, num_warps=8,
+        KV_HEADS=kv_heads, PART=part, num_warps=8,
     )  # fmt: skip
     width = triton.next_power_of_2(size)
     tile = tile or measured.get("tile") or rows_of(width, storage.element_size())
     _copy[(triton.cdiv(places, tile),)](
         movable(storage), movable(storage[0, 1]), sources, private_slots, places, padded,
-        LAYERS=layers, GROUP=group, SIZE=size,
+        LAYERS=layers, KV_HEADS=kv_heads, SIZE=size,
         PADDED_SIZE=width, TILE=tile,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _count(mask, counts, length, PART: tl.constexpr):
 @kernel()
 def _number(
     mask, counts, prompt_slots, first_page, sources, length, padded, places,
-    GROUP: tl.constexpr, PART: tl.constexpr,
+    KV_HEADS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Write to `sources`, at their places, the pool entries that a part of a list keeps."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -100,28 +100,28 @@ def _number(
         before += tl.sum(tl.load(own + earlier, mask=earlier < part, other=0))
     at = part * PART + tl.arange(0, PART)
     kept = tl.load(mask + list_ * length + at, mask=at < length, other=0).to(tl.int32)
-    first = tl.load(first_page + list_).to(tl.int64) * GROUP + before
+    first = tl.load(first_page + list_).to(tl.int64) * KV_HEADS + before
     place = first + tl.cumsum(kept) - 1
     kept = kept > 0
     slot = tl.load(prompt_slots + at, mask=kept, other=0).to(tl.int64)
-    layer, head = list_ // GROUP, list_ % GROUP
-    entry = (layer * 2 * padded + slot) * GROUP + head
+    layer, head = list_ // KV_HEADS, list_ % KV_HEADS
+    entry = (layer * 2 * padded + slot) * KV_HEADS + head
     tl.store(sources + place, entry, mask=kept & (place < places))
 
 
 @kernel(aligned=["keys", "values"])
 def _copy(
     keys, values, sources, private_slots, places, padded,
-    LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fill a tile of places with their keys and values."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     source = tl.load(sources + place, mask=place < places, other=-1)
     there = source >= 0
-    page = place // GROUP
+    page = place // KV_HEADS
     slot = tl.load(private_slots + page // LAYERS, mask=there, other=0).to(tl.int64)
-    target = ((page % LAYERS) * 2 * padded + slot) * GROUP + place % GROUP
+    target = ((page % LAYERS) * 2 * padded + slot) * KV_HEADS + place % KV_HEADS
     dims = tl.arange(0, PADDED_SIZE)
     both = there[:, None] & (dims < SIZE)[None, :]
     from_, into = source[:, None] * SIZE + dims[None, :], target[:, None] * SIZE + dims[None, :]

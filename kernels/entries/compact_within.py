@@ -28,16 +28,16 @@ def compact_within(
         ValueError: as of `compact_layers`.
     """
     check(storage, prompt_slots, kept, private_slots, first_page)
-    layers, _, padded, group, size = storage.shape
+    layers, _, padded, kv_heads, size = storage.shape
     layer, head, position = torch.nonzero_static(kept, size=total).unbind(1)
     counts = kept.sum(dim=2).flatten()
-    each = layer * group + head
+    each = layer * kv_heads + head
     place = torch.arange(total, device=kept.device) - (counts.cumsum(0) - counts)[each]
-    source = (layer * 2 * padded + prompt_slots[position]) * group + head
-    page = first_page.flatten()[each].long() + place // group
+    source = (layer * 2 * padded + prompt_slots[position]) * kv_heads + head
+    page = first_page.flatten()[each].long() + place // kv_heads
     into = (page % layers) * 2 * padded + private_slots.long()[page // layers]
-    target = into * group + place % group
+    target = into * kv_heads + place % kv_heads
     entries = movable(storage).view(-1, size)
-    moved = [entries.index_select(0, source + offset) for offset in (0, padded * group)]
-    for offset, rows in zip((0, padded * group), moved, strict=True):
+    moved = [entries.index_select(0, source + offset) for offset in (0, padded * kv_heads)]
+    for offset, rows in zip((0, padded * kv_heads), moved, strict=True):
         entries.index_copy_(0, target + offset, rows)

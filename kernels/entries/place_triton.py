@@ -51,10 +51,10 @@ def place(
     check(entries, k, v, kept, pages, first_page)
     if not entries.is_contiguous():
         raise ValueError("entries: expected contiguous [E, D]")
-    group, length = kept.shape
+    kv_heads, length = kept.shape
     size = entries.shape[1]
     if not length:
-        return torch.zeros(group, dtype=torch.int64, device=kept.device)
+        return torch.zeros(kv_heads, dtype=torch.int64, device=kept.device)
     # [G, M]: number of kept rows of a head up to each row, this one included.
     order = kept.cumsum(1, dtype=torch.int32)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
@@ -62,11 +62,11 @@ def place(
     element = max(k.element_size(), v.element_size())
     measured = tuned.choice("place", k.device, size * element, length)
     tile = tile or measured.get("tile") or rows_of(width, element)
-    _place[(triton.cdiv(length, tile), group)](
+    _place[(triton.cdiv(length, tile), kv_heads)](
         entries, k, v, kept.contiguous().view(torch.uint8), order, pages.contiguous(),
         None if first_page is None else first_page.contiguous(),
         length, pages.shape[0], value_offset, *k.stride()[:2], *v.stride()[:2],
-        GROUP=group, HEADS=triton.next_power_of_2(group), SIZE=size,
+        KV_HEADS=kv_heads, KV_HEADS_P=triton.next_power_of_2(kv_heads), SIZE=size,
         PADDED_SIZE=width, TILE=tile,
     )  # fmt: skip
     return order[:, -1].to(torch.int64)
@@ -76,7 +76,7 @@ def place(
 def _place(
     entries, k, v, kept, order, pages, first_pages,
     length, pages_there, value_offset, k_head, k_row, v_head, v_row,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the kept rows of a tile of one KV head."""
@@ -84,16 +84,16 @@ def _place(
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     chosen = tl.load(kept + head * length + row, mask=row < length, other=0) > 0
     if first_pages is None:
-        heads = tl.arange(0, HEADS).to(tl.int64)
+        heads = tl.arange(0, KV_HEADS_P).to(tl.int64)
         before = heads < head
         counts = tl.load(order + heads * length + length - 1, mask=before, other=0)
-        first_page = tl.sum((counts + GROUP - 1) // GROUP)
+        first_page = tl.sum((counts + KV_HEADS - 1) // KV_HEADS)
     else:
         first_page = tl.load(first_pages + head).to(tl.int32)
     at = tl.load(order + head * length + row, mask=chosen, other=1) - 1
-    page = first_page + at // GROUP
+    page = first_page + at // KV_HEADS
     chosen = chosen & (page < pages_there)
-    target = tl.load(pages + page, mask=chosen, other=0) * GROUP + at % GROUP
+    target = tl.load(pages + page, mask=chosen, other=0) * KV_HEADS + at % KV_HEADS
     dims = tl.arange(0, PADDED_SIZE)
     both = chosen[:, None] & (dims < SIZE)[None, :]
     dtype: tl.constexpr = entries.dtype.element_ty

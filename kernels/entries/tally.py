@@ -13,7 +13,7 @@ def tally(
     there: torch.Tensor,
     finite: torch.Tensor | None,
     expected: torch.Tensor | None,
-    group: int,
+    kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the entries of S layers with G KV heads each.
 
@@ -23,7 +23,7 @@ def tally(
         finite: bool [S * G], whether a list was chosen by finite numbers; None: all were.
         expected: int64 [S, 3 + 2 * G], expected numbers; only those of kept entries are compared.
             None: not known.
-        group: G.
+        kv_heads: G.
 
     Returns:
         int64 [S, 3 + 2 * G] and bool [S]. The columns are: number of positions at which some KV
@@ -34,18 +34,18 @@ def tally(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, there, finite, expected, group)
-    layers = len(kept) // group
-    stays, held = (x.view(layers, group, x.shape[1]) for x in (kept & there, there))
+    check(kept, there, finite, expected, kv_heads)
+    layers = len(kept) // kv_heads
+    stays, held = (x.view(layers, kv_heads, x.shape[1]) for x in (kept & there, there))
     some = stays.any(1)
     alike = (stays == some[:, None]).all(2).all(1)
     good = torch.ones(layers, dtype=torch.bool, device=kept.device)
     if finite is not None:
-        good = finite.view(layers, group).all(1)
+        good = finite.view(layers, kv_heads).all(1)
     first = torch.stack([some.sum(1), alike.long(), good.long()], 1)
     numbers = torch.cat([first, held.sum(2), stays.sum(2)], 1)
     if expected is not None:
-        good = good & (numbers == expected)[:, BEFORE + group :].all(1)
+        good = good & (numbers == expected)[:, BEFORE + kv_heads :].all(1)
     return numbers, good
 
 
@@ -54,20 +54,20 @@ def check(
     there: torch.Tensor,
     finite: torch.Tensor | None,
     expected: torch.Tensor | None,
-    group: int,
+    kv_heads: int,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if kept.dim() != 2 or len(kept) % group:
-        raise ValueError(f"kept: expected bool [S * {group}, M], got {list(kept.shape)}")
-    lists, layers = len(kept), len(kept) // group
+    if kept.dim() != 2 or len(kept) % kv_heads:
+        raise ValueError(f"kept: expected bool [S * {kv_heads}, M], got {list(kept.shape)}")
+    lists, layers = len(kept), len(kept) // kv_heads
     given = (
         ("kept", kept, torch.bool, kept.shape),
         ("there", there, torch.bool, kept.shape),
         ("finite", finite, torch.bool, (lists,)),
-        ("expected", expected, torch.int64, (layers, BEFORE + 2 * group)),
+        ("expected", expected, torch.int64, (layers, BEFORE + 2 * kv_heads)),
     )
     check_tensors(given)

@@ -14,7 +14,7 @@ def tally(
     there: torch.Tensor,
     finite: torch.Tensor | None,
     expected: torch.Tensor | None,
-    group: int,
+    kv_heads: int,
     *,
     block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,9 +32,9 @@ def tally(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, there, finite, expected, group)
-    layers, heads = len(kept) // group, triton.next_power_of_2(group)
-    numbers = torch.empty((layers, BEFORE + 2 * group), dtype=torch.int64, device=kept.device)
+    check(kept, there, finite, expected, kv_heads)
+    layers, padded = len(kept) // kv_heads, triton.next_power_of_2(kv_heads)
+    numbers = torch.empty((layers, BEFORE + 2 * kv_heads), dtype=torch.int64, device=kept.device)
     good = torch.empty(layers, dtype=torch.bool, device=kept.device)
     if layers:
         _tally[(layers,)](
@@ -42,7 +42,8 @@ def tally(
             None if finite is None else finite.contiguous().view(torch.uint8),
             None if expected is None else expected.contiguous(),
             numbers, good.view(torch.uint8), kept.shape[1],
-            GROUP=group, HEADS=heads, FIRST=BEFORE, BLOCK=block or max(4096 // heads, 16),
+            KV_HEADS=kv_heads, KV_HEADS_P=padded, FIRST=BEFORE,
+            BLOCK=block or max(4096 // padded, 16),
         )  # fmt: skip
     return numbers, good
 
@@ -50,14 +51,14 @@ def tally(
 @kernel()
 def _tally(
     kept, there, finite, expected, numbers, good, width,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the entries of one layer."""
     layer = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)
-    real = head < GROUP
-    base = ((layer * GROUP + head) * width)[:, None]
-    cached, stay = tl.zeros((HEADS,), tl.int32), tl.zeros((HEADS,), tl.int32)
+    head = tl.arange(0, KV_HEADS_P)
+    real = head < KV_HEADS
+    base = ((layer * KV_HEADS + head) * width)[:, None]
+    cached, stay = tl.zeros((KV_HEADS_P,), tl.int32), tl.zeros((KV_HEADS_P,), tl.int32)
     positions, apart = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -69,17 +70,17 @@ def _tally(
         apart += tl.sum(tl.where(inside & (stays != some[None, :]), 1, 0))
         cached += tl.sum(held, 1)
         stay += tl.sum(stays, 1)
-    own = numbers + layer * (FIRST + 2 * GROUP)
+    own = numbers + layer * (FIRST + 2 * KV_HEADS)
     tl.store(own, positions.to(tl.int64))
     tl.store(own + 1, (apart == 0).to(tl.int64))
     tl.store(own + FIRST + head, cached.to(tl.int64), mask=real)
-    tl.store(own + FIRST + GROUP + head, stay.to(tl.int64), mask=real)
+    tl.store(own + FIRST + KV_HEADS + head, stay.to(tl.int64), mask=real)
     wrong = tl.full((), 0, tl.int32)
     if finite is not None:
-        usable = tl.load(finite + layer * GROUP + head, mask=real, other=1)
+        usable = tl.load(finite + layer * KV_HEADS + head, mask=real, other=1)
         wrong += tl.sum((usable == 0).to(tl.int32))
     tl.store(own + 2, (wrong == 0).to(tl.int64))
     if expected is not None:
-        place = expected + layer * (FIRST + 2 * GROUP) + FIRST + GROUP + head
+        place = expected + layer * (FIRST + 2 * KV_HEADS) + FIRST + KV_HEADS + head
         wrong += tl.sum((real & (tl.load(place, mask=real, other=0) != stay)).to(tl.int32))
     tl.store(good + layer, (wrong == 0).to(tl.uint8))

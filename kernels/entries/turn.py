@@ -34,9 +34,9 @@ def turn(
         ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, lengths, req_to_token, kept, there, proceed, inv_freq)
-    layers, group, size = storage.shape[0], *storage.shape[3:]
+    layers, kv_heads, size = storage.shape[0], *storage.shape[3:]
     entries = storage.view(-1, size)
-    lists = (len(rows), layers, group, kept.shape[1])
+    lists = (len(rows), layers, kv_heads, kept.shape[1])
     held, stays = there.view(lists), (kept & there).view(lists)
     after = (held & ~stays).long().flip(-1).cumsum(-1).flip(-1)
     for number, row in enumerate(rows.tolist()):

@@ -39,7 +39,7 @@ def turn(
         ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, lengths, req_to_token, kept, there, proceed, inv_freq)
-    layers, _, padded, group, size = storage.shape
+    layers, _, padded, kv_heads, size = storage.shape
     pairs = len(inv_freq)
     if not kept.numel() or not pairs:
         return
@@ -48,7 +48,7 @@ def turn(
         storage, tables.first_page, tables.slots_start, tables.slots, rows,
         kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8),
         proceed.contiguous().view(torch.uint8), inv_freq.double(), padded, kept.shape[1],
-        LAYERS=layers, GROUP=group, SIZE=size, PAIRS=pairs,
+        LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PAIRS=pairs,
         PADDED_PAIRS=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
         TILE=tile or max(most // triton.next_power_of_2(size), 1),
         FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
@@ -58,16 +58,16 @@ def turn(
 @kernel(aligned=["storage"])
 def _turn(
     storage, first_pages, slots_starts, slots, rows, kept, there, proceed, inv_freq, padded, width,
-    LAYERS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr,
     PADDED_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr,
     FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
     """Turn the kept keys of one list."""
     this = tl.program_id(0)
-    request = this // (LAYERS * GROUP)
+    request = this // (LAYERS * KV_HEADS)
     if proceeds(proceed, request, FLAGS, FLAGS_P):
         row = tl.load(rows + request)
-        first_page = tl.load(first_pages + row * LAYERS * GROUP + this % (LAYERS * GROUP))
+        first_page = tl.load(first_pages + row * LAYERS * KV_HEADS + this % (LAYERS * KV_HEADS))
         own_slots = slots + tl.load(slots_starts + row)
         base = this.to(tl.int64) * width
         dropped = 0
@@ -89,9 +89,9 @@ def _turn(
             by = dropped - tl.cumsum(left)
             place = number + tl.cumsum(stays) - stays
             turns = (stays > 0) & (by > 0)
-            page = first_page + place // GROUP
+            page = first_page + place // KV_HEADS
             slot = tl.load(own_slots + page // LAYERS, mask=turns, other=0).to(tl.int64)
-            entry = ((page % LAYERS) * padded.to(tl.int64) * 2 + slot) * GROUP + place % GROUP
+            entry = ((page % LAYERS) * padded.to(tl.int64) * 2 + slot) * KV_HEADS + place % KV_HEADS
             at = storage + entry[:, None] * SIZE
             both = turns[:, None] & (pair < PAIRS)[None, :]
             a = tl.load(at + first, mask=both, other=0.0)

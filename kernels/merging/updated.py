@@ -6,13 +6,15 @@ import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
 
-def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
+def updated(
+    new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, kv_heads: int
+) -> torch.Tensor:
     """For each of R lists, the new number if an entry has left its layer, else the old one.
 
     Args:
         new, old: float64 [R].
         there: bool [R, P], entries that have left.
-        group: G, consecutive lists of a layer.
+        kv_heads: G, consecutive lists of a layer.
 
     Returns:
         float64 [R].
@@ -20,12 +22,13 @@ def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: in
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(new, old, there, group)
-    left = there.view(-1, group * there.shape[1]).any(1) if there.numel() else there.any(1)[::group]
-    return torch.where(left.repeat_interleave(group), new, old)
+    check(new, old, there, kv_heads)
+    layers, width = len(there) // kv_heads, there.shape[1]
+    left = there.view(layers, kv_heads * width).any(1)
+    return torch.where(left.repeat_interleave(kv_heads), new, old)
 
 
-def check(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> None:
+def check(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, kv_heads: int) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
@@ -35,5 +38,5 @@ def check(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int)
         raise ValueError(f"there: expected bool [R, P], got {there.dtype} {list(there.shape)}")
     lists = (len(there),)
     check_tensors([("new", new, torch.float64, lists), ("old", old, torch.float64, lists)])
-    if group < 1 or len(there) % group:
-        raise ValueError(f"group: expected a part of {len(there)}, got {group}")
+    if kv_heads < 1 or len(there) % kv_heads:
+        raise ValueError(f"kv_heads: expected a part of {len(there)}, got {kv_heads}")

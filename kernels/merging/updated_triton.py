@@ -10,7 +10,9 @@ from kvpolicy.kernels.merging.updated import check
 LANES = 256  # entries that are read at a time
 
 
-def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: int) -> torch.Tensor:
+def updated(
+    new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, kv_heads: int
+) -> torch.Tensor:
     """For each of R lists, the new number if an entry has left its layer, else the old one.
 
     As `updated.updated`.
@@ -21,29 +23,30 @@ def updated(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, group: in
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(new, old, there, group)
+    check(new, old, there, kv_heads)
     lists, width = there.shape
     made = torch.empty(lists, dtype=torch.float64, device=there.device)
     if lists:
-        _updated[(lists // group,)](
+        _updated[(lists // kv_heads,)](
             new, new.stride(0), old, old.stride(0), there.contiguous().view(torch.uint8), made,
-            width, GROUP=group, LANES=LANES,
+            width, KV_HEADS=kv_heads, LANES=LANES,
         )  # fmt: skip
     return made
 
 
 @kernel()
 def _updated(
-    new, new_list, old, old_list, there, made, width, GROUP: tl.constexpr, LANES: tl.constexpr
+    new, new_list, old, old_list, there, made, width, KV_HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Update the lists of one layer."""
-    first = tl.program_id(0).to(tl.int64) * GROUP
+    first = tl.program_id(0).to(tl.int64) * KV_HEADS
     left = tl.zeros([LANES], tl.int32)
-    for start in range(0, GROUP * width, LANES):  # its lists are contiguous
+    for start in range(0, KV_HEADS * width, LANES):  # its lists are contiguous
         at = start + tl.arange(0, LANES)
-        left |= tl.load(there + first * width + at, mask=at < GROUP * width, other=0).to(tl.int32)
+        inside = at < KV_HEADS * width
+        left |= tl.load(there + first * width + at, mask=inside, other=0).to(tl.int32)
     taken = tl.max(left) > 0
-    for head in range(GROUP):
+    for head in range(KV_HEADS):
         this = first + head
         if taken:
             tl.store(made + this, tl.load(new + this * new_list))

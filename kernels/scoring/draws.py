@@ -10,7 +10,7 @@ GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
 
 
 def draws(
-    seed: int, positions: torch.Tensor, generated: torch.Tensor, group: int, first: int = 0
+    seed: int, positions: torch.Tensor, generated: torch.Tensor, kv_heads: int, first: int = 0
 ) -> torch.Tensor:
     """Draw a number in [0, 1) for every entry, by seed, layer, KV head, position and step.
 
@@ -19,7 +19,7 @@ def draws(
         positions: int64 [S, M], S / N consecutive layers for each of N requests; -1 where there is
             no entry.
         generated: int64 [N], decode steps of each request so far, this one included.
-        group: G, KV heads of a layer.
+        kv_heads: G, KV heads of a layer.
         first: index of the first of these layers in the model.
 
     Returns:
@@ -28,11 +28,11 @@ def draws(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(positions, generated, group)
+    check(positions, generated, kv_heads)
     number, device = len(positions), positions.device
     layers = number // max(len(generated), 1)
     layer = torch.arange(number, device=device) % max(layers, 1) + first
-    head = torch.arange(group, device=device)
+    head = torch.arange(kv_heads, device=device)
     step = generated.repeat_interleave(layers)
     state = torch.full((), seed & BITS, dtype=torch.int64, device=device)
     parts = (layer[:, None, None], head[:, None], positions[:, None], step[:, None, None])
@@ -45,7 +45,7 @@ def draws(
     return (state.double() / 2.0**32).flatten(0, 1)
 
 
-def check(positions: torch.Tensor, generated: torch.Tensor, group: int) -> None:
+def check(positions: torch.Tensor, generated: torch.Tensor, kv_heads: int) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
@@ -62,5 +62,5 @@ def check(positions: torch.Tensor, generated: torch.Tensor, group: int) -> None:
             f"generated: expected int64 [N], N a part of {number}, "
             f"got {generated.dtype} {list(generated.shape)}"
         )
-    if group < 1:
-        raise ValueError(f"group: expected 1 or more, got {group}")
+    if kv_heads < 1:
+        raise ValueError(f"kv_heads: expected 1 or more, got {kv_heads}")

@@ -17,7 +17,7 @@ def draws(
     seed: int,
     positions: torch.Tensor,
     generated: torch.Tensor,
-    group: int,
+    kv_heads: int,
     first: int = 0,
     *,
     block: int = 1024,
@@ -35,13 +35,13 @@ def draws(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    reference.check(positions, generated, group)
+    reference.check(positions, generated, kv_heads)
     number, width = positions.shape
-    made = torch.empty((number * group, width), dtype=torch.float64, device=positions.device)
+    made = torch.empty((number * kv_heads, width), dtype=torch.float64, device=positions.device)
     if made.numel():
-        _draws[(number * group, triton.cdiv(width, block))](
+        _draws[(number * kv_heads, triton.cdiv(width, block))](
             positions.contiguous(), generated.contiguous(), made, seed & reference.BITS, width,
-            group, number // len(generated), first, BLOCK=block,
+            kv_heads, number // len(generated), first, BLOCK=block,
         )  # fmt: skip
     return made
 
@@ -56,10 +56,10 @@ def _hashed(state, part):
 
 
 @kernel()
-def _draws(positions, generated, made, seed, width, group, layers, first, BLOCK: tl.constexpr):
+def _draws(positions, generated, made, seed, width, kv_heads, layers, first, BLOCK: tl.constexpr):
     """Draw for a part of one list."""
     this = tl.program_id(0).to(tl.int64)
-    number, head = this // group, this % group
+    number, head = this // kv_heads, this % kv_heads
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(positions + number * width + column, mask=column < width, other=0)
     state = _hashed(_hashed(seed.to(tl.int64), number % layers + first), head)

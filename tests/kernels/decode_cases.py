@@ -48,14 +48,14 @@ def exact(given: Case) -> tuple[torch.Tensor, torch.Tensor]:
     Weights in float16 also underflow: 2^-25 each against a largest one of 1.
     """
     heads, size = given.q.shape[1:]
-    groups = given.storage.shape[3]
+    kv_heads = given.storage.shape[3]
     q, scale = given.q.double().cpu(), size**-0.5
     out, bound = torch.zeros_like(q), torch.zeros_like(q)
     rounding = torch.finfo(torch.float32).eps / 2
     eps = torch.finfo(given.q.dtype).eps
     for b, written in enumerate(given.lists):
         for head in range(heads):
-            keys, values = written[head // (heads // groups)]
+            keys, values = written[head // (heads // kv_heads)]
             if not len(keys):
                 continue
             weights = (keys @ q[b, head] * scale).softmax(0)

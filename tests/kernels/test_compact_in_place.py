@@ -74,11 +74,11 @@ class Case:
         return storage.cpu(), counts[0].cpu()
 
     def entry(self, layer, head, place):
-        """Place of an entry of a private list: the layer of its rows, slot, place in the slot."""
-        layers, group = self.tables.counts.shape[1:]
-        page = int(self.tables.first_page[self.row, layer, head]) + place // group
+        """Where an entry of a private list lies: its layer's rows, slot and place."""
+        layers, kv_heads = self.tables.counts.shape[1:]
+        page = int(self.tables.first_page[self.row, layer, head]) + place // kv_heads
         slot = int(self.tables.slots[int(self.tables.slots_start[self.row]) + page // layers])
-        return page % layers, slot, place % group
+        return page % layers, slot, place % kv_heads
 
     def entries(self, layer, head):
         """Places of all entries of a list, tail included."""
@@ -128,7 +128,7 @@ def case(
     """
     generator = torch.Generator().manual_seed(seed + 7 * tail + size)
     private = torch.tensor(private)
-    layers, group = private.shape
+    layers, kv_heads = private.shape
     lengths = private + tail
     choices = [
         [
@@ -141,18 +141,18 @@ def case(
     ]
     stay = torch.tensor([[int(c.sum()) for c in row] for row in choices])
     room = torch.maximum(private, stay) if room is None else torch.tensor(room)
-    pages = (room + group - 1) // group
+    pages = (room + kv_heads - 1) // kv_heads
     # A page between two lists belongs to nobody.
     used = pages + torch.randint(2, pages.shape, generator=generator)
     first = 1 + (used.flatten().cumsum(0) - used.flatten()).view(used.shape)
     slots = -(-(1 + int(used.sum())) // layers)
     padded = slots + tail + 7
     order = torch.randperm(padded, generator=generator)
-    count = layers * 2 * padded * group * size
+    count = layers * 2 * padded * kv_heads * size
     high = 1 << (8 * dtype.itemsize - 1)
     whole = torch.randint(-high, high, (count,), generator=generator).to(WHOLE[dtype.itemsize])
-    storage = whole.view(dtype).view(layers, 2, padded, group, size)
-    tables = Tables.empty(5, layers, group, slots + 6, "cpu")
+    storage = whole.view(dtype).view(layers, 2, padded, kv_heads, size)
+    tables = Tables.empty(5, layers, kv_heads, slots + 6, "cpu")
     for tensor in vars(tables).values():
         tensor.fill_(3)  # what others hold
     start = 11 if int(private.sum()) else 0
@@ -165,8 +165,10 @@ def case(
     for row, chosen in zip(lengths, choices, strict=True):
         spare = 5 if ragged and int(row.max()) else 0
         width = int(row.max()) + spare
-        there = torch.zeros(group, width, dtype=torch.bool)
-        own = torch.rand(group, width, generator=generator) < 0.5  # what is not there may be kept
+        there = torch.zeros(kv_heads, width, dtype=torch.bool)
+        own = (
+            torch.rand(kv_heads, width, generator=generator) < 0.5
+        )  # what is not there may be kept
         for g, n in enumerate(row.tolist()):
             at = torch.randperm(width, generator=generator)[:n].sort().values
             there[g, at] = True
@@ -289,8 +291,8 @@ def test_any_lists(seed):
     def random(least, end):
         return int(torch.randint(least, end, (), generator=generator))
 
-    group = (1, 2, 3, 8)[random(0, 4)]
-    private = [[random(0, 30) for _ in range(group)] for _ in range(random(1, 3))]
+    kv_heads = (1, 2, 3, 8)[random(0, 4)]
+    private = [[random(0, 30) for _ in range(kv_heads)] for _ in range(random(1, 3))]
     each = case(private, random(0, 20), random(0, 11) / 10, size=random(1, 9), seed=seed)
     wanted = each.one_by_one()
     same(each.run(reference.compact_in_place), wanted)
@@ -358,20 +360,23 @@ def test_rows_that_changed_go_to_the_same_pages(place):
     each = SMALL["usual"]
     wanted, _ = each.one_by_one()
     storage = each.storage.to(DEVICE, copy=True)
-    layers, _, padded, group, size = storage.shape
+    layers, _, padded, kv_heads, size = storage.shape
     start = int(each.tables.slots_start[each.row])
     slots = each.tables.slots[start : start + padded].long()
     pages = (slots[:, None] + torch.arange(layers) * 2 * padded).flatten()
     for layer, (kept, there) in enumerate(zip(each.kept, each.there, strict=True)):
         dense = torch.full((2, *kept.shape, size), float("nan"))
-        for head in range(group):
+        for head in range(kv_heads):
             at = each.entries(layer, head)
             rows = [each.storage[rows, :, slot, place] for rows, slot, place in at]
             dense[:, head, there[head]] = torch.stack(rows, 1)
         arguments = [x.to(DEVICE) for x in (*dense, kept & there, pages)]
         first_page = each.tables.first_page[each.row, layer].to(DEVICE)
         place(
-            storage.view(-1, size), *arguments, value_offset=padded * group, first_page=first_page
+            storage.view(-1, size),
+            *arguments,
+            value_offset=padded * kv_heads,
+            first_page=first_page,
         )
     assert torch.equal(bits(storage.cpu()), bits(wanted))
 

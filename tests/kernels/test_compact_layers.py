@@ -19,18 +19,20 @@ def bits(x):
 class Case:
     """A pool of NaN with numbers only in the prompt's slots."""
 
-    def __init__(self, layers, group, size, length, dtype, share, seed=0, spare=0):
+    def __init__(self, layers, kv_heads, size, length, dtype, share, seed=0, spare=0):
         generator = torch.Generator().manual_seed(seed + length)
-        self.kept = torch.rand(layers, group, length, generator=generator) < share
-        self.kept[layers // 2, group - 1] = False  # an empty list between others
+        self.kept = torch.rand(layers, kv_heads, length, generator=generator) < share
+        self.kept[layers // 2, kv_heads - 1] = False  # an empty list between others
         counts = self.kept.sum(2)
-        used = (counts + group - 1) // group
-        self.first_page = (used.flatten().cumsum(0) - used.flatten()).view(layers, group).int()
+        used = (counts + kv_heads - 1) // kv_heads
+        self.first_page = (used.flatten().cumsum(0) - used.flatten()).view(layers, kv_heads).int()
         needed = -(-int(used.sum()) // layers) + spare
         order = torch.randperm(length + needed + 3, generator=generator)
         self.prompt, self.private = order[:length], order[length : length + needed].int()
-        self.storage = torch.full((layers, 2, len(order), group, size), float("nan"), dtype=dtype)
-        rows = torch.randn(layers, 2, length, group, size, generator=generator)
+        self.storage = torch.full(
+            (layers, 2, len(order), kv_heads, size), float("nan"), dtype=dtype
+        )
+        rows = torch.randn(layers, 2, length, kv_heads, size, generator=generator)
         self.storage[:, :, self.prompt] = rows.to(dtype)
 
     def run(self, function, **knobs):
@@ -42,24 +44,24 @@ class Case:
 
 def one_by_one(case):
     storage = case.storage.clone()
-    layers, _, padded, group, size = storage.shape
+    layers, _, padded, kv_heads, size = storage.shape
     entries = storage.view(-1, size)
     for layer in range(layers):
-        for head in range(group):
+        for head in range(kv_heads):
             for j, position in enumerate(case.kept[layer, head].nonzero()[:, 0].tolist()):
-                page = int(case.first_page[layer, head]) + j // group
+                page = int(case.first_page[layer, head]) + j // kv_heads
                 row = (page % layers) * 2 * padded + int(case.private[page // layers])
-                target = row * group + j % group
-                source = (layer * 2 * padded + int(case.prompt[position])) * group + head
-                for value in (0, padded * group):
+                target = row * kv_heads + j % kv_heads
+                source = (layer * 2 * padded + int(case.prompt[position])) * kv_heads + head
+                for value in (0, padded * kv_heads):
                     entries[target + value] = entries[source + value]
     return storage
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(("layers", "group", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
-def test_reference_equals_copying_one_by_one(layers, group, length, share):
-    case = Case(layers, group, 5, length, F32, SHARES[share])
+@pytest.mark.parametrize(("layers", "kv_heads", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
+def test_reference_equals_copying_one_by_one(layers, kv_heads, length, share):
+    case = Case(layers, kv_heads, 5, length, F32, SHARES[share])
     got = case.run(reference.compact_layers)
     assert torch.equal(bits(got), bits(one_by_one(case)))
     changed = int((~got.isnan()).all(-1).sum()) - int((~case.storage.isnan()).all(-1).sum())
@@ -67,7 +69,7 @@ def test_reference_equals_copying_one_by_one(layers, group, length, share):
 
 
 CASES = [
-    # layers, group, size, length, dtype, share
+    # layers, kv_heads, size, length, dtype, share
     (2, 2, 64, 0, F32, "all"),
     (2, 1, 64, 1, F16, "all"),
     (3, 2, 80, 63, BF16, "half"),
@@ -84,10 +86,10 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "group", "size", "length", "dtype", "share"), CASES)
+@pytest.mark.parametrize(("layers", "kv_heads", "size", "length", "dtype", "share"), CASES)
 @pytest.mark.parametrize("part", [64, 4096])
-def test_triton_equals_reference(layers, group, size, length, dtype, share, part):
-    case = Case(layers, group, size, length, dtype, SHARES[share], spare=1)
+def test_triton_equals_reference(layers, kv_heads, size, length, dtype, share, part):
+    case = Case(layers, kv_heads, size, length, dtype, SHARES[share], spare=1)
     got = case.run(compact_layers_triton.compact_layers, part=part)
     assert torch.equal(bits(got), bits(case.run(reference.compact_layers)))
 
@@ -148,11 +150,11 @@ def test_wrong_arguments_are_named(function, place, change, message):
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, E4M3], ids=str)
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(("layers", "group", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
-def test_within_the_prompts_own_slots_the_same_is_found(layers, group, length, share, dtype):
-    """Compaction elsewhere and within leave the same entries in pages; the rest is unchanged."""
-    apart = Case(layers, group, 5, length, dtype, SHARES[share], spare=0)
-    within = Case(layers, group, 5, length, dtype, SHARES[share], spare=0)
+@pytest.mark.parametrize(("layers", "kv_heads", "length"), [(1, 1, 1), (3, 2, 63), (2, 3, 20)])
+def test_within_the_prompts_own_slots_the_same_is_found(layers, kv_heads, length, share, dtype):
+    """Apart and within leave the same entries in the pages; what is no page stays as it was."""
+    apart = Case(layers, kv_heads, 5, length, dtype, SHARES[share], spare=0)
+    within = Case(layers, kv_heads, 5, length, dtype, SHARES[share], spare=0)
     needed = len(apart.private)
     if needed > length:
         pytest.skip("more pages than slots: a page for each of few entries")
@@ -171,17 +173,17 @@ def test_within_the_prompts_own_slots_the_same_is_found(layers, group, length, s
 
 
 def read(case, storage):
-    """Entries [2, E, D] in the pages of all lists, in order."""
-    layers, _, padded, group, size = storage.shape
+    """[2, E, D] what the pages of all lists hold, in order."""
+    layers, _, padded, kv_heads, size = storage.shape
     entries, targets = storage.view(-1, size), []
     for (layer, head), first in zip(
-        torch.cartesian_prod(torch.arange(layers), torch.arange(group)).view(-1, 2).tolist(),
+        torch.cartesian_prod(torch.arange(layers), torch.arange(kv_heads)).view(-1, 2).tolist(),
         case.first_page.flatten().tolist(),
         strict=True,
     ):
         for j in range(int(case.kept[layer, head].sum())):
-            page = first + j // group
+            page = first + j // kv_heads
             row = (page % layers) * 2 * padded + int(case.private[page // layers])
-            targets.append(row * group + j % group)
+            targets.append(row * kv_heads + j % kv_heads)
     targets = torch.tensor(targets, dtype=torch.int64)
-    return torch.stack([entries[targets], entries[targets + padded * group]])
+    return torch.stack([entries[targets], entries[targets + padded * kv_heads]])

@@ -27,7 +27,8 @@ IMPLEMENTATIONS = [decode_attention, decode_triton]
 
 
 def case(
-    requests, *, heads, groups, size=64, dtype=torch.float32, stored=None, layers=3, layer=1, seed=0
+    requests, *, heads, kv_heads, size=64, dtype=torch.float32, stored=None, layers=3, layer=1,
+    seed=0,
 ):  # fmt: skip
     """A pool with these requests.
 
@@ -45,11 +46,11 @@ def case(
     counts, tails = [], []
     for request in requests:
         private, tail = (None, 1) if request is None else request
-        every = torch.randint(5, (layers, groups), generator=generator)
-        every[layer] = torch.tensor(private if private else [0] * groups)
+        every = torch.randint(5, (layers, kv_heads), generator=generator)
+        every[layer] = torch.tensor(private if private else [0] * kv_heads)
         counts.append(every if private else every * 0)
         tails.append(tail)
-    pages = [(-(-c // groups)) for c in counts]
+    pages = [(-(-c // kv_heads)) for c in counts]
     needed = [-(-int(p.sum()) // layers) for p in pages]
     padded = sum(needed) + sum(tails) + 3
     free = (torch.randperm(padded - 1, generator=generator) + 1).tolist()  # slot 0: nobody's
@@ -57,8 +58,8 @@ def case(
     total_rows = len(requests) + 3
     context = max(tails) + 40
     stored = stored or dtype
-    storage = torch.full((layers, 2, padded, groups, size), float("nan"), dtype=stored)
-    tables = Tables.empty(total_rows, layers, groups, sum(needed) + 2 * len(requests) + 2, "cpu")
+    storage = torch.full((layers, 2, padded, kv_heads, size), float("nan"), dtype=stored)
+    tables = Tables.empty(total_rows, layers, kv_heads, sum(needed) + 2 * len(requests) + 2, "cpu")
     # What belongs to no request of the batch reads far too much of what nobody wrote.
     for tensor in (tables.counts, tables.first_page):
         tensor.fill_(7)
@@ -82,14 +83,14 @@ def case(
         rows.append(row)
         lengths.append(start + tail)
         written = []
-        for g in range(groups):
+        for g in range(kv_heads):
             n = int(count[layer, g])
             kv = torch.randn(2, n + tail, size, generator=generator).to(stored)
             j = torch.arange(n)
-            number = first[layer, g] + j // groups
+            number = first[layer, g] + j // kv_heads
             slot = torch.tensor(own or [0])[number // layers]
             for which in range(2):
-                storage[number % layers, which, slot, j % groups] = kv[which, :n]
+                storage[number % layers, which, slot, j % kv_heads] = kv[which, :n]
                 storage[layer, which, ordinary, g] = kv[which, n:]
             written.append(kv.double())
         lists.append(written)
@@ -107,7 +108,7 @@ def case(
     )
 
 
-SHAPES = [  # requests, heads, groups, size, dtype
+SHAPES = [  # requests, heads, kv_heads, size, dtype
     ([([0, 1], 0), ([63, 64], 1), None, (None, 63)], 2, 2, 64, torch.float32),
     ([([1000, 3], 63), (None, 1)], 4, 2, 80, torch.float16),
     ([([4097], 1), ([1], 1000)], 4, 1, 128, torch.bfloat16),
@@ -122,9 +123,9 @@ SHAPES = [  # requests, heads, groups, size, dtype
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("requests", "heads", "groups", "size", "dtype"), SHAPES)
-def test_equals_attention_in_float64(attention, requests, heads, groups, size, dtype):
-    given = case(requests, heads=heads, groups=groups, size=size, dtype=dtype)
+@pytest.mark.parametrize(("requests", "heads", "kv_heads", "size", "dtype"), SHAPES)
+def test_equals_attention_in_float64(attention, requests, heads, kv_heads, size, dtype):
+    given = case(requests, heads=heads, kv_heads=kv_heads, size=size, dtype=dtype)
     assert_exact(given.run(attention), given)
 
 
@@ -135,7 +136,7 @@ def test_equals_attention_in_float64(attention, requests, heads, groups, size, d
     [(4, 64, torch.float32), (6, 80, torch.bfloat16), (2, 7, torch.float16)],
 )
 def test_entries_of_8_bits(attention, stored, heads, size, dtype):
-    options = {"heads": heads, "groups": 2, "size": size, "dtype": dtype, "stored": stored}
+    options = {"heads": heads, "kv_heads": 2, "size": size, "dtype": dtype, "stored": stored}
     given = case([([63, 9], 3), None, (None, 30), ([0, 0], 0), ([1, 130], 0)], **options)
     assert_exact(given.run(attention), given)
     # Another order of the batch changes nothing.
@@ -148,7 +149,7 @@ MIXED = [([40, 9], 3), None, (None, 30), ([0, 0], 0), ([1, 130], 0), (None, 1)]
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_a_request_without_entries_gives_zeros(attention):
-    given = case(MIXED, heads=4, groups=2)
+    given = case(MIXED, heads=4, kv_heads=2)
     out = given.run(attention)
     assert out[3].abs().max() == 0
     assert bool(out[[0, 1, 2, 4, 5]].abs().amin((1, 2)).gt(0).all())
@@ -157,14 +158,14 @@ def test_a_request_without_entries_gives_zeros(attention):
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_other_layers(attention, layer):
-    given = case(MIXED, heads=4, groups=2, layer=layer, seed=layer)
+    given = case(MIXED, heads=4, kv_heads=2, layer=layer, seed=layer)
     assert_exact(given.run(attention), given)
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_tables_are_read_when_it_runs(attention):
-    """The same tensors, after a request has left its private pages."""
-    given = case(MIXED, heads=4, groups=2)
+    """The same tensors with a request that has left its private pages."""
+    given = case(MIXED, heads=4, kv_heads=2)
     row = given.rows[0]
     given.tables.counts[row] = 0
     given.tables.tail_start[row] = given.lengths[0] - 2
@@ -176,36 +177,36 @@ def test_tables_are_read_when_it_runs(attention):
 @pytest.mark.parametrize("splits", [None, 1, 2, 7, 40])
 def test_splits_agree(splits):
     requests = [([1200, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)]
-    given = case(requests, heads=4, groups=2, size=16)
+    given = case(requests, heads=4, kv_heads=2, size=16)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, splits=splits, tile=tile), given)
 
 
 @pytest.mark.parametrize("splits", [None, 3])
 def test_rows_do_not_depend_on_their_order(splits):
-    given = case(MIXED, heads=4, groups=2)
+    given = case(MIXED, heads=4, kv_heads=2)
     out = given.run(decode_triton, splits=splits)
     order = [4, 2, 0, 5, 3, 1]
     assert torch.equal(given.run(decode_triton, order, splits=splits), out[order])
 
 
 def test_with_given_splits_a_request_depends_on_itself_alone():
-    given = case(MIXED, heads=4, groups=2)
+    given = case(MIXED, heads=4, kv_heads=2)
     out = given.run(decode_triton, splits=3)
     for b in range(len(MIXED)):
         assert torch.equal(given.run(decode_triton, [b], splits=3)[0], out[b])
 
 
 def test_int32_rows_and_lengths():
-    given = case(MIXED, heads=4, groups=2)
+    given = case(MIXED, heads=4, kv_heads=2)
     out = given.run(decode_triton)
     given.rows, given.lengths = given.rows.int(), given.lengths.int()
     assert torch.equal(given.run(decode_triton), out)
 
 
-def workspace_of(requests, *, heads=4, groups=2, size=64, splits=None):
-    """A workspace with NaN wherever its content must not matter."""
-    given = (requests, heads, groups, size, torch.device(DEVICE), splits)
+def workspace_of(requests, *, heads=4, kv_heads=2, size=64, splits=None):
+    """One in which everything that may be anything is NaN."""
+    given = (requests, heads, kv_heads, size, torch.device(DEVICE), splits)
     workspace = Workspace.empty(decode_attention_triton.workspace_elements(*given), DEVICE)
     workspace.partial.fill_(float("nan"))
     return workspace
@@ -213,8 +214,8 @@ def workspace_of(requests, *, heads=4, groups=2, size=64, splits=None):
 
 @pytest.mark.parametrize("splits", [None, 5, 33])
 def test_one_workspace_serves_every_smaller_batch(splits):
-    """Repeatedly: calls find its counts at zero and leave them so."""
-    given = case(MIXED, heads=4, groups=2)
+    """Again and again: calls find and leave its counts at zero."""
+    given = case(MIXED, heads=4, kv_heads=2)
     workspace = workspace_of(len(MIXED), splits=splits)
     for order in ([0, 1, 2, 3, 4, 5], [3], [4, 0], [3, 1], [5, 4, 3, 2, 1, 0]):
         alone = given.run(decode_triton, order, splits=splits)
@@ -226,8 +227,8 @@ def test_one_workspace_serves_every_smaller_batch(splits):
 
 
 def test_it_is_one_launch_and_nothing_else(monkeypatch):
-    """In a captured graph, with its workspace; only the result is allocated besides."""
-    given, workspace = case(MIXED, heads=4, groups=2), workspace_of(len(MIXED), splits=33)
+    """In a captured graph, with its workspace: beside it there is but the result's memory."""
+    given, workspace = case(MIXED, heads=4, kv_heads=2), workspace_of(len(MIXED), splits=33)
     grids = []
 
     class Kernel:
@@ -244,7 +245,7 @@ def test_it_is_one_launch_and_nothing_else(monkeypatch):
 
 @pytest.mark.parametrize(("part", "dtype"), [("partial", "float32"), ("arrived", "int32")])
 def test_a_workspace_too_small_is_named(part, dtype):
-    given, workspace = case(MIXED, heads=4, groups=2), workspace_of(len(MIXED), splits=5)
+    given, workspace = case(MIXED, heads=4, kv_heads=2), workspace_of(len(MIXED), splits=5)
     small = replace(workspace, **{part: getattr(workspace, part)[:9]})
     with pytest.raises(ValueError, match=rf"workspace.{part}: expected torch.{dtype} \[>= "):
         given.run(decode_triton, splits=5, workspace=small)
@@ -252,7 +253,7 @@ def test_a_workspace_too_small_is_named(part, dtype):
 
 def test_too_many_splits_are_refused():
     with pytest.raises(ValueError, match="splits: expected 1 to 256, got 257"):
-        case(MIXED, heads=4, groups=2).run(decode_triton, splits=257)
+        case(MIXED, heads=4, kv_heads=2).run(decode_triton, splits=257)
 
 
 LONG = [([1200, 63], 3), None, ([530, 1], 300), ([0, 0], 0), ([1, 16], 0)]
@@ -261,8 +262,8 @@ LONG = [([1200, 63], 3), None, ([530, 1], 300), ([0, 0], 0), ([1, 16], 0)]
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's programs end in an order of their own")
 @pytest.mark.parametrize("splits", [3, 16, 17, 40])
 def test_whichever_program_ends_last_merges(splits, monkeypatch):
-    """Bit for bit the same, for up to 40 splits in three groups."""
-    given = case(LONG, heads=6, groups=2, size=16)
+    """Bit for bit the same, of up to 40 splits in three groups."""
+    given = case(LONG, heads=6, kv_heads=2, size=16)
     options = {"splits": splits, "tile": Tile(entries=16, warps=4, stages=2)}
     in_order = given.run(decode_triton, **options)
     assert_exact(in_order, given)
@@ -283,7 +284,7 @@ def test_whichever_program_ends_last_merges(splits, monkeypatch):
 def test_long_lists_get_more_shares(monkeypatch):
     """In all, the number of shares asked for, and one more per list for rounding."""
     requests = [([1500, 100], 0), (None, 1), ([400, 0], 0)]
-    given = case(requests, heads=2, groups=2, size=16)
+    given = case(requests, heads=2, kv_heads=2, size=16)
     found = Cut(splits=16, shares=12)
     monkeypatch.setattr(paged_attention_tiles_triton, "cut", lambda *_: found)
     workspace = workspace_of(3, heads=2, size=16)
@@ -321,31 +322,31 @@ def test_entries_beyond_int32(attention):
 
     On a CPU only the written pages of this pool of 5 GB take memory.
     """
-    layers, groups, private, tail = 8, 8, 24, 16
-    padded = 2**31 // (2 * (layers - 1) * groups) + 64
-    storage = torch.empty((layers, 2, padded, groups, 1), dtype=torch.float16, device=DEVICE)
+    layers, kv_heads, private, tail = 8, 8, 24, 16
+    padded = 2**31 // (2 * (layers - 1) * kv_heads) + 64
+    storage = torch.empty((layers, 2, padded, kv_heads, 1), dtype=torch.float16, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(2, groups, private + tail, 1, generator=generator).half()
-    tables = Tables.empty(3, layers, groups, 3, "cpu")
+    kv = torch.randn(2, kv_heads, private + tail, 1, generator=generator).half()
+    tables = Tables.empty(3, layers, kv_heads, 3, "cpu")
     tables.slots[:] = torch.arange(padded - 3, padded)  # 24 pages: 3 of each head
     tables.counts[2, -1], tables.tail_start[2] = private, 50
-    tables.first_page[2, -1] = 3 * torch.arange(groups)
+    tables.first_page[2, -1] = 3 * torch.arange(kv_heads)
     table = torch.zeros(3, 70, dtype=torch.int32)
     table[2, 50:66] = torch.arange(padded - 30, padded - 30 + tail)
-    for g in range(groups):
+    for g in range(kv_heads):
         for j in range(private):
-            slot, layer = divmod(3 * g + j // groups, layers)
-            storage[layer, :, padded - 3 + slot, j % groups] = kv[:, g, j].to(DEVICE)
+            slot, layer = divmod(3 * g + j // kv_heads, layers)
+            storage[layer, :, padded - 3 + slot, j % kv_heads] = kv[:, g, j].to(DEVICE)
         storage[-1, :, padded - 30 : padded - 30 + tail, g] = kv[:, g, private:].to(DEVICE)
     given = Case(
-        torch.randn(1, groups, 1, generator=generator).half().to(DEVICE),
+        torch.randn(1, kv_heads, 1, generator=generator).half().to(DEVICE),
         storage,
         Tables(*(t.to(DEVICE) for t in vars(tables).values())),
         torch.tensor([2], device=DEVICE),
         torch.tensor([66], device=DEVICE),
         table.to(DEVICE),
         layers - 1,
-        [[kv[:, g].double() for g in range(groups)]],
+        [[kv[:, g].double() for g in range(kv_heads)]],
     )
     assert_exact(given.run(attention), given)
 
@@ -353,7 +354,7 @@ def test_entries_beyond_int32(attention):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 def test_a_captured_graph_reads_the_tables_of_the_day():
-    given = case(MIXED, heads=4, groups=2, size=128, dtype=torch.bfloat16)
+    given = case(MIXED, heads=4, kv_heads=2, size=128, dtype=torch.bfloat16)
     workspace = workspace_of(len(MIXED), size=128)
     given.run(decode_triton, workspace=workspace)
     torch.cuda.synchronize()
@@ -386,8 +387,8 @@ def test_a_captured_graph_reads_the_tables_of_the_day():
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("splits", [16, 17, 256])
 def test_programs_that_end_at_once_are_all_merged(splits):
-    """Repeatedly, for many lists: the last program sees the results of all others."""
-    given = case([([30000, 5000], 40)] * 8, heads=8, groups=2, size=128, dtype=torch.bfloat16)
+    """Again and again, of many lists: whoever ends last sees what all others have left."""
+    given = case([([30000, 5000], 40)] * 8, heads=8, kv_heads=2, size=128, dtype=torch.bfloat16)
     workspace = workspace_of(8, heads=8, size=128, splits=splits)
     first = given.run(decode_triton, splits=splits, workspace=workspace)
     assert_exact(first, given)
@@ -434,7 +435,7 @@ def test_wrong_arguments_are_named(attention, change, message):
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_no_requests(attention):
-    given = case([None], heads=4, groups=2)
+    given = case([None], heads=4, kv_heads=2)
     assert given.run(attention, order=[]).shape == (0, 4, 64)
 
 
@@ -444,6 +445,6 @@ def test_empty_tables_say_that_nothing_is_compressed():
         [5, 3, 2], [5, 3, 2], [5], [5], [0], [0, 3],
     ]  # fmt: skip
     assert all(t.dtype == torch.int32 and not t.any() for t in vars(tables).values())
-    given = case([(None, 30)], heads=4, groups=2)
+    given = case([(None, 30)], heads=4, kv_heads=2)
     given.tables = Tables.empty(4, 3, 2, 0, DEVICE)
     assert_exact(given.run(decode_attention), given)

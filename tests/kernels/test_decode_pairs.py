@@ -23,16 +23,16 @@ class Pool:
     Requests are ("pairs", N, tail), ("lists", entries of each list, tail), or ("plain", 0, tail).
     """
 
-    def __init__(self, requests, *, heads, groups, size, dtype, share_of=0.3, seed=0):
+    def __init__(self, requests, *, heads, kv_heads, size, dtype, share_of=0.3, seed=0):
         self.generator = torch.Generator().manual_seed(seed)
-        self.groups, self.size, self.dtype = groups, size, dtype
+        self.kv_heads, self.size, self.dtype = kv_heads, size, dtype
         self.floats = pairs.floats_of_row(size, dtype)
         padded = 40 + sum(3 * n + tail for _, n, tail in requests)
         self.free = (torch.randperm(padded - 1, generator=self.generator) + 1).tolist()
-        shape = (LAYERS, 2, padded, groups, size)
+        shape = (LAYERS, 2, padded, kv_heads, size)
         self.storage = torch.full(shape, float("nan"), dtype=dtype)
         rows = len(requests) + 2
-        self.tables = Tables.empty(rows, LAYERS, groups, padded, "cpu", pairs=True)
+        self.tables = Tables.empty(rows, LAYERS, kv_heads, padded, "cpu", pairs=True)
         for tensor in (self.tables.counts, self.tables.first_page, self.tables.paired):
             tensor.fill_(7)  # of rows that are nobody's
         context = 50 + max(tail for *_, tail in requests)
@@ -61,11 +61,11 @@ class Pool:
         return torch.randn(*shape, generator=self.generator)
 
     def _private(self, row, kind, n, share_of):
-        """Writes private pages; returns the entries read back, [L][G] of float64 [2, N, D]."""
-        tables, groups = self.tables, self.groups
+        """Lays out and writes private pages; [L][G] float64 [2, N, D] what is read of them."""
+        tables, kv_heads = self.tables, self.kv_heads
         for tensor in (tables.counts, tables.first_page, tables.paired):
             tensor[row] = 0
-        restored = [[torch.zeros(2, 0, self.size).double()] * groups for _ in range(LAYERS)]
+        restored = [[torch.zeros(2, 0, self.size).double()] * kv_heads for _ in range(LAYERS)]
         written, page = [], 0  # (list's first page, rows [2, M, D]) and pages in all
         if kind == "plain":
             self.lengths.append(0)
@@ -77,7 +77,7 @@ class Pool:
             tables.counts[row, layer] = n
             if lower:
                 continue  # the same list as the layer above
-            for g in range(groups):
+            for g in range(kv_heads):
                 tables.first_page[row, layer, g] = page
                 if upper:
                     tables.first_page[row, layer - 1, g] = page
@@ -87,20 +87,20 @@ class Pool:
                     rows = self._random(2, n, self.size).to(self.dtype)
                     restored[layer][g] = rows.double()
                 written.append((page, rows))
-                page += -(-rows.shape[1] // groups)
+                page += -(-rows.shape[1] // kv_heads)
         own = [self.free.pop() for _ in range(-(-page // LAYERS))]
         tables.slots_start[row] = self.at
         tables.slots[self.at : self.at + len(own)] = torch.tensor(own, dtype=torch.int32)
         self.at += len(own) + 1
         for first, rows in written:
             place = torch.arange(rows.shape[1])
-            number = first + place // groups
+            number = first + place // kv_heads
             slot = torch.tensor(own)[number // LAYERS]
             for which in range(2):
                 # Bits, because rows of codes are no numbers of the pool's dtype.
                 target = self.storage.view(torch.uint8)
                 source = rows[which].contiguous().view(torch.uint8)
-                target[number % LAYERS, which, slot, place % groups] = source
+                target[number % LAYERS, which, slot, place % kv_heads] = source
         self.lengths.append(20 + row)
         tables.tail_start[row] = 20 + row
         return restored
@@ -140,7 +140,7 @@ class Pool:
         self.lengths[-1] += tail
         ordinary = torch.tensor([self.free.pop() for _ in range(tail)], dtype=torch.int64)
         self.table[row, start : start + tail] = ordinary.int()
-        kv = self._random(LAYERS, 2, tail, self.groups, self.size).to(self.dtype)
+        kv = self._random(LAYERS, 2, tail, self.kv_heads, self.size).to(self.dtype)
         self.storage[:, :, ordinary] = kv
         for layer in range(LAYERS):
             mine = [
@@ -157,7 +157,7 @@ MIXED = [("pairs", 40, 3), ("plain", 0, 17), ("lists", 9, 1), ("pairs", 1, 1), (
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layer", [0, 3, 4])
 @pytest.mark.parametrize(
-    ("heads", "groups", "size", "dtype"),
+    ("heads", "kv_heads", "size", "dtype"),
     [
         (4, 2, 16, torch.float32),
         (3, 1, 80, torch.float16),
@@ -167,15 +167,15 @@ MIXED = [("pairs", 40, 3), ("plain", 0, 17), ("lists", 9, 1), ("pairs", 1, 1), (
         (4, 2, 20, torch.float8_e5m2),
     ],
 )
-def test_equals_attention_in_float64(attention, layer, heads, groups, size, dtype):
-    given = Pool(MIXED, heads=heads, groups=groups, size=size, dtype=dtype).at_layer(layer)
+def test_equals_attention_in_float64(attention, layer, heads, kv_heads, size, dtype):
+    given = Pool(MIXED, heads=heads, kv_heads=kv_heads, size=size, dtype=dtype).at_layer(layer)
     assert_exact(given.run(attention), given)
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("share_of", [0.0, 1.0])
 def test_nothing_and_everything_is_excepted(attention, share_of):
-    pool = Pool(MIXED, heads=4, groups=2, size=16, dtype=torch.float32, share_of=share_of)
+    pool = Pool(MIXED, heads=4, kv_heads=2, size=16, dtype=torch.float32, share_of=share_of)
     for layer in (1, 2):
         assert_exact(pool.at_layer(layer).run(attention), pool.at_layer(layer))
 
@@ -184,7 +184,7 @@ def test_nothing_and_everything_is_excepted(attention, share_of):
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 def test_splits_agree(splits):
     requests = [("pairs", 700, 3), ("lists", 130, 0), ("pairs", 129, 64)]
-    given = Pool(requests, heads=4, groups=2, size=16, dtype=torch.float32).at_layer(3)
+    given = Pool(requests, heads=4, kv_heads=2, size=16, dtype=torch.float32).at_layer(3)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, splits=splits, tile=tile), given)
 
@@ -192,7 +192,7 @@ def test_splits_agree(splits):
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_batches_without_pairs_are_as_without_tables_for_them(attention):
     given = Pool(
-        [("plain", 0, 40), ("lists", 30, 7)], heads=4, groups=2, size=16, dtype=torch.float32
+        [("plain", 0, 40), ("lists", 30, 7)], heads=4, kv_heads=2, size=16, dtype=torch.float32
     ).at_layer(2)
     without = replace(given, tables=replace(given.tables, paired=given.tables.paired[:0]))
     torch.testing.assert_close(without.run(attention), given.run(attention), atol=0, rtol=0)
@@ -200,7 +200,7 @@ def test_batches_without_pairs_are_as_without_tables_for_them(attention):
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 def test_wrong_tables_are_named(attention):
-    pool = Pool(MIXED, heads=4, groups=2, size=16, dtype=torch.float32)
+    pool = Pool(MIXED, heads=4, kv_heads=2, size=16, dtype=torch.float32)
     given = pool.at_layer(0)
     given.tables = replace(given.tables, paired=given.tables.paired[:3])
     with pytest.raises(ValueError, match=r"tables.paired: expected \[7, 5\] or \[0, 5\], got \[3,"):

@@ -17,13 +17,14 @@ def padded(each, width):
 
 
 def one_by_one(each, there):
-    """Key entries of each list, 0 where the list has no entry."""
-    _, _, slots, group, _ = each.storage.shape
+    """Key entries of each list, 0 where nothing is there."""
+    _, _, slots, kv_heads, _ = each.storage.shape
     made = torch.zeros(there.shape, dtype=torch.int64)
     for number, held in enumerate(there):
-        layer, head = divmod(number, group)
+        layer, head = divmod(number, kv_heads)
         found = [
-            (rows * 2 * slots + slot) * group + at for rows, slot, at in each.entries(layer, head)
+            (rows * 2 * slots + slot) * kv_heads + at
+            for rows, slot, at in each.entries(layer, head)
         ]
         made[number, held] = torch.tensor(found, dtype=torch.int64)
     return made

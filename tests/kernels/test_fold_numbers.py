@@ -10,13 +10,13 @@ CARRIES = [carry.carry, carry_triton.carry]
 SIZES = [(4, 2, 37), (3, 1, 20), (2, 3, 70), (6, 8, 1), (1, 5, 0)]  # S, G, M
 
 
-def masks(layers, group, width, seed=0):
+def masks(layers, kv_heads, width, seed=0):
     generator = torch.Generator().manual_seed(seed + width)
-    there = torch.rand(layers * group, width, generator=generator) < 0.8
-    kept = torch.rand(layers * group, width, generator=generator) < 0.6
+    there = torch.rand(layers * kv_heads, width, generator=generator) < 0.8
+    kept = torch.rand(layers * kv_heads, width, generator=generator) < 0.6
     if layers > 1:
-        kept[:group] = kept[0] & there[:group].all(0)  # all heads alike
-        there[:group] = there[0] | kept[:group]
+        kept[:kv_heads] = kept[0] & there[:kv_heads].all(0)  # all heads alike
+        there[:kv_heads] = there[0] | kept[:kv_heads]
     return kept, there
 
 
@@ -25,14 +25,14 @@ def on_device(*tensors):
 
 
 @pytest.mark.parametrize("counted", TALLIES)
-@pytest.mark.parametrize(("layers", "group", "width"), SIZES)
-def test_numbers_of_layers(counted, layers, group, width):
-    kept, there = masks(layers, group, width)
+@pytest.mark.parametrize(("layers", "kv_heads", "width"), SIZES)
+def test_numbers_of_layers(counted, layers, kv_heads, width):
+    kept, there = masks(layers, kv_heads, width)
     options = {} if counted is tally.tally else {"block": 16}
-    numbers, good = counted(*on_device(kept, there, None, None), group, **options)
+    numbers, good = counted(*on_device(kept, there, None, None), kv_heads, **options)
     assert good.all()
     for layer in range(layers):
-        own = slice(layer * group, (layer + 1) * group)
+        own = slice(layer * kv_heads, (layer + 1) * kv_heads)
         stays, held = (kept & there)[own], there[own]
         positions = sum(bool(column.any()) for column in stays.T)
         alike = all(torch.equal(each, stays[0]) for each in stays)
@@ -69,15 +69,15 @@ def test_wrong_numbers_are_named(counted):
             counted(*wrong, 3)
 
 
-def carried(layers, group, width, states, requests, steps, extra, seed=0):
+def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0):
     """Arguments of `carry`, and the result by definition."""
-    kept, there = masks(layers, group, width, seed)
+    kept, there = masks(layers, kv_heads, width, seed)
     kept = kept & there
     generator = torch.Generator().manual_seed(seed)
     positions = torch.randperm(500, generator=generator)[: layers * width].view(layers, width)
     positions = positions.sort(1).values
     values = [
-        torch.randn(layers * group, width, generator=generator, dtype=torch.float64)
+        torch.randn(layers * kv_heads, width, generator=generator, dtype=torch.float64)
         for _ in range(states)
     ]
     for value in values:
@@ -85,25 +85,25 @@ def carried(layers, group, width, states, requests, steps, extra, seed=0):
         value[kept] = value[kept].nan_to_num(1.0)
     fresh = [0.7 * i for i in range(states)]  # no numbers of 32 bits
     newest = torch.tensor([600 + 10 * i for i in range(requests)])
-    some = kept.view(layers, group, width).any(1)
+    some = kept.view(layers, kv_heads, width).any(1)
     used = torch.stack([some.sum(1), some.sum(1)], 1)[:, 1]  # a column of a table
     wide = int(used.max()) + steps + extra
     made = torch.full((layers, wide), -1)
-    held = torch.zeros(layers * group, wide, dtype=torch.bool)
-    later = [torch.zeros(layers * group, wide, dtype=torch.float64) for _ in values]
+    held = torch.zeros(layers * kv_heads, wide, dtype=torch.bool)
+    later = [torch.zeros(layers * kv_heads, wide, dtype=torch.float64) for _ in values]
     for layer in range(layers):
         columns = some[layer].nonzero()[:, 0].tolist()
         first = wide - steps - len(columns)
         for place, column in enumerate(columns, first):
             made[layer, place] = positions[layer, column]
-            for row in range(layer * group, (layer + 1) * group):
+            for row in range(layer * kv_heads, (layer + 1) * kv_heads):
                 held[row, place] = kept[row, column]
                 for old, new in zip(values, later, strict=True):
                     new[row, place] = old[row, column]
         for step in range(steps):
             end = int(newest[layer // (layers // requests)])
             made[layer, wide - 1 - step] = end - step
-            own = slice(layer * group, (layer + 1) * group)
+            own = slice(layer * kv_heads, (layer + 1) * kv_heads)
             held[own, wide - 1 - step] = True
             for new, value in zip(later, fresh, strict=True):
                 new[own, wide - 1 - step] = value
@@ -112,9 +112,9 @@ def carried(layers, group, width, states, requests, steps, extra, seed=0):
 
 
 @pytest.mark.parametrize("moved", CARRIES)
-@pytest.mark.parametrize(("layers", "group", "width"), SIZES)
-def test_numbers_of_an_entry_are_carried_as_of_more_lists(moved, layers, group, width):
-    given, values, _, options, wanted = carried(layers, group, width, 3, 1, 4, 1)
+@pytest.mark.parametrize(("layers", "kv_heads", "width"), SIZES)
+def test_numbers_of_an_entry_are_carried_as_of_more_lists(moved, layers, kv_heads, width):
+    given, values, _, options, wanted = carried(layers, kv_heads, width, 3, 1, 4, 1)
     more = {} if moved is carry.carry else {"block": 16}
     several = torch.stack(values, 1)
     alone = [moved(*on_device(*given), on_device(x), [0.5], **options, **more) for x in values]
@@ -127,10 +127,10 @@ def test_numbers_of_an_entry_are_carried_as_of_more_lists(moved, layers, group, 
 
 @pytest.mark.parametrize("moved", CARRIES)
 @pytest.mark.parametrize("states", [0, 1, 2])
-@pytest.mark.parametrize(("layers", "group", "width"), SIZES)
-def test_what_stays_is_carried_on(moved, states, layers, group, width):
+@pytest.mark.parametrize(("layers", "kv_heads", "width"), SIZES)
+def test_what_stays_is_carried_on(moved, states, layers, kv_heads, width):
     for steps, extra, requests in ((1, 0, 1), (16, 5, layers), (0, 3, 1)):
-        case = carried(layers, group, width, states, requests, steps, extra)
+        case = carried(layers, kv_heads, width, states, requests, steps, extra)
         given, values, fresh, options, wanted = case
         more = {} if moved is carry.carry else {"block": 16}
         made = moved(*on_device(*given), on_device(*values), fresh, **options, **more)

@@ -8,18 +8,20 @@ from kvpolicy.kernels.entries.place import place
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [3, 128])
-@pytest.mark.parametrize(("group", "length"), [(1, 1), (2, 63), (3, 7), (8, 16), (2, 0)])
-def test_each_entry_goes_to_its_place(dtype, size, group, length):
+@pytest.mark.parametrize(("kv_heads", "length"), [(1, 1), (2, 63), (3, 7), (8, 16), (2, 0)])
+def test_each_entry_goes_to_its_place(dtype, size, kv_heads, length):
     generator = torch.Generator().manual_seed(length)
-    there = torch.rand(group, length, generator=generator) < 0.5
+    there = torch.rand(kv_heads, length, generator=generator) < 0.5
     there[-1] = False  # an empty head
     lengths = there.sum(1)
     before, after = 3, 4  # entries of other requests in the same lists
     indptr = torch.cat([torch.tensor([0]), lengths.cumsum(0)]) + before
     count = int(lengths.sum())
-    indices = torch.randperm(4 * group * length + 8, generator=generator)[: before + count + after]
+    indices = torch.randperm(4 * kv_heads * length + 8, generator=generator)[
+        : before + count + after
+    ]
     keys, values = (
-        torch.full((4 * group * length + 8, size), bad, dtype=dtype)
+        torch.full((4 * kv_heads * length + 8, size), bad, dtype=dtype)
         for bad in (float("nan"), float("inf"))
     )
     own = indices[before : before + count]
@@ -29,9 +31,9 @@ def test_each_entry_goes_to_its_place(dtype, size, group, length):
     k, v = gather(keys, values, indptr, indices, there)
 
     assert k.dtype == v.dtype == dtype
-    assert k.shape == v.shape == (group, length, size)
-    wanted_k, wanted_v = torch.zeros(2, group, length, size, dtype=dtype)
-    for head in range(group):
+    assert k.shape == v.shape == (kv_heads, length, size)
+    wanted_k, wanted_v = torch.zeros(2, kv_heads, length, size, dtype=dtype)
+    for head in range(kv_heads):
         for j, candidate in enumerate(there[head].nonzero()[:, 0]):
             entry = indices[indptr[head] + j]
             wanted_k[head, candidate], wanted_v[head, candidate] = keys[entry], values[entry]
@@ -61,17 +63,17 @@ def test_the_result_is_a_copy():
 
 def test_what_was_placed_is_read_back():
     generator = torch.Generator().manual_seed(1)
-    group, length, size = 3, 11, 4
-    k, v = torch.randn(2, group, length, size, generator=generator)
-    there = torch.rand(group, length, generator=generator) < 0.6
+    kv_heads, length, size = 3, 11, 4
+    k, v = torch.randn(2, kv_heads, length, size, generator=generator)
+    there = torch.rand(kv_heads, length, generator=generator) < 0.6
     pages = torch.randperm(20, generator=generator)
     entries = torch.full((120, size), float("nan"))
     counts = place(entries, k, v, there, pages, value_offset=60)
-    used = (counts + group - 1) // group
+    used = (counts + kv_heads - 1) // kv_heads
     first = used.cumsum(0) - used
     indices = torch.cat(
         [
-            (pages[f : f + u, None] * group + torch.arange(group)).flatten()[:n]
+            (pages[f : f + u, None] * kv_heads + torch.arange(kv_heads)).flatten()[:n]
             for f, u, n in zip(first, used, counts, strict=True)
         ]
     )

@@ -10,11 +10,11 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def made(group, size, length, dtype, share):
+def made(kv_heads, size, length, dtype, share):
     """Arguments of `gather`: lists among those of other requests, NaN outside them."""
     generator = torch.Generator().manual_seed(length + size)
-    there = torch.rand(group, length, generator=generator) < share
-    there[group // 2] = group == 1  # an empty head, or one that holds all
+    there = torch.rand(kv_heads, length, generator=generator) < share
+    there[kv_heads // 2] = kv_heads == 1  # an empty head, or one that holds all
     lengths = there.sum(1)
     indptr = torch.cat([torch.tensor([0]), lengths.cumsum(0)]) + 3
     count = int(lengths.sum())
@@ -34,7 +34,7 @@ def assert_same(got, expected):
 
 
 CASES = [
-    # group, size, length, dtype, share
+    # kv_heads, size, length, dtype, share
     (2, 64, 0, F32, 1.0),
     (1, 64, 1, F16, 1.0),
     (3, 80, 63, BF16, 0.5),
@@ -47,10 +47,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("group", "size", "length", "dtype", "share"), CASES)
+@pytest.mark.parametrize(("kv_heads", "size", "length", "dtype", "share"), CASES)
 @pytest.mark.parametrize("tile", [None, 256])
-def test_equals_reference(group, size, length, dtype, share, tile):
-    arguments = made(group, size, length, dtype, share)
+def test_equals_reference(kv_heads, size, length, dtype, share, tile):
+    arguments = made(kv_heads, size, length, dtype, share)
     assert_same(gather_triton.gather(*arguments, tile=tile), reference.gather(*arguments))
 
 

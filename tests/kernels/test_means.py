@@ -21,31 +21,31 @@ def given(lists, width, share=0.7):
 
 
 @pytest.mark.parametrize("function", BOTH)
-@pytest.mark.parametrize(("lists", "group", "width"), SIZES)
-def test_means_of_what_is_there(function, lists, group, width):
+@pytest.mark.parametrize(("lists", "kv_heads", "width"), SIZES)
+def test_means_of_what_is_there(function, lists, kv_heads, width):
     x, there = given(lists, width)
-    there[:group] &= lists <= group  # a layer that drops nothing, beside others
-    made = function(x, there, group).tolist()
-    for first in range(0, lists, group):
+    there[:kv_heads] &= lists <= kv_heads  # a layer that drops nothing, beside others
+    made = function(x, there, kv_heads).tolist()
+    for first in range(0, lists, kv_heads):
         own = [
             Fraction(number)
-            for row, held in zip(x[first : first + group], there[first:], strict=False)
+            for row, held in zip(x[first : first + kv_heads], there[first:], strict=False)
             for number in row[held].tolist()
         ]
         wanted = float(sum(own) / len(own)) if own else 0.0
-        assert made[first : first + group] == pytest.approx([wanted] * group, abs=1e-14)
+        assert made[first : first + kv_heads] == pytest.approx([wanted] * kv_heads, abs=1e-14)
 
 
-@pytest.mark.parametrize(("lists", "group", "width"), SIZES)
-def test_means_of_columns(lists, group, width):
+@pytest.mark.parametrize(("lists", "kv_heads", "width"), SIZES)
+def test_means_of_columns(lists, kv_heads, width):
     x, there = given(lists, width)
-    there[:group] &= lists <= group
-    both = [each(x, there, group) for each in COLUMNS]
+    there[:kv_heads] &= lists <= kv_heads
+    both = [each(x, there, kv_heads) for each in COLUMNS]
     assert torch.equal(*both)
     for each, row in enumerate(both[0].tolist()):
-        first = each - each % group
+        first = each - each % kv_heads
         for column, made in enumerate(row):
-            held = x[first : first + group, column][there[first : first + group, column]]
+            held = x[first : first + kv_heads, column][there[first : first + kv_heads, column]]
             wanted = float(sum(map(Fraction, held.tolist())) / len(held)) if len(held) else 0.0
             assert made == pytest.approx(wanted, abs=1e-14)
 
@@ -67,7 +67,7 @@ def test_arguments_are_checked(function):
     for arguments, words in (
         ((x.float(), there, 2), r"x: expected float64 \[R, P\]"),
         ((x, there[:2], 2), r"there: expected torch.bool \[4, 9\]"),
-        ((x, there, 3), "group: expected a part of 4, got 3"),
+        ((x, there, 3), "kv_heads: expected a part of 4, got 3"),
     ):
         with pytest.raises(ValueError, match=words):
             function(*arguments)

@@ -266,7 +266,7 @@ def test_wrong_arguments_are_named(pair):
         "draws": (
             ((0, weights, generated, 2), r"positions: expected int64 \[S, M\]"),
             ((0, positions, generated.repeat(4), 2), r"generated: expected int64 \[N\], N a part"),
-            ((0, positions, generated, 0), "group: expected 1 or more, got 0"),
+            ((0, positions, generated, 0), "kv_heads: expected 1 or more, got 0"),
         ),
         "finite": (
             ((ids, pool, ids, ids > 0), "keys: expected floats"),

@@ -42,7 +42,7 @@ def exact(q, keys, values, indptr, indices, *, scale, apart=TOGETHER):
     to the dtype: 2 eps. Weights in float16 also underflow: 2^-25 against a largest one of 1.
     """
     requests, tokens, heads, size = q.shape
-    groups = (len(indptr) - 1) // requests
+    kv_heads = (len(indptr) - 1) // requests
     rounding, eps = torch.finfo(torch.float32).eps / 2, torch.finfo(q.dtype).eps
     one = torch.ones(len(indices))
     k_scale, lengths = [
@@ -54,7 +54,7 @@ def exact(q, keys, values, indptr, indices, *, scale, apart=TOGETHER):
     out, bound = torch.zeros(2, *q.shape, dtype=torch.float64)
     for b in range(requests):
         for head in range(heads):
-            at = b * groups + head // (heads // groups)
+            at = b * kv_heads + head // (heads // kv_heads)
             begin, end = indptr[at : at + 2].tolist()
             for t in range(tokens):
                 seen = slice(begin, max(end - (tokens - 1 - t), begin))
@@ -80,13 +80,13 @@ def assert_exact(got, *inputs, **options):
 
 @pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 2), (4, 4), (8, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (4, 4), (8, 2)])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_attention_written_out(attention, heads, groups, tokens, dtype):
+def test_equals_attention_written_out(attention, heads, kv_heads, tokens, dtype):
     generator = torch.Generator().manual_seed(heads + tokens)
     requests, size = 3, 16
-    lengths = torch.randint(tokens, 40, (requests * groups,), generator=generator).tolist()
+    lengths = torch.randint(tokens, 40, (requests * kv_heads,), generator=generator).tolist()
     lengths[0] = tokens  # a list with nothing but the queries' own tokens
     indptr, indices = lists_of(lengths, 400, generator)
     keys, values = torch.randn(2, 400, size, generator=generator).to(dtype)
@@ -109,7 +109,7 @@ def test_entries_of_8_bits(attention, stored, tokens, dtype):
     assert_exact(attention(*inputs, scale=0.25), *inputs, scale=0.25)
 
 
-SHAPES = [  # lengths of the lists of two requests, tokens, heads, groups, size, dtype
+SHAPES = [  # lengths of the lists of two requests, tokens, heads, kv_heads, size, dtype
     ([0, 1, 63, 64], 1, 2, 2, 64, torch.float32),
     ([700, 1301], 1, 4, 1, 128, torch.bfloat16),
     ([65, 130, 0, 1301], 1, 16, 2, 80, torch.float16),
@@ -121,9 +121,9 @@ SHAPES = [  # lengths of the lists of two requests, tokens, heads, groups, size,
 
 @pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize(("lengths", "tokens", "heads", "groups", "size", "dtype"), SHAPES)
+@pytest.mark.parametrize(("lengths", "tokens", "heads", "kv_heads", "size", "dtype"), SHAPES)
 @pytest.mark.parametrize("separate", [False, True])
-def test_lists_of_many_lengths(attention, lengths, tokens, heads, groups, size, dtype, separate):
+def test_lists_of_many_lengths(attention, lengths, tokens, heads, kv_heads, size, dtype, separate):
     generator = torch.Generator().manual_seed(size)
     entries = sum(lengths) + 9
     indptr, indices = lists_of(lengths, entries, generator)
@@ -196,17 +196,17 @@ def test_other_requests_change_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(1, 1, 3), (6, 3, 5), (8, 2, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(1, 1, 3), (6, 3, 5), (8, 2, 128)])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_keys_and_values_from_separate_lists_with_lengths(heads, groups, size, tokens, dtype):
-    """Equals attention over entries that hold the products, in separate lists."""
+def test_keys_and_values_from_separate_lists_with_lengths(heads, kv_heads, size, tokens, dtype):
+    """Equals attention over entries that hold the products, in lists of their own."""
     generator = torch.Generator().manual_seed(size)
-    lengths = torch.randint(tokens, 30, (2 * groups,), generator=generator).tolist()
+    lengths = torch.randint(tokens, 30, (2 * kv_heads,), generator=generator).tolist()
     lengths[1 % len(lengths)] = 0  # an empty list
-    indptr, indices = lists_of(lengths, 200 * groups, generator)
-    _, value_indices = lists_of(lengths, 200 * groups, generator)
+    indptr, indices = lists_of(lengths, 200 * kv_heads, generator)
+    _, value_indices = lists_of(lengths, 200 * kv_heads, generator)
     count = indices.shape[0]
-    stored_k = torch.full((200 * groups, size), float("nan"), dtype=dtype)
+    stored_k = torch.full((200 * kv_heads, size), float("nan"), dtype=dtype)
     stored_v = stored_k.clone()
     stored_k[indices] = torch.randn(count, size, generator=generator).to(dtype)
     stored_v[value_indices] = torch.randn(count, size, generator=generator).to(dtype)

@@ -14,33 +14,33 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def written(entries, k, v, kept, pages, value_offset, first_page=None):
     """The entries after `place`, by definition."""
     entries = entries.clone()
-    group, length = kept.shape
+    kv_heads, length = kept.shape
     page = 0
-    for head in range(group):
+    for head in range(kv_heads):
         page = page if first_page is None else int(first_page[head])
         at = 0
         for row in range(length):
             if not kept[head, row]:
                 continue
-            target = int(pages[page + at // group]) * group + at % group
+            target = int(pages[page + at // kv_heads]) * kv_heads + at % kv_heads
             entries[target] = k[head, row].to(entries.dtype)
             entries[target + value_offset] = v[head, row].to(entries.dtype)
             at += 1
-        page += -(-at // group)
+        page += -(-at // kv_heads)
     return entries
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3, 64, 128])
-@pytest.mark.parametrize(("group", "length"), [(1, 1), (2, 63), (3, 9), (4, 8), (8, 17), (2, 0)])
+@pytest.mark.parametrize(("kv_heads", "length"), [(1, 1), (2, 63), (3, 9), (4, 8), (8, 17), (2, 0)])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_equals_writing_one_at_a_time(dtype, size, group, length, share):
-    generator = torch.Generator().manual_seed(group * 100 + length)
-    pages = group * (length // group + 1)
-    value_offset = 2 * pages * group
+def test_equals_writing_one_at_a_time(dtype, size, kv_heads, length, share):
+    generator = torch.Generator().manual_seed(kv_heads * 100 + length)
+    pages = kv_heads * (length // kv_heads + 1)
+    value_offset = 2 * pages * kv_heads
     entries = torch.full((2 * value_offset, size), float("nan"), dtype=dtype)
-    k, v = torch.randn(2, group, length, size, generator=generator)
-    kept = torch.rand(group, length, generator=generator) < share
+    k, v = torch.randn(2, kv_heads, length, size, generator=generator)
+    kept = torch.rand(kv_heads, length, generator=generator) < share
     kept[0] = False  # an empty head
     order = torch.randperm(2 * pages, generator=generator)[:pages]
     wanted = written(entries, k, v, kept, order, value_offset)
@@ -87,20 +87,20 @@ def test_lists_may_have_pages_of_their_own(dtype, share):
             place(entries, k, v, kept, pages[:-1], value_offset=120, first_page=first_page)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3])
-def test_lays_entries_out_as_compaction_does(group):
-    generator = torch.Generator().manual_seed(group)
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_lays_entries_out_as_compaction_does(kv_heads):
+    generator = torch.Generator().manual_seed(kv_heads)
     length, size = 21, 5
     rows = 4 * length
-    storage = torch.randn(1, 2, rows, group, size, generator=generator)
+    storage = torch.randn(1, 2, rows, kv_heads, size, generator=generator)
     slots = torch.randperm(2 * length, generator=generator)[:length]
-    kept = torch.rand(1, group, length, generator=generator) < 0.5
+    kept = torch.rand(1, kv_heads, length, generator=generator) < 0.5
     pages = 2 * length + torch.randperm(2 * length, generator=generator)
-    used = (kept.sum(2) + group - 1) // group
+    used = (kept.sum(2) + kv_heads - 1) // kv_heads
     k, v = storage[0][:, slots].transpose(1, 2).clone()
     copies = storage.clone()
     compact_layers(copies, slots, kept, pages, used.cumsum(1) - used)
-    place(storage.view(-1, size), k, v, kept[0], pages, value_offset=rows * group)
+    place(storage.view(-1, size), k, v, kept[0], pages, value_offset=rows * kv_heads)
     assert torch.equal(storage, copies)
 
 

@@ -19,15 +19,15 @@ def same_bits(a, b):
     return torch.equal(a.view(BITS[a.element_size()]), b.view(BITS[b.element_size()]))
 
 
-def made(group, size, length, dtype, own, share, spare=2):
+def made(kv_heads, size, length, dtype, own, share, spare=2):
     """Arguments of `place`: a pool of NaN, rows of dtype `own`, NaN where not kept."""
     generator = torch.Generator().manual_seed(length + size)
-    rows = group * (length // group + 1) + spare
-    value_offset = 2 * rows * group
+    rows = kv_heads * (length // kv_heads + 1) + spare
+    value_offset = 2 * rows * kv_heads
     entries = torch.full((2 * value_offset, size), float("nan"), dtype=dtype)
-    k, v = torch.randn(2, group, length, size, generator=generator, dtype=F64)
-    kept = torch.rand(group, length, generator=generator) < share
-    kept[group // 2] = group == 1  # one head holds nothing, or the only one all
+    k, v = torch.randn(2, kv_heads, length, size, generator=generator, dtype=F64)
+    kept = torch.rand(kv_heads, length, generator=generator) < share
+    kept[kv_heads // 2] = kv_heads == 1  # one head holds nothing, or the only one all
     k[~kept], v[~kept] = float("nan"), float("inf")
     k, v = k.to(own), v.to(own)
     pages = torch.randperm(2 * rows, generator=generator)[:rows]
@@ -48,7 +48,7 @@ def both(arguments, value_offset, first_page=None, **knobs):
 
 
 CASES = [
-    # group, size, length, dtype of the pool, dtype of the rows, share
+    # kv_heads, size, length, dtype of the pool, dtype of the rows, share
     (1, 64, 0, F32, F32, 1.0),
     (2, 64, 0, F16, F16, 1.0),
     (1, 64, 1, BF16, BF16, 1.0),
@@ -67,9 +67,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("group", "size", "length", "dtype", "own", "share"), CASES)
-def test_equals_reference(group, size, length, dtype, own, share):
-    arguments, value_offset = made(group, size, length, dtype, own, share)
+@pytest.mark.parametrize(("kv_heads", "size", "length", "dtype", "own", "share"), CASES)
+def test_equals_reference(kv_heads, size, length, dtype, own, share):
+    arguments, value_offset = made(kv_heads, size, length, dtype, own, share)
     # Large tiles where there are many rows: the interpreter is slow by the program, not by the row.
     both(arguments, value_offset, tile=None if length < 1000 else 256)
 

@@ -53,8 +53,8 @@ def tail(given, order):
     indptr, entries, _ = lists_of(*lists)
     storage, parts = given.storage, []
     pool = storage.view(-1, storage.shape[4])
-    values, group = pool[storage.shape[2] * storage.shape[3] :], storage.shape[3]
-    by_list = q.view(-1, q.shape[1] // group, q.shape[2])
+    values, kv_heads = pool[storage.shape[2] * storage.shape[3] :], storage.shape[3]
+    by_list = q.view(-1, q.shape[1] // kv_heads, q.shape[2])
     for i, own in enumerate(by_list):
         at = entries[indptr[i] : indptr[i + 1]]
         of_list = (pool[at][:, None], values[at][:, None])
@@ -77,12 +77,12 @@ def plan(attention, given, order, captured=None):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("requests", "heads", "groups"), [(MIXED, 4, 2), *(shape[:3] for shape in SHAPES)]
+    ("requests", "heads", "kv_heads"), [(MIXED, 4, 2), *(shape[:3] for shape in SHAPES)]
 )
-def test_pages_hold_the_lists_of_the_reference(implementation, requests, heads, groups):
-    given = case(requests, heads=heads, groups=groups, size=16)
+def test_pages_hold_the_lists_of_the_reference(implementation, requests, heads, kv_heads):
+    given = case(requests, heads=heads, kv_heads=kv_heads, size=16)
     counts = counts_of(given)
-    pages = torch.from_numpy(-(-counts // groups)).reshape(len(counts), -1)
+    pages = torch.from_numpy(-(-counts // kv_heads)).reshape(len(counts), -1)
     starts = torch.nn.functional.pad(pages.flatten().cumsum(0), (1, 0)).int()
     lists = pages.shape[1]
     of_layers = torch.stack([starts[i * lists : (i + 1) * lists + 1] for i in range(len(counts))])
@@ -97,7 +97,7 @@ def test_pages_hold_the_lists_of_the_reference(implementation, requests, heads, 
         got = []
         for i, number in enumerate(counts[layer].flatten()):
             own = made[of_layers[layer, i] : of_layers[layer, i + 1]].long()
-            every = own[:, None] * groups + torch.arange(groups, device=DEVICE)
+            every = own[:, None] * kv_heads + torch.arange(kv_heads, device=DEVICE)
             got.append(every.flatten()[:number])
         assert torch.equal(torch.cat(got), entries)
         assert indptr[-1] == len(entries)
@@ -105,7 +105,7 @@ def test_pages_hold_the_lists_of_the_reference(implementation, requests, heads, 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_wrong_arguments_are_named(implementation):
-    given = case([([3, 4], 1)], heads=4, groups=2, size=16)
+    given = case([([3, 4], 1)], heads=4, kv_heads=2, size=16)
     made = torch.zeros(9, dtype=torch.int32, device=DEVICE)
     starts = torch.zeros(3, 3, dtype=torch.int32, device=DEVICE)
     good = [given.storage, given.tables, given.rows, starts, made]
@@ -125,10 +125,10 @@ def test_wrong_arguments_are_named(implementation):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("requests", "heads", "groups", "size", "dtype"), SHAPES)
-def test_every_list_is_read(requests, heads, groups, size, dtype, captured):
-    """Empty lists, ragged ones, one entry, next to NaN, with 1 to 8 query heads per KV head."""
-    given = case(requests, heads=heads, groups=groups, size=size, dtype=dtype)
+@pytest.mark.parametrize(("requests", "heads", "kv_heads", "size", "dtype"), SHAPES)
+def test_every_list_is_read(requests, heads, kv_heads, size, dtype, captured):
+    """Empty and ragged ones, of one entry, next to NaN, by groups of 1 to 8 query heads."""
+    given = case(requests, heads=heads, kv_heads=kv_heads, size=size, dtype=dtype)
     attention, order = reader(given), torch.arange(len(requests), device=DEVICE)
     if captured:
         attention.reserve(len(requests) + 3)
@@ -138,7 +138,7 @@ def test_every_list_is_read(requests, heads, groups, size, dtype, captured):
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_eight_bits_and_their_scales(stored):
-    given = case(MIXED, heads=4, groups=2, dtype=torch.bfloat16, stored=stored)
+    given = case(MIXED, heads=4, kv_heads=2, dtype=torch.bfloat16, stored=stored)
     attention, order = reader(given), torch.arange(len(MIXED), device=DEVICE)
     plan(attention, given, order)
     out, lse = attention.attend(given.q, layer=given.layer, scale=0.25)
@@ -151,12 +151,12 @@ def test_eight_bits_and_their_scales(stored):
 
 
 def test_a_captured_batch_is_read_anew_after_each_plan():
-    """Requests come, leave, change places and lists; the recorded calls read them."""
-    given = case([([9, 3], 4), None, ([1, 0], 2), ([40, 41], 1)], heads=4, groups=2)
-    attention, group = reader(given), 2
+    """Requests come, leave, change places and get other lists; what was recorded reads them."""
+    given = case([([9, 3], 4), None, ([1, 0], 2), ([40, 41], 1)], heads=4, kv_heads=2)
+    attention, kv_heads = reader(given), 2
     attention.reserve(4)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    nothing = np.zeros((3, 0, group), dtype=np.int64)
+    nothing = np.zeros((3, 0, kv_heads), dtype=np.int64)
     attention.plan(given.tables, none, nothing, captured=4)
     q = torch.zeros(4, 4, 64, device=DEVICE)
     with Tape() as tape:
@@ -176,8 +176,8 @@ def test_a_captured_batch_is_read_anew_after_each_plan():
 
 
 def test_layers_of_equal_lengths_are_planned_once():
-    """For a graph, other layers get a copy of the plan, and their own pages."""
-    given = case([([9, 3], 4), ([1, 5], 2)], heads=4, groups=2)
+    """Where a graph reads: others get a copy, and pages of their own."""
+    given = case([([9, 3], 4), ([1, 5], 2)], heads=4, kv_heads=2)
     alike = given.tables.counts[:, 1:2].expand(-1, 3, -1).contiguous()
     attention = reader(given)
     attention.reserve(2)
@@ -196,7 +196,7 @@ def test_layers_of_equal_lengths_are_planned_once():
 
 
 def test_batches_of_several_sizes_share_buffers():
-    given = case(MIXED, heads=4, groups=2)
+    given = case(MIXED, heads=4, kv_heads=2)
     attention = reader(given)
     attention.reserve(8)
     order = torch.arange(len(MIXED), device=DEVICE)
@@ -211,7 +211,7 @@ def test_batches_of_several_sizes_share_buffers():
 
 
 def test_nothing_planned_is_said():
-    given = case([([9, 3], 4)], heads=4, groups=2)
+    given = case([([9, 3], 4)], heads=4, kv_heads=2)
     attention = reader(given)
     with pytest.raises(RuntimeError, match="FlashInfer has planned no batch"):
         attention.attend(given.q, layer=0, scale=0.1)
@@ -228,7 +228,7 @@ def test_a_pool_that_it_cannot_count():
 def test_without_flashinfer(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ImportError, match="flashinfer-python is not installed"):
-        reader(case([None], heads=4, groups=2, size=16))
+        reader(case([None], heads=4, kv_heads=2, size=16))
 
 
 def _fa2_bytes(lists, group, processors):
@@ -251,8 +251,8 @@ def test_schedules_have_room(lists, group):
 
 
 def test_what_is_reserved_is_room_for_what_is_allocated():
-    given = case(MIXED, heads=4, groups=2)
-    layers, _, padded, group, _ = given.storage.shape
+    given = case(MIXED, heads=4, kv_heads=2)
+    layers, _, padded, kv_heads, _ = given.storage.shape
     schedules = {
         cores: schedule_bytes(16 * 2, 2, _processors(given.storage.device), tensor_cores=cores)
         for cores in (True, False)
@@ -261,7 +261,7 @@ def test_what_is_reserved_is_room_for_what_is_allocated():
         attention = PrivateAttention(given.storage, 4, given.q.dtype, WORKSPACE, tensor_cores=cores)
         attention.reserve(16)
         held = (attention._listed, attention._lists, attention._schedules)
-        reckoned = reserved_bytes(layers, padded, group, 2, 16, given.storage.device)
+        reckoned = reserved_bytes(layers, padded, kv_heads, 2, 16, given.storage.device)
         # It is reckoned for whichever kernel's schedules are longer.
         spare = layers * (max(schedules.values()) - schedule)
         assert sum(each.nbytes for each in held) == reckoned - spare

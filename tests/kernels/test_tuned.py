@@ -208,7 +208,7 @@ def launched(monkeypatch):
     ],
 )
 def test_decode_attention_reads_as_measured(folder, launched, choice, splits):
-    given = decode_tests.case(decode_tests.MIXED, heads=4, groups=2)
+    given = decode_tests.case(decode_tests.MIXED, heads=4, kv_heads=2)
     before = given.run(decode_tests.decode_triton)
     needed = (len(given.rows), 4, 2, 64, DEVICE)
     elements = decode_attention_triton.workspace_elements(*needed)

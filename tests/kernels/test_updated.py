@@ -10,18 +10,18 @@ BOTH = [updated.updated, updated_triton.updated]
 
 @pytest.mark.parametrize("function", BOTH)
 @pytest.mark.parametrize(
-    ("lists", "group", "width"), [(1, 1, 1), (6, 2, 7), (6, 3, 300), (4, 1, 0), (0, 2, 5)]
+    ("lists", "kv_heads", "width"), [(1, 1, 1), (6, 2, 7), (6, 3, 300), (4, 1, 0), (0, 2, 5)]
 )
-def test_layers_go_on_in_which_anything_left(function, lists, group, width):
+def test_layers_go_on_in_which_anything_left(function, lists, kv_heads, width):
     generator = torch.Generator().manual_seed(lists + width)
     new, old = torch.randn(2, lists, generator=generator, dtype=torch.float64)
     old[1::2] = torch.nan
     there = torch.rand(lists, width, generator=generator) < 0.5 / max(width, 1)
     there[lists - 1 :, width - 1 :] = True
-    made = function(*(x.to(DEVICE) for x in (new, old, there)), group).cpu()
+    made = function(*(x.to(DEVICE) for x in (new, old, there)), kv_heads).cpu()
     for each in range(lists):
-        first = each - each % group
-        left = bool(there[first : first + group].any())
+        first = each - each % kv_heads
+        left = bool(there[first : first + kv_heads].any())
         torch.testing.assert_close(made[each], (new if left else old)[each], equal_nan=True)
 
 
@@ -40,7 +40,7 @@ def test_wrong_arguments_are_named(function):
         ((new, new, there.long(), 2), r"there: expected bool \[R, P\]"),
         ((new[1:], new, there, 2), r"new: expected torch.float64 \[4\]"),
         ((new, new.float(), there, 2), r"old: expected torch.float64 \[4\]"),
-        ((new, new, there, 3), "group: expected a part of 4, got 3"),
+        ((new, new, there, 3), "kv_heads: expected a part of 4, got 3"),
     ):
         with pytest.raises(ValueError, match=message):
             function(*given)
