@@ -16,7 +16,7 @@ from kvpolicy.kernels.table_triton import TRITON
 REFERENCE = "the reference"
 KERNELS = (
     "best", "carry", "draws", "finite", "following", "links", "means", "means_of_columns",
-    "merge_entries", "nearest", "pairs", "tally", "target", "then",
+    "merge_entries", "nearest", "inner_products", "tally", "target", "then",
     "updated", "whole",
 )  # fmt: skip
 # Entries that come, and leave, between two folds; receivers of each leaving entry.
@@ -42,7 +42,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     carried = {"steps": STEPS, "width": int(used.max()) + STEPS}
     places, real, receivers, joins = TRITON["following"](kept, there, STEPS, REACH)
     to, found = TRITON["nearest"](pool, places, real, kept, ids)
-    cosines = TRITON["pairs"](pool, places, real, to, found, ids)[3]
+    cosines = TRITON["inner_products"](pool, places, real, to, found, ids)[3]
     made = TRITON["links"](places, to[..., None], found[..., None], real, cosines.exp(), width)
     one = torch.ones(lists, width, dtype=torch.float64, device=device)
     proceed = torch.ones(batch, 1, dtype=torch.bool, device=device)
@@ -57,7 +57,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
         "following": ((kept, there, STEPS, REACH), {}),
         "target": ((score, receivers, joins), {}),
         "nearest": ((pool, places, real, kept, ids), {}),
-        "pairs": ((pool, places, real, to, found, ids), {}),
+        "inner_products": ((pool, places, real, to, found, ids), {}),
         "means": ((cosines, real, kv_heads), {}),
         "means_of_columns": ((cosines, real, kv_heads), {}),
         "updated": ((cosines[:, 0], cosines[:, 1], real, kv_heads), {}),

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from kvpolicy.kernels.entries import carry, tally
 from kvpolicy.kernels.merging import (
     following,
+    inner_products,
     links,
     means,
     merge_entries,
     merge_rows,
     nearest,
-    pairs,
     share,
     target,
     updated,
@@ -49,7 +49,7 @@ REFERENCE: dict[str, Callable] = {
     "any_of_layers": over_layers.any_of_layers,
     "split": split.split,
     "nearest": nearest.nearest,
-    "pairs": pairs.pairs,
+    "inner_products": inner_products.inner_products,
     "means": means.means,
     "means_of_columns": means.means_of_columns,
     "updated": updated.updated,

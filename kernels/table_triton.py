@@ -10,12 +10,12 @@ from collections.abc import Callable
 from kvpolicy.kernels.entries import carry_triton, tally_triton
 from kvpolicy.kernels.merging import (
     following_triton,
+    inner_products_triton,
     links_triton,
     means_triton,
     merge_entries_triton,
     merge_rows_triton,
     nearest_triton,
-    pairs_triton,
     share_triton,
     target_triton,
     updated_triton,
@@ -51,7 +51,7 @@ TRITON: dict[str, Callable] = {
     "any_of_layers": over_layers_triton.any_of_layers,
     "split": split_triton.split,
     "nearest": nearest_triton.nearest,
-    "pairs": pairs_triton.pairs,
+    "inner_products": inner_products_triton.inner_products,
     "means": means_triton.means,
     "means_of_columns": means_triton.means_of_columns,
     "updated": updated_triton.updated,

@@ -65,7 +65,7 @@ nearest(x, places, real, kept, ids) -> int64 [G, P], bool [G, P]
     x is [G, n, D] of any float dtype; with int64 `ids` [G, n], else None, x is a pool [E, D] and
     ids are the rows.
 
-pairs(x, places, real, receivers, found, ids) -> float64 [4, G, P]
+inner_products(x, places, real, receivers, found, ids) -> float64 [4, G, P]
     Inner products of a dropped entry with itself, of it with its receiver, and of the receiver with
     itself, and the cosine of both (0 where it is NaN). places and receivers are columns as for
     "nearest"; where bool `real` or `found` [G, P] is false, that vector counts as zeros.

@@ -229,11 +229,11 @@ class Merging:
             )
 
     def _inner(self, x: Keys) -> list[Value]:
-        """Inner products of dropped entries and their receivers, see the kernel "pairs"."""
+        """What the kernel "inner_products" gives for dropped entries and their receivers."""
         ((to, there),) = self._receivers
         vectors, ids = _vectors(x)
         given = (vectors, self._index, self._present, to, there, ids)
-        made = self.evaluation.frame.kernels["pairs"](*given)
+        made = self.evaluation.frame.kernels["inner_products"](*given)
         if isinstance(x, Entries) and x.scale is not None:
             # The kernel reads numbers without their scale, which a cosine does not depend on.
             made[:3] *= (x.scale.double() ** 2)[:, None]

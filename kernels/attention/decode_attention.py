@@ -15,7 +15,7 @@ from kvpolicy.kernels.attention.paged_attention import (
     check_stored,
     paged_attention,
 )
-from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.tables import Tables
 
 
@@ -36,7 +36,7 @@ def decode_attention(
     pages, then the tokens `tables.tail_start[rows[b]] .. lengths[b] - 1` in ordinary slots. Entry j
     of the private list is place j % G of page p = first_page + j // G; page p lies in the request's
     private slot number p // L, in the rows of layer p % L. Where the layer is stored in a pair, the
-    list is the pair's, and `pairs` says what stands in it.
+    list is the pair's, and `layer_pairs` says what stands in it.
 
     Args:
         q: [B, H, D] fp32, fp16 or bf16.
@@ -80,9 +80,9 @@ def lists_of(
         indptr int64 [B * G + 1], indices int64 [nnz], and, where layers may be stored in pairs,
         where the values lie and what multiplies keys and values.
     """
-    layers, _, padded, page, _ = storage.shape
-    request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(page)
-    head = torch.arange(page, device=rows.device).repeat(rows.shape[0])
+    layers, _, padded, kv_heads, _ = storage.shape
+    request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(kv_heads)
+    head = torch.arange(kv_heads, device=rows.device).repeat(rows.shape[0])
     row = rows[request]
     private = tables.counts[row, layer, head].long()  # [B * G]
     tail_start = tables.tail_start[row].long()
@@ -99,12 +99,13 @@ def lists_of(
 
     def entry(at: torch.Tensor) -> torch.Tensor:
         """Key entries for places [nnz] in the lists' private pages."""
-        number = torch.where(paged, first[owner] + at // page, 0)
+        number = torch.where(paged, first[owner] + at // kv_heads, 0)
         own = torch.where(paged, starts[owner] + number // layers, 0)
-        return (number % layers * 2 * padded + slots[own]) * page + at % page
+        return (number % layers * 2 * padded + slots[own]) * kv_heads + at % kv_heads
 
     token = torch.where(paged, 0, tail_start[owner] + place - private[owner])
-    ordinary = (layer * 2 * padded + req_to_token[row[owner], token].long()) * page + head[owner]
+    slot = req_to_token[row[owner], token].long()
+    ordinary = (layer * 2 * padded + slot) * kv_heads + head[owner]
     if not tables.paired.numel():
         return indptr, torch.where(paged, entry(place), ordinary), TOGETHER
 
@@ -129,14 +130,14 @@ def _apart(
         tokens: [nnz], number of tokens that the list has in private pages.
         entry: from places [nnz] in the lists' private pages to entries.
     """
-    coded, numbers = kind > 0, pairs.numbers(storage)
+    coded, numbers = kind > 0, layer_pairs.numbers(storage)
     floats = numbers.shape[1]
-    rows = torch.where(coded, pairs.code_rows(tokens, floats), 0)
+    rows = torch.where(coded, layer_pairs.code_rows(tokens, floats), 0)
     code_entry = entry(torch.where(coded, (kind - 1) * rows + place // floats, 0))
     found = []
     for offset in (0, storage.shape[2] * storage.shape[3]):
         codes = numbers[code_entry + offset, place % floats].masked_fill(~coded, 1.0)
-        at, scale = pairs.decode(codes, place)
+        at, scale = layer_pairs.decode(codes, place)
         found.append((entry(2 * rows + at), scale))
     return found
 
@@ -184,4 +185,4 @@ def _check_pairs(paired: torch.Tensor, every: list[int], storage: torch.Tensor) 
     if shape not in (none, every):
         raise ValueError(f"tables.paired: expected {every} or {none}, got {shape}")
     if shape == every:
-        pairs.floats_of_row(storage.shape[4], storage.dtype)
+        layer_pairs.floats_of_row(storage.shape[4], storage.dtype)

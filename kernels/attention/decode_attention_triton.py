@@ -26,7 +26,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     way,
     written,
 )
-from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch.kernel import kernel
@@ -107,7 +107,7 @@ def decode_attention(
         AT_ONCE=merged_at_once(lines, size, tile.warps),
         REQUESTS=32,
         KV_HEADS_P=triton.next_power_of_2(kv_heads),
-        FLOATS=pairs.floats_of_row(size, storage.dtype) if shares else 1,
+        FLOATS=layer_pairs.floats_of_row(size, storage.dtype) if shares else 1,
         BALANCE=parts.shares > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
@@ -228,7 +228,7 @@ def _decode(
         first_page = tl.load(first_pages + this_list)
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
-        rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
+        slots_per_layer = padded.to(tl.int64) * 2  # slots of a layer's keys and values
         value_offset = padded.to(tl.int64) * KV_HEADS
         if PAIRS:
             pair = tl.load(paired + row * LAYERS + layer)
@@ -253,7 +253,7 @@ def _decode(
                 there = j < coded
                 code = entry_at(
                     first_code + j // FLOATS, 0, count, there, own_slots, tail_slots, first_page,
-                    layer, kv_head, rows_of_pair, LAYERS, KV_HEADS,
+                    layer, kv_head, slots_per_layer, LAYERS, KV_HEADS,
                 ) * FLOATS + j % FLOATS  # fmt: skip
                 of_key = tl.load(numbers + code, mask=there, other=1.0)
                 of_value = tl.load(value_numbers + code, mask=there, other=1.0)
@@ -263,13 +263,13 @@ def _decode(
                 of_value = tl.where(of_value < 0.0, 1.0, of_value)
             key_entry = entry_at(
                 key_at, j, count, inside, own_slots, tail_slots, first_page,
-                layer, kv_head, rows_of_pair, LAYERS, KV_HEADS,
+                layer, kv_head, slots_per_layer, LAYERS, KV_HEADS,
             )  # fmt: skip
             value_entry = key_entry
             if PAIRS:
                 value_entry = entry_at(
                     value_at, j, count, inside, own_slots, tail_slots, first_page,
-                    layer, kv_head, rows_of_pair, LAYERS, KV_HEADS,
+                    layer, kv_head, slots_per_layer, LAYERS, KV_HEADS,
                 )  # fmt: skip
             top, total, out = attend_tile(
                 queries, (storage, storage), (key_entry, value_entry + value_offset, inside),
@@ -295,7 +295,7 @@ def entry_at(
     first_page,
     layer,
     kv_head,
-    rows_of_pair,
+    slots_per_layer,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
 ):
@@ -309,7 +309,7 @@ def entry_at(
     of_layer = tl.where(paged, page % LAYERS, layer)
     place = tl.where(paged, at % KV_HEADS, kv_head)
     # int64: a pool may have more than 2^31 entries.
-    return of_layer * (rows_of_pair * KV_HEADS) + slot.to(tl.int64) * KV_HEADS + place
+    return of_layer * (slots_per_layer * KV_HEADS) + slot.to(tl.int64) * KV_HEADS + place
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def _compact_in_place(
         dims = piece * PIECE + tl.arange(0, PIECE)
         # This program's tensor and piece, in the rows of layer 0.
         base = storage + padded.to(tl.int64) * which * KV_HEADS * SIZE + dims[None, :]
-        rows_of_pair = padded.to(tl.int64) * 2  # slots of a layer's keys and values
+        slots_per_layer = padded.to(tl.int64) * 2  # slots of a layer's keys and values
         own = (dims < SIZE)[None, :]
 
         seen = 0
@@ -151,7 +151,7 @@ def _compact_in_place(
         held, stays = _masks(kept, there, 0, width, TILE)
         from_, into, seen, number = _places(
             held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-            rows_of_pair, layer, head, LAYERS, KV_HEADS,
+            slots_per_layer, layer, head, LAYERS, KV_HEADS,
         )  # fmt: skip
         x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
         held, stays = _masks(kept, there, TILE, width, TILE)
@@ -160,7 +160,7 @@ def _compact_in_place(
         for first in range(0, width, 2 * TILE):
             from_, next_into, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-                rows_of_pair, layer, head, LAYERS, KV_HEADS,
+                slots_per_layer, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
             held, stays = _masks(kept, there, first + 2 * TILE, width, TILE)
             # No thread writes before all have read their part of this tile.
@@ -170,7 +170,7 @@ def _compact_in_place(
 
             from_, into, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-                rows_of_pair, layer, head, LAYERS, KV_HEADS,
+                slots_per_layer, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
             held, stays = _masks(kept, there, first + 3 * TILE, width, TILE)
             tl.debug_barrier()
@@ -205,7 +205,7 @@ def _masks(kept, there, first, width, TILE: tl.constexpr):
 @triton.jit
 def _places(
     held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
-    rows_of_pair, layer, head, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    slots_per_layer, layer, head, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Key entries of the pool from and to which a tile's candidates move; -1 if they do not.
 
@@ -229,9 +229,9 @@ def _places(
         other=0,
     )
     to_slot = tl.load(own_slots + to_page // LAYERS, mask=moves, other=0)
-    # int64 as `rows_of_pair` is: a pool may have more than 2^31 entries.
-    rows = tl.where(paged, page % LAYERS, layer) * rows_of_pair + slot
+    # int64 as `slots_per_layer` is: a pool may have more than 2^31 entries.
+    rows = tl.where(paged, page % LAYERS, layer) * slots_per_layer + slot
     from_ = rows * KV_HEADS + tl.where(paged, source % KV_HEADS, head)
-    into = (to_page % LAYERS * rows_of_pair + to_slot) * KV_HEADS + target % KV_HEADS
+    into = (to_page % LAYERS * slots_per_layer + to_slot) * KV_HEADS + target % KV_HEADS
     from_, into = tl.where(moves, from_, -1), tl.where(moves, into, -1)
     return from_, into, seen + (all_ & 0xFFFF), number + (all_ >> 16)

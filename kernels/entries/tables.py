@@ -24,8 +24,8 @@ class Tables:
         slots_start: int32 [R], index in `slots` of the row's first private slot.
         slots: int32 [C], the private slots of all requests.
         paired: int32 [R, L]; 0: the layer's lists hold its own entries; 1: they are shared with the
-            layer above, 2: with the layer below (see `pairs`), and `counts` are numbers of tokens.
-            [0, L] where no request may store layers in pairs.
+            layer above, 2: with the layer below (see `layer_pairs`), and `counts` are numbers of
+            tokens. [0, L] where no request may store layers in pairs.
     """
 
     counts: torch.Tensor

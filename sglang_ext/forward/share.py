@@ -2,10 +2,10 @@
 
 An upper layer and the one below it store one direction per token, KV head and tensor (key, value),
 and a length for each layer, all in one list of private pages per KV head
-(`kernels/entries/pairs.py`). Tokens of `except` keep both originals. Keys and values are excepted
-independently, so one entry may hold a direction as key and an original as value; the list has as
-many further entries as keys or values are excepted, whichever number is larger. Layers without a
-pair are copied whole. Later tokens lie in ordinary slots, whole.
+(`kernels/entries/layer_pairs.py`). Tokens of `except` keep both originals. Keys and values are
+excepted independently, so one entry may hold a direction as key and an original as value; the list
+has as many further entries as keys or values are excepted, whichever number is larger. Layers
+without a pair are copied whole. Later tokens lie in ordinary slots, whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.execute.heads import Heads
-from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.shared import Shared
@@ -93,9 +93,9 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
     excepted = torch.stack([found.except_k, found.except_v])
     # Of entries without their scales: reading a layer multiplies all of it by its scale.
     lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
-    floats = pairs.floats_of_row(storage.shape[4], storage.dtype)
-    encoded = [pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
-    codes = torch.stack([pairs.rows_of(each, floats) for each in encoded])
+    floats = layer_pairs.floats_of_row(storage.shape[4], storage.dtype)
+    encoded = [layer_pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
+    codes = torch.stack([layer_pairs.rows_of(each, floats) for each in encoded])
     entries = codes.shape[2] + tokens + excepted.sum(dim=2).amax(dim=0)
     (on_host,) = to_host(heads.gathered([(entries, 0)]))
     most = int(heads.part(on_host, 0).max())
@@ -124,7 +124,7 @@ def _put_codes(
     place = torch.arange(codes.shape[2], device=pages.device)
     number = first[:, None] + place // arena.kv_heads
     entries = pages[number] * arena.kv_heads + place % arena.kv_heads
-    numbers = pairs.numbers(arena.storage)
+    numbers = layer_pairs.numbers(arena.storage)
     numbers[entries], numbers[entries + arena.value_offset] = codes
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from kvpolicy.kernels.entries import pairs
-from kvpolicy.kernels.entries.pairs import BELOW, OWN
+from kvpolicy.kernels.entries import layer_pairs
+from kvpolicy.kernels.entries.layer_pairs import BELOW, OWN
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.memory.arena import Arena
 
@@ -54,11 +54,11 @@ class Shared:
             int64 [2, G, N] entries of keys and of values, and float32 [2, G, N] scales by which
             they are multiplied.
         """
-        numbers, tokens = pairs.numbers(arena.storage), self.tokens
+        numbers, tokens = layer_pairs.numbers(arena.storage), self.tokens
         device = numbers.device
         offsets = to_device([0, arena.value_offset], torch.int64, device).view(2, 1, 1)
-        rows = pairs.code_rows(tokens, numbers.shape[1])
+        rows = layer_pairs.code_rows(tokens, numbers.shape[1])
         codes_at = entry_at(torch.arange(which * rows, (which + 1) * rows, device=device))
         codes = numbers[codes_at + offsets].flatten(2)[:, :, :tokens]
-        place, by = pairs.decode(codes, torch.arange(tokens, device=device))
+        place, by = layer_pairs.decode(codes, torch.arange(tokens, device=device))
         return entry_at(2 * rows + place), by

@@ -27,7 +27,7 @@ from remembered import remembered
 # Device kernels for steps of several requests together.
 TOGETHER = (
     "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
-    "merge_rows", "merge_mass", "links", "target", "nearest", "pairs", "means",
+    "merge_rows", "merge_mass", "links", "target", "nearest", "inner_products", "means",
     "means_of_columns", "updated", "members", "then", "whole",
 )  # fmt: skip
 TABLE = {**REFERENCE, **{name: TRITON[name] for name in TOGETHER}}

@@ -142,8 +142,9 @@ def test_random_policies(part):
 def test_nothing_waits_before_the_numbers_land(name):
     """If entries merge layer by layer, the numbers of all layers are needed at once."""
     names = (
-        "carry", "tally", "best", "draws", "finite", "nearest", "pairs", "means", "following",
-        "links", "target", "merge_rows", "merge_entries", "merge_mass", "then", "whole",
+        "carry", "tally", "best", "draws", "finite", "nearest", "inner_products",
+        "means", "following", "links", "target", "merge_rows", "merge_entries", "merge_mass",
+        "then", "whole",
     )  # fmt: skip
     shape = SHAPES[0]
     kernels = {**REFERENCE, **{each: TRITON[each] for each in names}}

@@ -23,7 +23,7 @@ from recordings import assert_same, tensors
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
-MERGING = ("nearest", "pairs", "following", "links", "target", "merge_rows", "members")
+MERGING = ("nearest", "inner_products", "following", "links", "target", "merge_rows", "members")
 SETTINGS = {
     "d2o": {"rate": "0.4", "start": "2"},
     "d2o-code": {"rate": "0.4", "start": "1"},
@@ -61,7 +61,7 @@ def test_programs_do_the_same(name, monkeypatch):
             patched.setattr(torch_apply, "TorchProgram", partial(TorchProgram, kernels=table))
             assert_same(expected, torch_apply.apply(bound, *prompt))
     wanted = set(MERGING)
-    wanted -= {"nearest", "pairs"} if name in ("cam", "cam-original") else set()
+    wanted -= {"nearest", "inner_products"} if name in ("cam", "cam-original") else set()
     wanted -= {"members"} if name != "d2o-code" else set()
     wanted -= {"target"} if name != "cam" else set()
     assert set(calls) == wanted
@@ -153,7 +153,7 @@ WITHOUT = {
         torch.empty(receivers.flatten(1).shape, dtype=torch.float64),
         torch.empty(len(places), tokens + 1, dtype=torch.int32),
     ),
-    "pairs": lambda x, places, *_: torch.empty(4, *places.shape, dtype=torch.float64),
+    "inner_products": lambda x, places, *_: torch.empty(4, *places.shape, dtype=torch.float64),
     "merge_rows": lambda x, *_: torch.empty(x.shape, dtype=torch.float64),
     "merge_mass": lambda links, own: links[2][:, 1:].double(),
     "members": lambda links: links[2][:, 1:].double(),

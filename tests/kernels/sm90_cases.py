@@ -168,7 +168,7 @@ def merging(stored: torch.dtype = torch.bfloat16) -> None:
     x, stays = empty(G, N, D, dtype=stored), empty(G, N, dtype=torch.bool)
     places, real, *_ = TRITON["following"](stays, stays, 30000, 0)
     receivers, found = TRITON["nearest"](x, places, real, stays)
-    TRITON["pairs"](x, places, real, receivers, found)
+    TRITON["inner_products"](x, places, real, receivers, found)
     numbers = [empty(G, size, dtype=torch.float64) for size in (30000, N, N)]
     offsets = ids(G, N + 1, dtype=torch.int32)
     links = (ids(G, 30000), numbers[0], offsets)
@@ -192,7 +192,7 @@ def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None
     weights = empty(1, dtype=torch.float64)[0].expand(lists, number)
     links = TRITON["links"](places, *found, real, weights, width)
     receivers, joins = TRITON["nearest"](pool, places, real, there, row_ids)
-    compared = TRITON["pairs"](pool, places, real, receivers, joins, row_ids)
+    compared = TRITON["inner_products"](pool, places, real, receivers, joins, row_ids)
     mean = TRITON["means"](compared[3], real, G)
     TRITON["means_of_columns"](compared[3], real, G)
     TRITON["updated"](mean, mean, real, G)

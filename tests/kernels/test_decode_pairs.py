@@ -8,7 +8,7 @@ from decode_cases import Case, assert_exact
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention as decode_triton
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
-from kvpolicy.kernels.entries import pairs
+from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 
@@ -26,7 +26,7 @@ class Pool:
     def __init__(self, requests, *, heads, kv_heads, size, dtype, share_of=0.3, seed=0):
         self.generator = torch.Generator().manual_seed(seed)
         self.kv_heads, self.size, self.dtype = kv_heads, size, dtype
-        self.floats = pairs.floats_of_row(size, dtype)
+        self.floats = layer_pairs.floats_of_row(size, dtype)
         padded = 40 + sum(3 * n + tail for _, n, tail in requests)
         self.free = (torch.randperm(padded - 1, generator=self.generator) + 1).tolist()
         shape = (LAYERS, 2, padded, kv_heads, size)
@@ -223,11 +223,11 @@ def test_codes_say_what_they_were_made_from():
     excepted = torch.tensor([[False, True, True, False], [True, False, False, False]])
     scales = torch.rand(2, 2, 4)
     scales[0, 0, 0] = 0  # a vector of zeros
-    codes = pairs.encode(scales, excepted)
+    codes = layer_pairs.encode(scales, excepted)
     tokens = torch.arange(4).expand(2, 4)
-    places, found = pairs.decode(codes[pairs.BELOW], tokens)
+    places, found = layer_pairs.decode(codes[layer_pairs.BELOW], tokens)
     assert places.tolist() == [[0, 4, 5, 3], [4, 1, 2, 3]]
     assert torch.equal(found, scales[0].masked_fill(excepted, 1.0))
-    places, found = pairs.decode(codes[pairs.OWN], tokens)
+    places, found = layer_pairs.decode(codes[layer_pairs.OWN], tokens)
     assert torch.equal(places, tokens)
     assert torch.equal(found, scales[1].masked_fill(excepted, 1.0))

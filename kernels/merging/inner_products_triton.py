@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch.kernel import kernel
-from kvpolicy.kernels.merging.pairs import check
+from kvpolicy.kernels.merging.inner_products import check
 
 
-def pairs(
+def inner_products(
     x: torch.Tensor,
     places: torch.Tensor,
     real: torch.Tensor,
@@ -22,7 +22,7 @@ def pairs(
 ) -> torch.Tensor:
     """Inner products and cosines of P pairs of vectors in each of G lists.
 
-    As `pairs.pairs`.
+    As `inner_products.inner_products`.
 
     Args:
         x: as of the reference; the last axis contiguous, or it is copied.
@@ -40,7 +40,7 @@ def pairs(
     if made.numel():
         x = x if x.stride(-1) == 1 else x.contiguous()
         columns = x.shape[1] if ids is None else ids.shape[1]
-        _pairs[(triton.cdiv(most, block), lists)](
+        _inner_products[(triton.cdiv(most, block), lists)](
             x, 0 if ids is not None else x.stride(0), x.stride(-2),
             None if ids is None else ids.contiguous(),
             places.contiguous(), real.contiguous().view(torch.uint8),
@@ -66,7 +66,7 @@ def _read(x, ids, stride, places, marks, at, inside, D: tl.constexpr, BLOCK_D: t
 
 
 @kernel(aligned=["x", "stride_list", "stride"])
-def _pairs(
+def _inner_products(
     x, stride_list, stride, ids, places, real, receivers, found, made, columns, most,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip

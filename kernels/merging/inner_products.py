@@ -8,7 +8,7 @@ from kvpolicy.kernels.launch.arguments import check_tensors
 from kvpolicy.kernels.merging.nearest import check_vectors
 
 
-def pairs(
+def inner_products(
     x: torch.Tensor,
     places: torch.Tensor,
     real: torch.Tensor,

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kvpolicy.kernels.merging import pairs, pairs_triton
+from kvpolicy.kernels.merging import inner_products, inner_products_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 EPS = 2.0**-53
-BOTH = [pairs.pairs, pairs_triton.pairs]
+BOTH = [inner_products.inner_products, inner_products_triton.inner_products]
 
 
 def given(lists, width, dim, dtype, most):
@@ -45,10 +45,10 @@ def pooled(x, *marks):
         (3, 20, 64, torch.float8_e5m2, 5),
     ],
 )
-def test_pairs(lists, width, dim, dtype, most):
+def test_inner_products(lists, width, dim, dtype, most):
     own = given(lists, width, dim, dtype, most)
     x, places, real, receivers, found = own
-    expected = pairs.pairs(*own)
+    expected = inner_products.inner_products(*own)
     for head, pair in [] if not lists or not most else [(0, 0), (lists - 1, most - 1)]:
         zeros = torch.zeros(dim, dtype=torch.float64, device=DEVICE)
         one = x[head, places[head, pair]].double() if real[head, pair] else zeros
@@ -59,10 +59,13 @@ def test_pairs(lists, width, dim, dtype, most):
         torch.testing.assert_close(expected[:, head, pair], wanted, rtol=1e-12, atol=1e-12)
     # Sums of D products in two orders, of numbers below 6.
     most_apart = 2 * dim * EPS * dim * 36
-    for each in ((pairs.pairs, *pooled(*own)), (pairs_triton.pairs, *own)):
+    for each in (
+        (inner_products.inner_products, *pooled(*own)),
+        (inner_products_triton.inner_products, *own),
+    ):
         assert ((each[0](*each[1:]) - expected).abs() <= most_apart).all()
-    by_triton = pairs_triton.pairs(*own)
-    assert torch.equal(pairs_triton.pairs(*pooled(*own), block=16), by_triton)
+    by_triton = inner_products_triton.inner_products(*own)
+    assert torch.equal(inner_products_triton.inner_products(*pooled(*own), block=16), by_triton)
 
 
 @pytest.mark.parametrize("function", BOTH)
