@@ -21,7 +21,7 @@ from cases_scoring import OURS, Prompt, bound, observed, off, scores
 from cases_tuning_moves import ALL, TOPIC, Knobs, named
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_triton
-from kvpolicy.kernels.attention.paged_attention import Apart
+from kvpolicy.kernels.attention.paged_attention import PairReading
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.launch.tuned import plain
 from kvpolicy.kernels.table_triton import TRITON
@@ -142,7 +142,7 @@ def _paged(bench: Bench, tokens: int, number: int, toy: bool) -> Case:
     attend = paged_attention_triton.paged_attention
     call = partial(attend, q, keys, values, indptr, indices, scale=scale)
     ones = torch.ones_like(indices, dtype=torch.float32)
-    pairs = partial(call, apart=Apart(indices, ones, ones))
+    pairs = partial(call, reading=PairReading(indices, ones, ones))
     calls, knobs, note = split_kv(call, pairs, toy)
     rows = paged_attention_triton.query_rows(queries * shape.group, model.dtype, shape.head_dim)
     where = {

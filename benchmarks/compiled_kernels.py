@@ -69,7 +69,8 @@ def observe(name: str, shape: ModelShape, target: int) -> dict:
     kernels = [
         {
             "name": x.name, "warps": x.warps, "registers": x.registers, "shared": x.shared,
-            "spilled": x.spilled, "programs": processor.holds(x.registers, x.shared, x.warps),
+            "spilled": x.spilled,
+            "programs": processor.programs_at_once(x.registers, x.shared, x.warps),
         }
         for x in made
     ]  # fmt: skip

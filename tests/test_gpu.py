@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.kernels.attention.decode_attention import decode_attention
-from kvpolicy.kernels.attention.paged_attention import Apart, paged_attention
+from kvpolicy.kernels.attention.paged_attention import PairReading, paged_attention
 from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
 from kvpolicy.kernels.entries.gather import gather
@@ -138,8 +138,8 @@ def test_paged_attention_over_separate_lists_with_lengths():
     results = []
     for device in ("cpu", "cuda"):
         inputs = [x.to(device) for x in (q, keys, values, indptr, indices)]
-        apart = Apart(*(x.to(device) for x in (value_indices, *scales)))
-        results.append(paged_attention(*inputs, scale=0.125, apart=apart).cpu())
+        reading = PairReading(*(x.to(device) for x in (value_indices, *scales)))
+        results.append(paged_attention(*inputs, scale=0.125, reading=reading).cpu())
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 from kvpolicy.kernels.attention.paged_attention import (
-    TOGETHER,
-    Apart,
+    UNPAIRED,
+    PairReading,
     check_stored,
     paged_attention,
 )
@@ -59,10 +59,12 @@ def decode_attention(
     if q.shape[0] == 0:
         return torch.zeros_like(q)
     given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
-    indptr, entries, apart = lists_of(*given)
+    indptr, entries, reading = lists_of(*given)
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
-    out = paged_attention(q.unsqueeze(1), pool, values, indptr, entries, scale=scale, apart=apart)
+    out = paged_attention(
+        q.unsqueeze(1), pool, values, indptr, entries, scale=scale, reading=reading
+    )
     return out[:, 0]
 
 
@@ -73,7 +75,7 @@ def lists_of(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, Apart]:
+) -> tuple[torch.Tensor, torch.Tensor, PairReading]:
     """The entries of each (request, KV head).
 
     Returns:
@@ -107,15 +109,15 @@ def lists_of(
     slot = req_to_token[row[owner], token].long()
     ordinary = (layer * 2 * padded + slot) * kv_heads + head[owner]
     if not tables.paired.numel():
-        return indptr, torch.where(paged, entry(place), ordinary), TOGETHER
+        return indptr, torch.where(paged, entry(place), ordinary), UNPAIRED
 
     kind = tables.paired[row, layer].long()[owner]
-    keys, values = _apart(storage, torch.where(paged, kind, 0), place, private[owner], entry)
+    keys, values = _in_pairs(storage, torch.where(paged, kind, 0), place, private[owner], entry)
     keys, values = [(torch.where(paged, at, ordinary), by) for at, by in (keys, values)]
-    return indptr, keys[0], Apart(values[0], keys[1], values[1])
+    return indptr, keys[0], PairReading(values[0], keys[1], values[1])
 
 
-def _apart(
+def _in_pairs(
     storage: torch.Tensor,
     kind: torch.Tensor,
     place: torch.Tensor,

@@ -1,7 +1,7 @@
 """`decode_attention` in Triton: split-KV over ragged lists, read straight from the device tables.
 
-One program reads one share of the list of one (request, KV head) for all query heads of the group
-(GQA-packed: one matrix product for them). It finds its entries and the length of its share in the
+One program reads one split of the list of one (request, KV head) for all query heads of the group
+(GQA-packed: one matrix product for them). It finds its entries and the length of its split in the
 tables when it runs: grid and allocations depend on shapes only, so that a CUDA graph may hold it.
 """
 
@@ -20,11 +20,11 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     elements_of_call,
     launched,
     merged_at_once,
+    outputs_of_splits,
     put_split,
-    share_of,
+    split_length_of,
+    tile_and_cut,
     used_splits,
-    way,
-    written,
 )
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.rounding import FLOAT8
@@ -50,15 +50,15 @@ def decode_attention(
     """As the reference; the host reads no tensor.
 
     Args:
-        splits: shares into which every list is cut; a request's result then depends on the request
-            alone. None: as measured for the GPU (see `tuned`), else shares of one length for the
+        splits: splits into which every list is cut; a request's result then depends on the request
+            alone. None: as measured for the GPU (see `tuned`), else splits of one length for the
             whole batch, as many as the GPU runs at once, so that long lists do not end last;
             rounding then depends on the batch's total.
         workspace: of at least `workspace_elements`. Calls that may run at the same time need one
             each. None: allocated.
         tile: how a program reads. None: as measured, else `tile_of`.
-        programs: programs that run at once on a multiprocessor, for shares of one length. None: as
-            measured, else as compiled (`at_once`).
+        programs: programs that run at once on a multiprocessor, for splits of one length. None: as
+            measured, else as compiled (`programs_at_once`).
 
     Raises:
         ValueError: as the reference; too many splits; workspace too small or of another dtype.
@@ -73,8 +73,9 @@ def decode_attention(
     group = heads // kv_heads
     block = query_rows(group)
     given = ("decode_attention", q.device, storage.dtype, size, block)
-    tile, parts = way(*given, requests * kv_heads, splits=splits, tile=tile, programs=programs)
-    shares = tables.paired.numel() > 0
+    lists = requests * kv_heads
+    tile, parts = tile_and_cut(*given, lists, splits=splits, tile=tile, programs=programs)
+    may_be_paired = tables.paired.numel() > 0
     lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
     # those without entries, the last of each list, start when the others already run.
@@ -85,17 +86,17 @@ def decode_attention(
             tables.counts, tables.first_page, tables.tail_start, tables.slots_start, tables.slots,
             tables.paired,
         ),
-        storage.view(torch.float32) if shares else None,
+        storage.view(torch.float32) if may_be_paired else None,
         rows,
         lengths,
         req_to_token,
-        written(result, requests * kv_heads, parts.splits, workspace),
+        outputs_of_splits(result, lists, parts.splits, workspace),
         layer,
         scale * LOG2_E,
         padded,
         req_to_token.stride(0),
         requests,
-        parts.shares,
+        parts.target_splits,
         parts.splits,
         LAYERS=layers,
         KV_HEADS=kv_heads,
@@ -104,11 +105,11 @@ def decode_attention(
         COLUMNS=columns_of(size),
         ROWS=block,
         LINES=lines,
-        AT_ONCE=merged_at_once(lines, size, tile.warps),
+        MERGED_AT_ONCE=merged_at_once(lines, size, tile.warps),
         REQUESTS=32,
         KV_HEADS_P=triton.next_power_of_2(kv_heads),
-        FLOATS=layer_pairs.floats_of_row(size, storage.dtype) if shares else 1,
-        BALANCE=parts.shares > 0,
+        FLOATS=layer_pairs.floats_of_row(size, storage.dtype) if may_be_paired else 1,
+        BALANCE=parts.target_splits > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
         STAGES=tile.stages,
@@ -141,7 +142,7 @@ def workspace_elements(
         # The measured choice depends on the dtype, which is not known here.
         for dtype in (torch.float32, torch.float16, torch.bfloat16, *FLOAT8):
             shape = (device, dtype, size, rows, n * kv_heads)
-            _, parts = way("decode_attention", *shape, splits=splits, programs=programs)
+            _, parts = tile_and_cut("decode_attention", *shape, splits=splits, programs=programs)
             elements.append(elements_of_call(n * heads, size, n * kv_heads, parts.splits))
     partial, arrived = zip(*elements, strict=True)
     return max(partial), max(arrived)
@@ -165,13 +166,13 @@ def _decode(
     rows,
     lengths,
     req_to_token,
-    written,
+    outputs,
     layer,
     scale,
     padded,
     context,
     requests,
-    shares,
+    target_splits,
     splits,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -180,7 +181,7 @@ def _decode(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr,
     REQUESTS: tl.constexpr,
     KV_HEADS_P: tl.constexpr,
     FLOATS: tl.constexpr,
@@ -207,10 +208,10 @@ def _decode(
             counts, tail_starts, rows, lengths, layer, requests, LAYERS, KV_HEADS, KV_HEADS_P,
             REQUESTS,
         )  # fmt: skip
-    share = share_of(length, entries, shares, splits, N)
-    start = split * share
-    end = tl.minimum(start + share, length)
-    used = used_splits(length, share)
+    split_length = split_length_of(length, entries, target_splits, splits, N)
+    start = split * split_length
+    end = tl.minimum(start + split_length, length)
+    used = used_splits(length, split_length)
     if split < used:
         head = tl.arange(0, ROWS)
         exists = head < GROUP
@@ -278,9 +279,9 @@ def _decode(
             )  # fmt: skip
         line = tl.arange(0, LINES)
         put_split(
-            written, (query_row, exists), (first_query + line, line < GROUP),
+            outputs, (query_row, exists), (first_query + line, line < GROUP),
             (list_of_batch, split, splits, used), (top, total, out),
-            SIZE, COLUMNS, SPLIT, AT_ONCE,
+            SIZE, COLUMNS, SPLIT, MERGED_AT_ONCE,
         )  # fmt: skip
 
 

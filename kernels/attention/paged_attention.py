@@ -12,7 +12,7 @@ import torch
 from kvpolicy.kernels.entries.rounding import FLOAT8, movable
 
 
-class Apart(NamedTuple):
+class PairReading(NamedTuple):
     """Places of values, and factors of keys and values, where layers are stored in pairs.
 
     Attributes:
@@ -26,7 +26,7 @@ class Apart(NamedTuple):
     value_scale: torch.Tensor | None = None
 
 
-TOGETHER = Apart()
+UNPAIRED = PairReading()
 
 
 def paged_attention(
@@ -37,7 +37,7 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
-    apart: Apart = TOGETHER,
+    reading: PairReading = UNPAIRED,
 ) -> torch.Tensor:
     """Softmax attention of the last T tokens of each request over its listed entries.
 
@@ -50,7 +50,7 @@ def paged_attention(
         indices: [nnz] int64 entries in position order. The last T of a list are those of the
             queries' own tokens: query t does not see the last T - 1 - t of them.
         scale: multiplies q.k, usually D ** -0.5.
-        apart: where values do not lie with their keys, or keys or values are scaled.
+        reading: where values do not lie with their keys, or keys or values are scaled.
 
     Returns:
         [B, T, H, D], dtype of q, computed in float32. Zero where a query sees no entry.
@@ -58,7 +58,7 @@ def paged_attention(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    kv_heads = check(q, keys, values, indptr, indices, apart)
+    kv_heads = check(q, keys, values, indptr, indices, reading)
     requests, tokens, heads, size = q.shape
     if requests == 0 or indices.shape[0] == 0:
         return torch.zeros_like(q)
@@ -87,12 +87,12 @@ def paged_attention(
     # [B * G, T * H / G, D] against [B * G, M, D]
     grouped = q.view(requests, tokens, kv_heads, heads // kv_heads, size).transpose(1, 2)
     grouped = grouped.reshape(requests * kv_heads, tokens * (heads // kv_heads), size).float()
-    scores = torch.bmm(grouped, rows(keys, indices, apart.key_scale).transpose(1, 2)) * scale
+    scores = torch.bmm(grouped, rows(keys, indices, reading.key_scale).transpose(1, 2)) * scale
     if unseen is not None:
         scores.masked_fill_(unseen, float("-inf"))
     weights = scores.softmax(dim=-1).nan_to_num_(0.0)
-    beside = indices if apart.value_indices is None else apart.value_indices
-    out = torch.bmm(weights, rows(values, beside, apart.value_scale))
+    beside = indices if reading.value_indices is None else reading.value_indices
+    out = torch.bmm(weights, rows(values, beside, reading.value_scale))
     if unseen is not None:
         out.masked_fill_(unseen.all(-1, keepdim=True), 0.0)
     out = out.view(requests, kv_heads, tokens, heads // kv_heads, size).transpose(1, 2)
@@ -105,7 +105,7 @@ def check(
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    apart: Apart,
+    reading: PairReading,
 ) -> int:
     """G, the number of KV heads; raises ValueError as `paged_attention` says."""
     if q.dim() != 4:
@@ -122,7 +122,7 @@ def check(
             f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
             f"got {list(indptr.shape)}"
         )
-    for name, other in apart._asdict().items():
+    for name, other in reading._asdict().items():
         if other is not None and other.shape != indices.shape:
             raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(other.shape)}")
     return kv_heads

@@ -31,7 +31,7 @@ _MERGED_TOGETHER = 32  # float32 per thread that a merge loads at a time
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program reads its share.
+    """How a program reads its split.
 
     Attributes:
         entries: N, entries of a tile.
@@ -76,12 +76,12 @@ class Cut:
 
     Attributes:
         splits: most splits of one list, a size of the grid.
-        shares: number of splits of one length to aim at for all lists together; 0: each list is
-            cut into `splits` splits.
+        target_splits: number of splits of one length to aim at for all lists together; 0: each list
+            is cut into `splits` splits.
     """
 
     splits: int
-    shares: int
+    target_splits: int
 
 
 def columns_of(size: int) -> int:
@@ -89,7 +89,7 @@ def columns_of(size: int) -> int:
     return max(triton.next_power_of_2(size), 16)
 
 
-def way(
+def tile_and_cut(
     kernel: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -124,9 +124,9 @@ def way(
     if splits is None and programs is None:
         splits, programs = measured.get("splits"), measured.get("programs")
     if splits is not None:
-        return tile, Cut(splits, shares=0)
+        return tile, Cut(splits, target_splits=0)
     if programs is None:
-        programs = at_once(kernel, device, dtype, size, rows, tile)
+        programs = programs_at_once(kernel, device, dtype, size, rows, tile)
     return tile, cut(lists, device, programs)
 
 
@@ -147,11 +147,11 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
     return Tile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
 
 
-_HELD: dict[tuple, int] = {}  # launched kernel -> programs at once on a multiprocessor
+_PROGRAMS_AT_ONCE: dict[tuple, int] = {}  # launched kernel -> programs at once on a multiprocessor
 _SEEN: set[str] = set()  # hashes of their compiled variants
 
 
-def at_once(
+def programs_at_once(
     kernel: str, device: torch.device, dtype: torch.dtype, size: int, rows: int, tile: Tile
 ) -> int:
     """Programs of a kernel that run at once on a multiprocessor of the GPU; 1 without a GPU.
@@ -162,16 +162,16 @@ def at_once(
     workspaces are allocated before anything is compiled.
 
     Args:
-        kernel, size, rows: as of `way`.
+        kernel, size, rows: as of `tile_and_cut`.
     """
     if device.type != "cuda":
         return 1
     given = (kernel, device, dtype, size, rows, tile)
-    if given in _HELD:
-        return _HELD[given]
+    if given in _PROGRAMS_AT_ONCE:
+        return _PROGRAMS_AT_ONCE[given]
     tiles = 4 if tile.stages >= 5 else 2
     shared = tiles * tile.entries * columns_of(size) * dtype.itemsize
-    return max(occupancy.processor(device).holds(1, shared, tile.warps), 1)
+    return max(occupancy.processor(device).programs_at_once(1, shared, tile.warps), 1)
 
 
 def launched(
@@ -186,16 +186,16 @@ def launched(
     """Note how many programs of a kernel run at once, the fewest of its compiled variants.
 
     Args:
-        kernel, size, rows: as of `way`.
+        kernel, size, rows: as of `tile_and_cut`.
         compiled: what Triton returned from the launch; None in its interpreter.
     """
     if compiled is None or compiled.hash in _SEEN:
         return
     _SEEN.add(compiled.hash)
-    found = occupancy.held(device, compiled)
+    found = occupancy.programs_at_once(device, compiled)
     if found is not None:
         given = (kernel, device, dtype, size, rows, tile)
-        _HELD[given] = max(min(found, at_once(*given)), 1)
+        _PROGRAMS_AT_ONCE[given] = max(min(found, programs_at_once(*given)), 1)
 
 
 @functools.lru_cache
@@ -207,24 +207,24 @@ def processors(device: torch.device) -> int:
 def cut(lists: int, device: torch.device, programs: int) -> Cut:
     """Splits of lists, if there is no measurement.
 
-    Few lists: as many shares as programs run at once, so that all end together, less one per list,
-    because rounding up adds at most as many. More lists: two shares of an average list, small
+    Few lists: as many splits as programs run at once, so that all end together, less one per list,
+    because rounding up adds at most as many. More lists: two splits of an average list, small
     enough to fill gaps at the end. Very many: whole lists are small enough. A list has at most
     twice as many splits as an average one; the splits of a longer one are longer.
 
     Args:
         lists: (request, KV head) lists, each once per block of its query rows.
         programs: programs that run at once on a multiprocessor. Without a GPU an average list has
-            two shares, and none has more.
+            two splits, and none has more.
     """
     if device.type != "cuda":
-        return Cut(splits=2, shares=2 * lists)
+        return Cut(splits=2, target_splits=2 * lists)
     programs *= processors(device)
     if 2 * lists <= programs:
         return Cut(min(-(-2 * programs // max(lists, 1)), _MOST_SPLITS), programs - lists)
     if lists <= 4 * programs:
-        return Cut(splits=4, shares=2 * lists)
-    return Cut(splits=1, shares=0)
+        return Cut(splits=4, target_splits=2 * lists)
+    return Cut(splits=1, target_splits=0)
 
 
 def elements_of_call(rows: int, size: int, lists: int, splits: int) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def _aligned(elements: int) -> int:
     return triton.cdiv(elements, 4) * 4
 
 
-def written(
+def outputs_of_splits(
     result: torch.Tensor, lists: int, splits: int, workspace: Workspace | None
 ) -> tuple[torch.Tensor, ...]:
     """Where `put_split` writes: result, found, lse, arrived.
@@ -283,14 +283,14 @@ def merged_at_once(lines: int, size: int, warps: int) -> int:
 
 
 @triton.jit
-def share_of(length, entries, shares, splits, N: tl.constexpr):
+def split_length_of(length, entries, target_splits, splits, N: tl.constexpr):
     """Entries of a list that each of its splits reads, a multiple of N.
 
-    length: of the list. entries: of all lists together. shares, splits: of `Cut`.
+    length: of the list. entries: of all lists together. target_splits, splits: of `Cut`.
     """
     pieces = splits
-    if shares > 0:
-        aimed = tl.maximum(tl.cdiv(entries, shares), N)
+    if target_splits > 0:
+        aimed = tl.maximum(tl.cdiv(entries, target_splits), N)
         pieces = tl.minimum(tl.cdiv(length, aimed), splits).to(tl.int32)
     return tl.cdiv(tl.cdiv(length, tl.maximum(pieces, 1)), N) * N
 
@@ -350,14 +350,14 @@ def attend_tile(
 
 
 @triton.jit
-def used_splits(length, share):
+def used_splits(length, split_length):
     """Number of splits of a list that have entries; the first one counts always."""
-    return tl.maximum(tl.cdiv(length, tl.maximum(share, 1)), 1)
+    return tl.maximum(tl.cdiv(length, tl.maximum(split_length, 1)), 1)
 
 
 @triton.jit
 def put_split(
-    written,
+    outputs,
     rows,
     lines,
     part,
@@ -365,18 +365,18 @@ def put_split(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr,
 ):
     """Write the result of a split; the last program of a list to end merges all.
 
-    written: result [query rows, SIZE], float32 found [query rows, splits, SIZE] and lse
+    outputs: result [query rows, SIZE], float32 found [query rows, splits, SIZE] and lse
     [query rows, splits], and arrived: int32 [lists, groups of 16 splits + 1], zeros, and zeros
     again afterwards. rows: int64 [R] query rows, and which of them exist. lines: the same for the
     merge, with less padding. part: list, split, splits, and how many of these are used.
-    found_here: as `attend_tile` returns it. SPLIT: whether there may be several splits. AT_ONCE:
-    as `merged_at_once` returns it.
+    found_here: as `attend_tile` returns it. SPLIT: whether there may be several splits.
+    MERGED_AT_ONCE: as `merged_at_once` returns it.
     """
-    result, found, lse, arrived = written
+    result, found, lse, arrived = outputs
     list_, split, splits, used = part
     top, total, out = found_here
     total = tl.where(total == 0.0, 1.0, total)
@@ -392,7 +392,7 @@ def put_split(
         number = tl.minimum(used - first, _FAN)
         if _ends_last(counter + group, number):
             lse_of_group, of_group = _merged(
-                found, lse, lines, splits, (first, 1, number), SIZE, COLUMNS, AT_ONCE
+                found, lse, lines, splits, (first, 1, number), SIZE, COLUMNS, MERGED_AT_ONCE
             )
             if groups == 1:
                 _put_result(result, lines, of_group, SIZE, COLUMNS)
@@ -401,7 +401,7 @@ def put_split(
                 _put_found(found, lse, lines, first, splits, lse_of_group, of_group, SIZE, COLUMNS)
                 if _ends_last(counter + tl.cdiv(splits, _FAN), groups):
                     _, of_all = _merged(
-                        found, lse, lines, splits, (0, _FAN, groups), SIZE, COLUMNS, AT_ONCE
+                        found, lse, lines, splits, (0, _FAN, groups), SIZE, COLUMNS, MERGED_AT_ONCE
                     )
                     _put_result(result, lines, of_all, SIZE, COLUMNS)
 
@@ -450,7 +450,7 @@ def _merged(
     those,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr,
 ):
     """Log-sum-exp [R] and result [R, COLUMNS] of at most 16 splits of a list.
 
@@ -471,8 +471,8 @@ def _merged(
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(parts - top[None, :]), axis=0)
     out = tl.zeros([line.shape[0], COLUMNS], tl.float32)
-    for start in range(0, number, AT_ONCE):
-        each = start + tl.arange(0, AT_ONCE)
+    for start in range(0, number, MERGED_AT_ONCE):
+        each = start + tl.arange(0, MERGED_AT_ONCE)
         at = line[None, :] * splits + (first + each * step)[:, None]
         there = (each < number)[:, None] & exists[None, :]
         weight = tl.exp2(

@@ -1,6 +1,6 @@
 """`paged_attention` in Triton: split-KV over lists of entries, for one or many new tokens.
 
-One program reads one share of one list for a block of its query rows: the tokens of the request
+One program reads one split of one list for a block of its query rows: the tokens of the request
 times the query heads of the group, GQA-packed. Grid and allocations depend on shapes only.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, check
+from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading, check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
     Tile,
@@ -18,12 +18,12 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     columns_of,
     launched,
     merged_at_once,
+    outputs_of_splits,
     put_split,
-    share_of,
+    split_length_of,
+    tile_and_cut,
     tile_of,
     used_splits,
-    way,
-    written,
 )
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.occupancy import is_hopper
@@ -39,7 +39,7 @@ def paged_attention(
     indices: torch.Tensor,
     *,
     scale: float,
-    apart: Apart = TOGETHER,
+    reading: PairReading = UNPAIRED,
     splits: int | None = None,
     workspace: Workspace | None = None,
     tile: Tile | None = None,
@@ -48,7 +48,7 @@ def paged_attention(
     """As the reference; the host reads no tensor.
 
     Args:
-        apart: with q in float16 `value_scale` is at most 65,504: it multiplies the weights.
+        reading: with q in float16 `value_scale` is at most 65,504: it multiplies the weights.
         splits, workspace, tile, programs: as of `decode_attention`.
 
     Raises:
@@ -56,7 +56,7 @@ def paged_attention(
             too small or of another dtype.
         TunedError: as `tuned.load`.
     """
-    kv_heads = check(q, keys, values, indptr, indices, apart)
+    kv_heads = check(q, keys, values, indptr, indices, reading)
     for name, tensor in (("keys", keys), ("values", values)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor")
@@ -69,34 +69,34 @@ def paged_attention(
     blocks = triton.cdiv(tokens * group, rows)
     given = ("paged_attention", q.device, keys.dtype, size, rows)
     lists = requests * kv_heads * blocks
-    tile, parts = way(*given, lists, splits=splits, tile=tile, programs=programs)
+    tile, parts = tile_and_cut(*given, lists, splits=splits, tile=tile, programs=programs)
     compiled = _paged[(requests * kv_heads, blocks, parts.splits)](
         q.contiguous(),
         keys,
         values,
         indptr,
-        (indices, apart.value_indices),
-        (apart.key_scale, apart.value_scale),
-        written(result, lists, parts.splits, workspace),
+        (indices, reading.value_indices),
+        (reading.key_scale, reading.value_scale),
+        outputs_of_splits(result, lists, parts.splits, workspace),
         scale * LOG2_E,
         requests * kv_heads,
         tokens,
         blocks,
-        parts.shares,
+        parts.target_splits,
         parts.splits,
         KV_HEADS=kv_heads,
         GROUP=group,
         SIZE=size,
         COLUMNS=columns_of(size),
         ROWS=rows,
-        AT_ONCE=merged_at_once(rows, size, tile.warps),
-        BALANCE=parts.shares > 0,
+        MERGED_AT_ONCE=merged_at_once(rows, size, tile.warps),
+        BALANCE=parts.target_splits > 0,
         SPLIT=parts.splits > 1,
         N=tile.entries,
         STAGES=tile.stages,
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
-        maxnreg=_registers(q, group, rows, tile, apart),
+        maxnreg=_registers(q, group, rows, tile, reading),
     )
     launched(*given, tile, compiled)
     return result
@@ -111,7 +111,9 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
     return min(max(triton.next_power_of_2(queries), 16), most)
 
 
-def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart) -> int | None:
+def _registers(
+    q: torch.Tensor, group: int, rows: int, tile: Tile, reading: PairReading
+) -> int | None:
     """Most registers of a thread; None: as many as the compiler takes.
 
     Left to itself the compiler spills 4 to 16 bytes in some programs with heads of 128 columns. On
@@ -130,7 +132,7 @@ def _registers(q: torch.Tensor, group: int, rows: int, tile: Tile, apart: Apart)
         return None
     if group == 32:
         return 128
-    return None if apart.value_indices is None else _ALL_REGISTERS
+    return None if reading.value_indices is None else _ALL_REGISTERS
 
 
 @kernel(aligned=["q", "keys", "values"])
@@ -141,19 +143,19 @@ def _paged(
     indptr,
     entries,
     scales,
-    written,
+    outputs,
     scale,
     lists,
     tokens,
     blocks,
-    shares,
+    target_splits,
     splits,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr,
     BALANCE: tl.constexpr,
     SPLIT: tl.constexpr,
     N: tl.constexpr,
@@ -181,10 +183,10 @@ def _paged(
     every = reach.to(tl.int64)
     if BALANCE:
         every = (tl.load(indptr + lists) - tl.load(indptr)) * blocks
-    share = share_of(reach, every, shares, splits, N)
-    start = split * share
-    end = tl.minimum(start + share, reach)
-    used = used_splits(reach, share)
+    split_length = split_length_of(reach, every, target_splits, splits, N)
+    start = split * split_length
+    end = tl.minimum(start + split_length, reach)
+    used = used_splits(reach, split_length)
     if split < used:
         column = tl.arange(0, COLUMNS)
         queries = tl.load(
@@ -218,6 +220,6 @@ def _paged(
             )  # fmt: skip
         lines = (query_row, exists)
         put_split(
-            written, lines, lines, (this_list * blocks + block, split, splits, used),
-            (top, total, out), SIZE, COLUMNS, SPLIT, AT_ONCE,
+            outputs, lines, lines, (this_list * blocks + block, split, splits, used),
+            (top, total, out), SIZE, COLUMNS, SPLIT, MERGED_AT_ONCE,
         )  # fmt: skip

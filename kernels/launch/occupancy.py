@@ -35,7 +35,7 @@ class Processor:
     warps: int
     programs: int
 
-    def holds(self, registers: int, shared: int, warps: int) -> int:
+    def programs_at_once(self, registers: int, shared: int, warps: int) -> int:
         """Number of programs of a kernel that run on it at once.
 
         Args:
@@ -70,7 +70,7 @@ def processor(device: torch.device) -> Processor:
     )
 
 
-def held(device: torch.device, compiled: Any) -> int | None:
+def programs_at_once(device: torch.device, compiled: Any) -> int | None:
     """Number of programs of a compiled kernel that run at once on a multiprocessor of the GPU.
 
     Args:
@@ -83,4 +83,4 @@ def held(device: torch.device, compiled: Any) -> int | None:
     if registers is None:
         return None
     made = compiled.metadata
-    return processor(device).holds(registers, made.shared, made.num_warps)
+    return processor(device).programs_at_once(registers, made.shared, made.num_warps)

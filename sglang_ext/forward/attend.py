@@ -19,10 +19,10 @@ def attend(
     Args:
         read: `paged_attention`, of torch or Triton.
     """
-    indptr, indices, apart = lists.layer(arena.place_of(layer.layer_id))
+    indptr, indices, reading = lists.layer(arena.place_of(layer.layer_id))
     key_scale, value_scale = scales_of(arena, layer)
     given = (queries, arena.entries, arena.values, indptr, indices)
-    made = read(*given, scale=layer.scaling * key_scale, apart=apart)
+    made = read(*given, scale=layer.scaling * key_scale, reading=reading)
     return made if value_scale == 1.0 else made * value_scale
 
 

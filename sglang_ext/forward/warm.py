@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from kvpolicy.dsl.execute.warm import fold, prefill, programs, prompts
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
+from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import copy_kept
@@ -83,12 +83,12 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     private_pages(arena.storage, tables, none, empty, empty.flatten(), longest=1)
     indptr = none.expand(arena.kv_heads + 1).contiguous()
     lists = (arena.entries, arena.values, indptr, none)
-    read = [TOGETHER, Apart(none, ones, ones)] if tables.paired.numel() else [TOGETHER]
+    read = [UNPAIRED, PairReading(none, ones, ones)] if tables.paired.numel() else [UNPAIRED]
     # With few KV heads lists are left whole only for more tokens than these.
     cuts = [*((tokens, None) for tokens in _TOKENS), (_TOKENS[-1], 1)]
-    for (tokens, splits), apart in itertools.product(cuts, read):
+    for (tokens, splits), reading in itertools.product(cuts, read):
         q = torch.zeros(1, tokens, heads, size, dtype=dtype, device=device)
-        paged_attention(q, *lists, scale=1.0, apart=apart, splits=splits)
+        paged_attention(q, *lists, scale=1.0, reading=reading, splits=splits)
 
 
 def _prompts(served: Served, device: torch.device) -> list[int]:

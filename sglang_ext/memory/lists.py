@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
+from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.private import Listed, Private
 
-# indptr, indices and `apart` of `paged_attention`, of one layer.
-_OfLayer = tuple[torch.Tensor, torch.Tensor, Apart]
+# indptr, indices and `reading` of `paged_attention`, of one layer.
+_OfLayer = tuple[torch.Tensor, torch.Tensor, PairReading]
 
 
 class Lists:
@@ -54,7 +54,7 @@ class Lists:
         """Entry lists of one layer.
 
         Returns:
-            int64 indptr [B * G + 1], int64 indices [nnz] and `apart` of `paged_attention`.
+            int64 indptr [B * G + 1], int64 indices [nnz] and `reading` of `paged_attention`.
         """
         if self._latest is None or self._latest[0] != layer:
             self._latest = layer, self._lists(layer)
@@ -94,11 +94,15 @@ class Lists:
 
         indptr, keys = self._starts(self._sizes(layer)), joined((x.keys for x in held), tail)
         if all(each.key_scale is None for each in held):
-            return indptr, keys, TOGETHER
+            return indptr, keys, UNPAIRED
         ones = torch.ones(tail.shape, device=tail.device)
         key_scale = joined((x.key_scale or _ones(x.keys) for x in held), ones)
         value_scale = joined((x.value_scale or _ones(x.values) for x in held), ones)
-        return indptr, keys, Apart(joined((x.values for x in held), tail), key_scale, value_scale)
+        return (
+            indptr,
+            keys,
+            PairReading(joined((x.values for x in held), tail), key_scale, value_scale),
+        )
 
     def _listed(self, private: Private, layer: int) -> Listed:
         """Entries that one request has in private pages at a layer."""

@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.entry_ids_triton import entry_ids
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart
+from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 from kvpolicy.kernels.attention.private_pages_triton import private_pages
 from kvpolicy.kernels.entries.carry_triton import carry
@@ -111,8 +111,8 @@ def lists(
     pool = empty(SLOTS * kv_heads, D, dtype=stored)
     scales = (empty(kv_heads * N, dtype=torch.float32) for _ in range(2))
     given = (pool, pool, ids(kv_heads + 1), indices)
-    apart = Apart(indices, *scales) if pairs else TOGETHER
-    paged_attention(empty(1, tokens, H, D), *given, scale=0.1, apart=apart)
+    reading = PairReading(indices, *scales) if pairs else UNPAIRED
+    paged_attention(empty(1, tokens, H, D), *given, scale=0.1, reading=reading)
 
 
 def folding(stored: torch.dtype = torch.bfloat16) -> None:

@@ -12,8 +12,8 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     Cut,
     Tile,
     Workspace,
-    at_once,
     cut,
+    programs_at_once,
     tile_of,
 )
 from kvpolicy.kernels.entries.rounding import FLOAT8
@@ -282,16 +282,16 @@ def test_whichever_program_ends_last_merges(splits, monkeypatch):
 
 
 def test_long_lists_get_more_shares(monkeypatch):
-    """In all, the number of shares asked for, and one more per list for rounding."""
+    """As many splits in all as were asked for, and one per list for rounding."""
     requests = [([1500, 100], 0), (None, 1), ([400, 0], 0)]
     given = case(requests, heads=2, kv_heads=2, size=16)
-    found = Cut(splits=16, shares=12)
+    found = Cut(splits=16, target_splits=12)
     monkeypatch.setattr(paged_attention_tiles_triton, "cut", lambda *_: found)
     workspace = workspace_of(3, heads=2, size=16)
     tile = Tile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, workspace=workspace, tile=tile), given)
     used = workspace.partial[6 * 16 * 16 :].view(6, 16).isfinite().sum(1).tolist()
-    # 2,002 entries: shares of 167 at most, in whole tiles 192, 128 and so on.
+    # 2,002 entries: splits of 167 at most, in whole tiles 192, 128 and so on.
     assert used == [8, 1, 1, 1, 3, 0]
 
 
@@ -301,15 +301,15 @@ def test_the_cut_of_an_h200_holds_its_shares_and_little_memory(monkeypatch):
     monkeypatch.setattr(occupancy, "processor", lambda device: hopper)
     device = torch.device("cuda")
     tile = tile_of(128, torch.bfloat16, 16)
-    programs = at_once("decode_attention", device, torch.bfloat16, 128, 16, tile)
+    programs = programs_at_once("decode_attention", device, torch.bfloat16, 128, 16, tile)
     assert programs == 3
     for lists in range(1, 3000):
         found = cut(lists, device, programs)
         assert 1 <= found.splits <= 256
         # Lists of one length get what they are due.
-        assert found.splits * lists >= min(found.shares, 256)
+        assert found.splits * lists >= min(found.target_splits, 256)
         if lists <= 198:
-            assert found.shares + lists <= 3 * 132  # rounded up, they still run at once
+            assert found.target_splits + lists <= 3 * 132  # rounded up, they still run at once
     of_llama = decode_attention_triton.workspace_elements(256, 32, 8, 128, device)
     assert (
         Workspace.empty(of_llama, "meta").nbytes < 17 * 2**20

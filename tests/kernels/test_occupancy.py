@@ -36,7 +36,7 @@ def gpu(monkeypatch):
         )
         return occupancy.processor(CUDA)
 
-    monkeypatch.setattr(attention, "_HELD", {})
+    monkeypatch.setattr(attention, "_PROGRAMS_AT_ONCE", {})
     monkeypatch.setattr(attention, "_SEEN", set())
     yield report
     occupancy.processor.cache_clear()
@@ -71,7 +71,7 @@ def gpu(monkeypatch):
     ],
 )  # fmt: skip
 def test_rules(gpu, capability, registers, shared, warps, held):
-    assert gpu(capability).holds(registers, shared, warps) == held
+    assert gpu(capability).programs_at_once(registers, shared, warps) == held
 
 
 def compiled(registers: int, shared: int, warps: int, name: str = "a") -> SimpleNamespace:
@@ -81,9 +81,9 @@ def compiled(registers: int, shared: int, warps: int, name: str = "a") -> Simple
 
 def test_what_was_not_loaded_says_nothing(gpu):
     gpu(90)
-    assert occupancy.held(CUDA, None) is None
-    assert occupancy.held(CUDA, SimpleNamespace(metadata=None)) is None
-    assert occupancy.held(CUDA, compiled(168, 72 << 10, 4)) == 3
+    assert occupancy.programs_at_once(CUDA, None) is None
+    assert occupancy.programs_at_once(CUDA, SimpleNamespace(metadata=None)) is None
+    assert occupancy.programs_at_once(CUDA, compiled(168, 72 << 10, 4)) == 3
 
 
 CALL = ("decode_attention", CUDA, torch.bfloat16, 128, 16)
@@ -92,19 +92,20 @@ CALL = ("decode_attention", CUDA, torch.bfloat16, 128, 16)
 def test_lists_are_cut_for_as_many_as_the_compiled_kernel_allows(gpu):
     gpu(90)
     tile = attention.tile_of(128, torch.bfloat16, 16)
-    assert attention.at_once(*CALL, tile) == 3
-    assert attention.way(*CALL, 8)[1] == attention.cut(8, CUDA, 3)
+    assert attention.programs_at_once(*CALL, tile) == 3
+    assert attention.tile_and_cut(*CALL, 8)[1] == attention.cut(8, CUDA, 3)
     attention.launched(*CALL, tile, compiled(170, 70 << 10, 4))
-    assert attention.at_once(*CALL, tile) == 2
-    assert attention.way(*CALL, 8)[1] == attention.cut(8, CUDA, 2) != attention.cut(8, CUDA, 3)
+    assert attention.programs_at_once(*CALL, tile) == 2
+    cut = attention.tile_and_cut(*CALL, 8)[1]
+    assert cut == attention.cut(8, CUDA, 2) != attention.cut(8, CUDA, 3)
     # Another variant of it, of which more would fit, changes nothing; another tile's does not.
     attention.launched(*CALL, tile, compiled(90, 70 << 10, 4, "b"))
-    assert attention.at_once(*CALL, tile) == 2
+    assert attention.programs_at_once(*CALL, tile) == 2
     other = attention.Tile(32, 4, 5)
     attention.launched(*CALL, other, compiled(255, 40 << 10, 8, "c"))
-    assert (attention.at_once(*CALL, other), attention.at_once(*CALL, tile)) == (1, 2)
+    assert [attention.programs_at_once(*CALL, each) for each in (other, tile)] == [1, 2]
     # What is measured, or asked for, decides before that.
-    assert attention.way(*CALL, 8, programs=4)[1] == attention.cut(8, CUDA, 4)
+    assert attention.tile_and_cut(*CALL, 8, programs=4)[1] == attention.cut(8, CUDA, 4)
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -115,14 +116,14 @@ def test_what_is_allocated_before_suffices(gpu, capability, size, rows):
     gpu(capability)
     call = ("decode_attention", CUDA, torch.bfloat16, size, rows)
     tile = attention.tile_of(size, torch.bfloat16, rows)
-    supposed = attention.at_once(*call, tile)
-    before = [attention.way(*call, lists)[1].splits for lists in range(1, 3000, 37)]
+    supposed = attention.programs_at_once(*call, tile)
+    before = [attention.tile_and_cut(*call, lists)[1].splits for lists in range(1, 3000, 37)]
     for registers in (16, 128, 255):
         attention.launched(*call, tile, compiled(registers, 0, tile.warps, str(registers)))
-        assert 1 <= attention.at_once(*call, tile) <= supposed
-        after = [attention.way(*call, lists)[1].splits for lists in range(1, 3000, 37)]
+        assert 1 <= attention.programs_at_once(*call, tile) <= supposed
+        after = [attention.tile_and_cut(*call, lists)[1].splits for lists in range(1, 3000, 37)]
         assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_without_a_gpu():
-    assert attention.at_once("decode_attention", torch.device("cpu"), *CALL[2:], None) == 1
+    assert attention.programs_at_once("decode_attention", torch.device("cpu"), *CALL[2:], None) == 1

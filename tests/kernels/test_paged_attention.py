@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kvpolicy.kernels.attention import paged_attention_triton
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, Apart, paged_attention
+from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading, paged_attention
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Workspace
 from kvpolicy.kernels.entries.rounding import FLOAT8
 
@@ -18,8 +18,8 @@ def paged_triton(*tensors, **options):
 
     given = [moved_there(t) for t in tensors]
     moved = {name: moved_there(x) for name, x in options.items()}
-    if "apart" in options:
-        moved["apart"] = Apart(*map(moved_there, options["apart"]))
+    if "reading" in options:
+        moved["reading"] = PairReading(*map(moved_there, options["reading"]))
     return paged_attention_triton.paged_attention(*given, **moved).cpu()
 
 
@@ -33,8 +33,8 @@ def lists_of(lengths, entries, generator):
     return indptr, order[: int(indptr[-1])]
 
 
-def exact(q, keys, values, indptr, indices, *, scale, apart=TOGETHER):
-    """Attention per (request, token, head) in float64, and the error allowed in float32.
+def exact(q, keys, values, indptr, indices, *, scale, reading=UNPAIRED):
+    """One softmax per (request, token, head) in float64, and how far float32 may be off.
 
     Relative to the sum of weight x |value|: a score is off by (D + 4) roundings of float32 relative
     to scale x |q|.|k|, which enters a weight twice (its own and the sum's); sums over n entries, in
@@ -47,10 +47,10 @@ def exact(q, keys, values, indptr, indices, *, scale, apart=TOGETHER):
     one = torch.ones(len(indices))
     k_scale, lengths = [
         (one if each is None else each)[:, None].double()
-        for each in (apart.key_scale, apart.value_scale)
+        for each in (reading.key_scale, reading.value_scale)
     ]
     k = keys[indices].double() * k_scale
-    v = values[indices if apart.value_indices is None else apart.value_indices].double()
+    v = values[indices if reading.value_indices is None else reading.value_indices].double()
     out, bound = torch.zeros(2, *q.shape, dtype=torch.float64)
     for b in range(requests):
         for head in range(heads):
@@ -135,7 +135,7 @@ def test_lists_of_many_lengths(attention, lengths, tokens, heads, kv_heads, size
     q = torch.randn(2, tokens, heads, size, generator=generator).to(dtype)
     inputs = (q, keys, values, indptr, indices)
     scales = (key_scale, value_scale) if separate else ()
-    options = {"scale": size**-0.5, "apart": Apart(value_indices, *scales)}
+    options = {"scale": size**-0.5, "reading": PairReading(value_indices, *scales)}
     assert_exact(attention(*inputs, **options), *inputs, **options)
 
 
@@ -221,7 +221,7 @@ def test_keys_and_values_from_separate_lists_with_lengths(heads, kv_heads, size,
         indptr,
         indices,
         scale=0.3,
-        apart=Apart(value_indices, key_scale, value_scale),
+        reading=PairReading(value_indices, key_scale, value_scale),
     )
 
     keys = stored_k[indices].float() * key_scale[:, None]
@@ -246,7 +246,7 @@ def test_a_request_without_separate_lists_reads_as_before():
         indptr,
         indices,
         scale=0.3,
-        apart=Apart(indices, ones, ones),
+        reading=PairReading(indices, ones, ones),
     )
     assert torch.equal(got, wanted)
 
@@ -261,8 +261,11 @@ def test_a_request_without_separate_lists_reads_as_before():
             "values: expected torch.float32 or 8-bit floats, got torch.float16",
         ),
         ({"indptr": torch.zeros(6)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
-        ({"apart": Apart(torch.arange(3))}, r"value_indices: expected \[0\], got \[3\]"),
-        ({"apart": Apart(key_scale=torch.ones(2))}, r"key_scale: expected \[0\], got \[2\]"),
+        ({"reading": PairReading(torch.arange(3))}, r"value_indices: expected \[0\], got \[3\]"),
+        (
+            {"reading": PairReading(key_scale=torch.ones(2))},
+            r"key_scale: expected \[0\], got \[2\]",
+        ),
         ({"indptr": torch.zeros(7)}, r"indptr: expected \[2 \* G \+ 1\] with G dividing 4"),
     ],
 )

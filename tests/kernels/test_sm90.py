@@ -67,7 +67,7 @@ def test_so_many_programs_fit_a_processor(compiled, case, name, programs):
     found = [kernel for kernel in compiled[case] if kernel["name"] == name]
     assert found
     for kernel in found:
-        held = hopper.holds(kernel["registers"], kernel["shared"], kernel["warps"])
+        held = hopper.programs_at_once(kernel["registers"], kernel["shared"], kernel["warps"])
         assert held >= programs, kernel
 
 

@@ -153,9 +153,11 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
     for layer, (of_keys, of_values) in enumerate(scales):
         scale = SIZE**-0.5 * of_keys
         first.layer(layer)
-        indptr, indices, apart = lists.layer(layer)
+        indptr, indices, reading = lists.layer(layer)
         arena = (pool.arena.entries, pool.arena.values)
-        got = paged_attention(q[:, layer, None], *arena, indptr, indices, scale=scale, apart=apart)
+        got = paged_attention(
+            q[:, layer, None], *arena, indptr, indices, scale=scale, reading=reading
+        )
         by_tables = decode_attention(
             q[:, layer].contiguous(),
             pool.arena.storage,

@@ -9,7 +9,7 @@ from fake_allocator import Allocator, no_cache
 from host_waits import HostWaits
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy.kernels.attention.paged_attention import TOGETHER, paged_attention
+from kvpolicy.kernels.attention.paged_attention import UNPAIRED, paged_attention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
@@ -234,8 +234,8 @@ def test_compressed_requests_read_exactly_what_was_kept(heads, kv_heads, seed):
             lists.of(1, layer)
     assert waits.found == []
     for layer in range(layers):
-        indptr, indices, apart = lists.layer(layer)
-        assert apart == TOGETHER
+        indptr, indices, reading = lists.layer(layer)
+        assert reading == UNPAIRED
         for i in range(3):
             own, listed = lists.of(i, layer)
             start, end = indptr[i * kv_heads], indptr[(i + 1) * kv_heads]

@@ -23,7 +23,7 @@ from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
-from kvpolicy.kernels.attention.paged_attention import Apart
+from kvpolicy.kernels.attention.paged_attention import PairReading
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 from kvpolicy.kernels.attention.private_pages_triton import private_pages
 from kvpolicy.sglang_ext.forward import share
@@ -210,9 +210,11 @@ def attention(ranks: int, *, pairs: bool) -> tuple[int, list[str]]:
             entries = empty(tokens, dtype=torch.int64)
             paged_attention(q, arena.entries, arena.values, indptr, entries, scale=0.1)
             if pairs:
-                apart = Apart(entries, *(empty(tokens, dtype=torch.float32) for _ in range(2)))
+                reading = PairReading(
+                    entries, *(empty(tokens, dtype=torch.float32) for _ in range(2))
+                )
                 given = (arena.entries, arena.values, indptr, entries)
-                paged_attention(q, *given, scale=0.1, apart=apart)
+                paged_attention(q, *given, scale=0.1, reading=reading)
 
     warmed = asked(begin, KEPT)
     used = asked(serve, KEPT)
