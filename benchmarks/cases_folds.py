@@ -34,8 +34,8 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     ids = model.permutation(len(pool), seed=2).view(lists, width)
     score = model.random(lists, width, seed=3).double()
     there = torch.ones(lists, width, dtype=torch.bool, device=device)
-    numbers = torch.tensor([[4, 4, entries]], device=device)
-    kept = TRITON["best"](score, None, there, numbers)
+    limits = torch.tensor([[4, 4, entries]], device=device)
+    kept = TRITON["best"](score, None, there, limits)
     positions = torch.arange(width, device=device).repeat(layers, 1)
     newest = torch.full((batch,), 2 * width, device=device)
     used = TRITON["tally"](kept, there, None, None, kv_heads)[0][:, 0]
@@ -48,7 +48,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     proceed = torch.ones(batch, 1, dtype=torch.bool, device=device)
     return {
         "carry": ((kept, positions, used, newest, [score], [0.0]), carried),
-        "best": ((score, None, there, numbers), {}),
+        "best": ((score, None, there, limits), {}),
         "then": ((kept, score, None, there, score[:, 0].abs() * entries), {"in_all": False}),
         "whole": ((score[:, 0].contiguous(),), {}),
         "tally": ((kept, there, None, None, kv_heads), {}),

@@ -56,7 +56,7 @@ class Parts:
         few = steps and self.window is None
         self.tiles = TileShape.of(bound.shape, self.window, single, simple, few)
         # Otherwise a program goes over the queries of its block of keys tile by tile.
-        self.whole = self.tiles.whole
+        self.one_tile = self.tiles.one_tile
 
     def _window(self) -> int | None:
         """Number of queries of the window; None: it depends on the prompt or the layer."""

@@ -19,14 +19,14 @@ class Statistic:
     """One reduction over queries: in one tile, or over blocks of queries.
 
     Attributes:
-        whole: whether one tile holds all queries.
+        one_tile: whether one tile holds all queries.
         parts: part of the result -> its tile, after `end`.
         state: names of the values that are carried from tile to tile and to `end`.
     """
 
     reduction: Reduction
     writer: Writer
-    whole: bool
+    one_tile: bool
 
     def __post_init__(self) -> None:
         node = self.reduction.node
@@ -43,7 +43,7 @@ class Statistic:
 
     def start(self, writer: Writer) -> None:
         """Writes the values to start from."""
-        if self.whole:
+        if self.one_tile:
             return
         size = shape(self.reduction, "column")
         op, row = self.node.op, self.node.operation
@@ -74,12 +74,12 @@ class Statistic:
         if op == "var":
             self._variance(writer)
             return
-        if self.whole and op == "mean" and self.reduction.rest:
+        if self.one_tile and op == "mean" and self.reduction.rest:
             self.count = self._new("count")
             self.state.append(self.count)
             writer.line(f"{self.count} = {writer.number(self.x, self.over, self.node).text}")
             op = "sum"
-        if self.whole:
+        if self.one_tile:
             writer.line(f"{self.name} = {writer.reduced(op, self.x, self.over, self.node).text}")
             return
         kind = "sum" if op == "mean" else op
@@ -101,14 +101,14 @@ class Statistic:
     def _variance(self, writer: Writer) -> None:
         """Writes the variance of a tile, joined to that of earlier tiles (Chan et al., 1979)."""
         number, mean = self._new("number"), self._new("mean")
-        count = writer.number if self.whole else writer.counted
+        count = writer.number if self.one_tile else writer.counted
         writer.line(f"{number} = ({count(self.x, self.over, self.node).text}) * 1.0")
         total = writer.reduced("sum", self.x, self.over, self.node).text
         writer.line(f"{mean} = {total} / tl.maximum({number}, 1.0)")
         away = replace(self.x, text=f"(({self.x.text} - {mean}) * ({self.x.text} - {mean}))")
         away = replace(away, axes=self.x.axes | self.axes)
         spread = writer.reduced("sum", away, self.over, self.node).text
-        if self.whole:
+        if self.one_tile:
             writer.line(f"{self.name} = {spread} / tl.maximum({number}, 1.0)")
             return
         own, share, apart = self._new("own"), self._new("share"), self._new("apart")
@@ -122,14 +122,14 @@ class Statistic:
     def end(self, writer: Writer) -> None:
         """Writes the reduction of all queries and sets `parts`."""
         op, row, rest = self.node.op, self.node.operation, self.reduction.rest
-        if op == "var" and not self.whole:
+        if op == "var" and not self.one_tile:
             writer.line(f"{self.name} = {self.spread} / tl.maximum({self.count}, 1.0)")
         if op == "mean":
             self._mean(writer, bool(rest))
             return
         if row.keeps_finite and not row.always_finite:
             self._clean(writer)
-        truth = row.result == "truth" and not self.whole
+        truth = row.result == "truth" and not self.one_tile
         self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
 
     def _clean(self, writer: Writer) -> None:
@@ -138,11 +138,11 @@ class Statistic:
             writer.line(f"{self.name} = tl.where({self.name} == {self.name}, {self.name}, 0.0)")
 
     def _mean(self, writer: Writer, rest: bool) -> None:
-        if self.whole and not rest:  # a quotient already
+        if self.one_tile and not rest:  # a quotient already
             self._clean(writer)
             self.parts["value"] = Tile(self.name, self.axes)
             return
-        known = None if self.whole else self.known
+        known = None if self.one_tile else self.known
         number = self.count if known is None else known.text
         if rest:
             self.parts = {"sum": Tile(self.name, self.axes), "count": Tile(number, self.axes)}

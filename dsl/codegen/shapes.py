@@ -23,18 +23,18 @@ class TileShape:
 
     Attributes:
         group, dim: query heads of a KV head and head size, rounded up to powers of two.
-        width: queries of a tile, which has `group * width` rows.
-        whole: whether one tile holds the window.
+        query_tile: queries of a tile, which has `group * query_tile` rows.
+        one_tile: whether one tile holds the window.
         block: tokens of a tile, on a GPU.
         warps, stages: of a launch.
-        row_pass: width, warps and stages of the kernel that goes over the keys for each row: the
-            more queries it holds, the less often it reads the keys.
+        row_pass: query_tile, warps and stages of the kernel that goes over the keys for each row:
+            the more queries it holds, the less often it reads the keys.
     """
 
     group: int
     dim: int
-    width: int
-    whole: bool
+    query_tile: int
+    one_tile: bool
     block: int
     warps: int
     stages: int
@@ -57,21 +57,21 @@ class TileShape:
         size = dim * (8 if single else 2)
         most, least = _QUERIES // size, max(1, 16 // group)  # a product of tiles has 16 rows
         fit = max(least, _power(window or 1))
-        whole = window is not None and group * fit <= min(most, _MOST_ROWS)
+        one_tile = window is not None and group * fit <= min(most, _MOST_ROWS)
         rows = min(most, _LOOP_ROWS if few else _LONG_ROWS)
-        width = fit if whole else max(least, rows // group)
-        rows = group * width
-        large = not (whole or few) and simple and dim <= 128
+        query_tile = fit if one_tile else max(least, rows // group)
+        rows = group * query_tile
+        large = not (one_tile or few) and simple and dim <= 128
         small = single or few or rows > _LONG_ROWS or (dim > 128 and not simple)
         block = 32 if small else 128 if large else 64
         warps = 8 if rows * block >= 8192 else 4
         stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))
-        row_pass = (width, warps, stages)
-        if not whole:
-            width = max(least, min(most, _LOOP_ROWS) // group)
-            tile = group * width * size
+        row_pass = (query_tile, warps, stages)
+        if not one_tile:
+            query_tile = max(least, min(most, _LOOP_ROWS) // group)
+            tile = group * query_tile * size
             warps, stages = 4, max(2, min(_STAGES, (_HALF - block * size) // tile))
-        return cls(group, dim, width, whole, block, warps, stages, row_pass)
+        return cls(group, dim, query_tile, one_tile, block, warps, stages, row_pass)
 
 
 def _power(number: int) -> int:

@@ -122,7 +122,7 @@ class Generator(Parts):
         """Names that functions may use: sizes, inputs, numbers and results."""
         shape, tiles = self.bound.shape, self.tiles
         sizes = {
-            "GROUP": shape.group, "GROUP_P": tiles.group, "BLOCK_W": tiles.width,
+            "GROUP": shape.group, "GROUP_P": tiles.group, "BLOCK_W": tiles.query_tile,
             "HEAD_DIM": shape.head_dim, "HEAD_DIM_P": tiles.dim,
         }  # fmt: skip
         own = {name: f"inputs[{i}]" for i, name in enumerate(self.arguments.tensors)}
@@ -147,8 +147,8 @@ class Generator(Parts):
             "group": self.bound.shape.group,
             "head_dim": self.bound.shape.head_dim,
             "padded": (tiles.group, tiles.dim),
-            "width": tiles.width,
-            "whole": self.whole,
+            "query_tile": tiles.query_tile,
+            "one_tile": self.one_tile,
             "block": tiles.block,
             "launch": {"num_warps": tiles.warps, "num_stages": tiles.stages},
             "row_pass": tiles.row_pass,
@@ -175,7 +175,7 @@ class Generator(Parts):
 
     def _skips(self) -> bool:
         """Whether a prefill may skip the queries before a block of keys."""
-        looped = bool(self.columns) and not self.whole and not self.steps
+        looped = bool(self.columns) and not self.one_tile and not self.steps
         return looped and self.softmax and all(skips(each) for each in self.columns)
 
     def writer(self, over_queries: bool) -> Writer:
@@ -228,7 +228,7 @@ class Generator(Parts):
         made: list[tuple[Reduction, Statistic]] = []
         for each in self.columns:
             writer.comment(each.node)
-            statistic = Statistic(each, writer, whole=self.whole)
+            statistic = Statistic(each, writer, one_tile=self.one_tile)
             statistic.start(before)
             statistic.add(writer)
             made.append((each, statistic))
@@ -247,7 +247,7 @@ class Generator(Parts):
         )
         if not self.columns:
             return {"store": store}
-        return self._loop(state, [] if self.whole else before.lines, writer.lines, store)
+        return self._loop(state, [] if self.one_tile else before.lines, writer.lines, store)
 
     def _loop(
         self, state: list[str], before: list[str], inner: list[str], store: _Function

@@ -229,7 +229,7 @@ class Lists:
         score: torch.Tensor | None = None,
         present: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Result of the kernel "best", whose `numbers` are made once for a block.
+        """Result of the kernel "best", whose `limits` are made once for a block.
 
         Args:
             node: selects entries by their place; rules: [B], its rule for each request.
@@ -237,13 +237,13 @@ class Lists:
         """
         block = self.shown.block
         if node not in block.ends:
-            block.ends[node] = self._numbers(rules, evaluation)
-        numbers, kernel = block.ends[node], self.shown.steps.kernels["best"]
-        kept: torch.Tensor = kernel(score, present, block.there, numbers)
+            block.ends[node] = self._limits(rules, evaluation)
+        limits, kernel = block.ends[node], self.shown.steps.kernels["best"]
+        kept: torch.Tensor = kernel(score, present, block.there, limits)
         return kept
 
-    def _numbers(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
-        """int64 [N, 3], `numbers` of the kernel "best"; N is 1, B, B * L or B * L * G."""
+    def _limits(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
+        """int64 [N, 3], `limits` of the kernel "best"; N is 1, B, B * L or B * L * G."""
         shown = self.shown
         block, pairs = shown.block, zip(rules, shown.prompts, strict=True)
         own = [each.rows(shown.bound, prompt, shown.steps.layers) for each, prompt in pairs]
@@ -251,15 +251,15 @@ class Lists:
             own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
         rows = [row for each in own for row in each]
         rows = rows[:1] if all(row == rows[0] for row in rows) else rows
-        numbers = sent(torch.tensor(rows), block.there.device)
+        limits = sent(torch.tensor(rows), block.there.device)
         data = rules[0].of_data(shown.bound)
         if data:
-            numbers = numbers.repeat_interleave(len(block.there) // len(rows), 0)
+            limits = limits.repeat_interleave(len(block.there) // len(rows), 0)
         for place, node in data.items():
             given = shown.steps.kernels["whole"](evaluation.value(node).tensor.double())
             # Where the rule does not hold, the row says that all entries stay.
-            numbers[:, place] = torch.maximum(numbers[:, place], given)
-        return numbers
+            limits[:, place] = torch.maximum(limits[:, place], given)
+        return limits
 
     def part(self, x: Value, later: int = 0) -> Value:
         """A value of the block, cut to these lists, without the last `later` columns."""

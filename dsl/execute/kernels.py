@@ -27,10 +27,10 @@ top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, among equal keys the
     first. The lowest int32 marks an absent key, which is never chosen.
 
-best(score, present, there, numbers) -> bool [R, M]
+best(score, present, there, limits) -> bool [R, M]
     Of the entries in bool `there` [R, M]: the first and last ones, and of the rest the highest
     float64 scores, compared as float32, among equal scores the first; all entries, if they are no
-    more than wanted. numbers is int64 [N, 3], a row for R / N lists each: first entries, last
+    more than wanted. limits is int64 [N, 3], a row for R / N lists each: first entries, last
     entries, entries in all. Scores are absent where bool `present` is false (None: nowhere).
     Without scores only the first and last entries stay.
 

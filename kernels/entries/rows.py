@@ -9,14 +9,14 @@ from kvpolicy.kernels.entries.rounding import movable
 
 
 def take_rows(
-    tensors: Sequence[torch.Tensor], rows: torch.Tensor, some: torch.Tensor | None = None
+    tensors: Sequence[torch.Tensor], rows: torch.Tensor, subset: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Take the same rows of each tensor.
 
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
-        some: [s] int64 in 0 .. m - 1, indices in `rows` of those to take. None: all.
+        subset: [s] int64 in 0 .. m - 1, indices in `rows` of those to take. None: all.
 
     Returns:
         For each tensor [m, ...], or [s, ...], contiguous, of its dtype.
@@ -24,8 +24,8 @@ def take_rows(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(tensors, rows, some)
-    rows = rows if some is None else rows[some]
+    check(tensors, rows, subset)
+    rows = rows if subset is None else rows[subset]
     return [movable(x).index_select(0, rows).view(x.dtype) for x in tensors]
 
 
@@ -33,7 +33,7 @@ def put_rows(
     tensors: Sequence[torch.Tensor],
     rows: torch.Tensor,
     sources: Sequence[torch.Tensor],
-    some: torch.Tensor | None = None,
+    subset: torch.Tensor | None = None,
 ) -> None:
     """Write rows of each tensor, in place; the other rows keep what they hold.
 
@@ -41,13 +41,13 @@ def put_rows(
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, without duplicates.
         sources: for each tensor [m, ...], or [s, ...], of its dtype and not sharing its memory.
-        some: as of `take_rows`.
+        subset: as of `take_rows`.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(tensors, rows, some, sources)
-    rows = rows if some is None else rows[some]
+    check(tensors, rows, subset, sources)
+    rows = rows if subset is None else rows[subset]
     for tensor, source in zip(tensors, sources, strict=True):
         movable(tensor).index_copy_(0, rows, movable(source))
 
@@ -55,7 +55,7 @@ def put_rows(
 def check(
     tensors: Sequence[torch.Tensor],
     rows: torch.Tensor,
-    some: torch.Tensor | None,
+    subset: torch.Tensor | None,
     sources: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no values.
@@ -63,7 +63,7 @@ def check(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    for name, given in (("rows", rows), ("some", some)):
+    for name, given in (("rows", rows), ("subset", subset)):
         if given is not None and (given.dim() != 1 or given.dtype != torch.int64):
             raise ValueError(f"{name}: expected int64 [m], got {given.dtype} {list(given.shape)}")
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
@@ -74,7 +74,7 @@ def check(
     if len(sources) != len(tensors):
         raise ValueError(f"sources: expected {len(tensors)} tensors, got {len(sources)}")
     for place, (tensor, source) in enumerate(zip(tensors, sources, strict=True)):
-        expected = (len(rows if some is None else some), *tensor.shape[1:])
+        expected = (len(rows if subset is None else subset), *tensor.shape[1:])
         if source.shape != expected or source.dtype != tensor.dtype:
             raise ValueError(
                 f"sources[{place}]: expected {tensor.dtype} {list(expected)}, "

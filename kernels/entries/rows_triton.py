@@ -20,7 +20,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 def take_rows(
     tensors: Sequence[torch.Tensor],
     rows: torch.Tensor,
-    some: torch.Tensor | None = None,
+    subset: torch.Tensor | None = None,
     *,
     block: int | None = None,
 ) -> list[torch.Tensor]:
@@ -31,7 +31,7 @@ def take_rows(
     Args:
         tensors: each [T, ...], any dtype; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, in any order.
-        some: as of `rows.take_rows`.
+        subset: as of `rows.take_rows`.
         block: elements that a program copies; a power of two. None: as measured for the GPU (see
             `tuned`), else 2048.
 
@@ -42,11 +42,11 @@ def take_rows(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(tensors, rows, some)
-    number = len(rows if some is None else some)
+    check(tensors, rows, subset)
+    number = len(rows if subset is None else subset)
     taken = [torch.empty((number, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
     flat = [_flat(tensor.contiguous()) for tensor in tensors]
-    _launch(flat, [_flat(tensor) for tensor in taken], rows, some, block, put=False)
+    _launch(flat, [_flat(tensor) for tensor in taken], rows, subset, block, put=False)
     return taken
 
 
@@ -54,7 +54,7 @@ def put_rows(
     tensors: Sequence[torch.Tensor],
     rows: torch.Tensor,
     sources: Sequence[torch.Tensor],
-    some: torch.Tensor | None = None,
+    subset: torch.Tensor | None = None,
     *,
     block: int | None = None,
 ) -> None:
@@ -66,7 +66,7 @@ def put_rows(
         tensors: each [T, ...], any dtype, contiguous; T is the same for all.
         rows: [m] int64 in 0 .. T - 1, without duplicates.
         sources: for each tensor [m, ...], or [s, ...], of its dtype and not sharing its memory.
-        some: as of `take_rows`.
+        subset: as of `take_rows`.
         block: elements that a program copies; a power of two. None: as measured for the GPU (see
             `tuned`), else 2048.
 
@@ -74,12 +74,12 @@ def put_rows(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(tensors, rows, some, sources)
+    check(tensors, rows, subset, sources)
     for place, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             raise ValueError(f"tensors[{place}]: expected a contiguous tensor")
     own = [_flat(source.contiguous()) for source in sources]
-    _launch(own, [_flat(tensor) for tensor in tensors], rows, some, block, put=True)
+    _launch(own, [_flat(tensor) for tensor in tensors], rows, subset, block, put=True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _launch(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
     rows: torch.Tensor,
-    some: torch.Tensor | None,
+    subset: torch.Tensor | None,
     block: int | None,
     *,
     put: bool,
@@ -102,7 +102,7 @@ def _launch(
     narrow = [pair for pair in pairs if _row_bytes(pair[0]) % 16]
     wide = [pair for pair in pairs if not _row_bytes(pair[0]) % 16]
     for function, alike in ((_copy_aligned, wide), (_copy_any, narrow)):
-        _copied(function, alike, rows, some, block, put=put)
+        _copied(function, alike, rows, subset, block, put=put)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -113,7 +113,7 @@ def _copied(
     function: Any,
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
     rows: torch.Tensor,
-    some: torch.Tensor | None,
+    subset: torch.Tensor | None,
     block: int | None,
     *,
     put: bool,
@@ -128,35 +128,35 @@ def _copied(
         spare = _MOST - len(together)
         widths, blocks = widths + [0] * spare, blocks + [0] * spare
         absent = [None] * spare
-        function[(len(rows if some is None else some), sum(blocks))](
+        function[(len(rows if subset is None else subset), sum(blocks))](
             *(source for source, _ in together), *absent,
             *(target for _, target in together), *absent, rows.contiguous(),
-            None if some is None else some.contiguous(),
+            None if subset is None else subset.contiguous(),
             *widths, *blocks[:-1], PUT=put, BLOCK=elements,
         )  # fmt: skip
 
 
 def _copy(
-    source_0, source_1, source_2, source_3, target_0, target_1, target_2, target_3, rows, some,
+    source_0, source_1, source_2, source_3, target_0, target_1, target_2, target_3, rows, subset,
     width_0, width_1, width_2, width_3, blocks_0, blocks_1, blocks_2,
     PUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy one block of one row of one of four tensors; an absent tensor has no blocks."""
     part = tl.program_id(1)
     if part < blocks_0:
-        _copy_part(source_0, target_0, rows, some, width_0, part, PUT, BLOCK)
+        _copy_part(source_0, target_0, rows, subset, width_0, part, PUT, BLOCK)
     part -= blocks_0
     if source_1 is not None:
         if (part >= 0) & (part < blocks_1):
-            _copy_part(source_1, target_1, rows, some, width_1, part, PUT, BLOCK)
+            _copy_part(source_1, target_1, rows, subset, width_1, part, PUT, BLOCK)
     part -= blocks_1
     if source_2 is not None:
         if (part >= 0) & (part < blocks_2):
-            _copy_part(source_2, target_2, rows, some, width_2, part, PUT, BLOCK)
+            _copy_part(source_2, target_2, rows, subset, width_2, part, PUT, BLOCK)
     part -= blocks_2
     if source_3 is not None:
         if part >= 0:
-            _copy_part(source_3, target_3, rows, some, width_3, part, PUT, BLOCK)
+            _copy_part(source_3, target_3, rows, subset, width_3, part, PUT, BLOCK)
 
 
 _SIZES = ("source", "target", "width")
@@ -165,15 +165,15 @@ _copy_any = kernel()(_copy)
 
 
 @triton.jit
-def _copy_part(source, target, rows, some, width, part, PUT: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_part(source, target, rows, subset, width, part, PUT: tl.constexpr, BLOCK: tl.constexpr):
     """Copy a block of source[i] to target[row], or without PUT of source[row] to target[i].
 
     i: program 0's id. row: the i-th of the rows.
     """
     own = tl.program_id(0).to(tl.int64)
     at = own
-    if some is not None:
-        at = tl.load(some + own)
+    if subset is not None:
+        at = tl.load(subset + own)
     row = tl.load(rows + at)
     from_, into = (own, row) if PUT else (row, own)
     column = part * BLOCK + tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ def best(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
     there: torch.Tensor,
-    numbers: torch.Tensor,
+    limits: torch.Tensor,
 ) -> torch.Tensor:
     """Keep the first and last entries of R lists, and of the others those with the highest scores.
 
@@ -21,7 +21,7 @@ def best(
             is absent. None: only the ends stay.
         present: bool [R, M], where a score is present; None: everywhere.
         there: bool [R, M], columns at which each list holds an entry.
-        numbers: int64 [N, 3], N > 0, each row for R / N consecutive lists: how many first entries,
+        limits: int64 [N, 3], N > 0, each row for R / N consecutive lists: how many first entries,
             how many last ones, and the budget for all, which counts only with scores. A list with
             no more entries than its budget keeps all, even without a score; the ends stay even if
             they exceed it.
@@ -32,8 +32,8 @@ def best(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(score, present, there, numbers)
-    first, last, budget = numbers.repeat_interleave(len(there) // max(len(numbers), 1), 0).unbind(1)
+    check(score, present, there, limits)
+    first, last, budget = limits.repeat_interleave(len(there) // max(len(limits), 1), 0).unbind(1)
     number = there.sum(1)
     place = there.cumsum(1) - 1
     ends = (place < first[:, None]) | (place >= (number - last)[:, None])
@@ -51,7 +51,7 @@ def check(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
     there: torch.Tensor,
-    numbers: torch.Tensor,
+    limits: torch.Tensor,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
@@ -59,11 +59,11 @@ def check(
         ValueError: names the argument, what was expected and what was given.
     """
     check_lists(there, score, present)
-    whole = numbers.dim() == 2 and len(numbers) and len(there) % len(numbers) == 0
-    if numbers.dtype != torch.int64 or not whole or numbers.shape[1] != 3:
+    whole = limits.dim() == 2 and len(limits) and len(there) % len(limits) == 0
+    if limits.dtype != torch.int64 or not whole or limits.shape[1] != 3:
         raise ValueError(
-            f"numbers: expected int64 [N, 3], N a part of {len(there)}, "
-            f"got {numbers.dtype} {list(numbers.shape)}"
+            f"limits: expected int64 [N, 3], N a part of {len(there)}, "
+            f"got {limits.dtype} {list(limits.shape)}"
         )
 
 

@@ -20,7 +20,7 @@ def best(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
     there: torch.Tensor,
-    numbers: torch.Tensor,
+    limits: torch.Tensor,
     *,
     block: int = 1024,
 ) -> torch.Tensor:
@@ -37,8 +37,8 @@ def best(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(score, present, there, numbers)
-    return chosen(None, score, present, there, numbers, in_all=True, block=block)
+    check(score, present, there, limits)
+    return chosen(None, score, present, there, limits, in_all=True, block=block)
 
 
 def chosen(
@@ -46,19 +46,19 @@ def chosen(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
     there: torch.Tensor,
-    numbers: torch.Tensor,
+    limits: torch.Tensor,
     *,
     in_all: bool,
     block: int,
 ) -> torch.Tensor:
-    """The result of `best`, or with `taken` of `then`, whose `number` is then `numbers`."""
+    """The result of `best`, or with `taken` of `then`, whose `number` is then `limits`."""
     kept = torch.empty(there.shape, dtype=torch.bool, device=there.device)
     if there.numel():
         _best[(len(there),)](
             *(None if x is None else x.contiguous().view(torch.uint8) for x in (taken, present)),
             None if score is None else score.contiguous(),
-            there.contiguous().view(torch.uint8), numbers.contiguous(), kept.view(torch.uint8),
-            there.shape[1], len(there) // len(numbers), IN_ALL=in_all, BLOCK=block, num_warps=8,
+            there.contiguous().view(torch.uint8), limits.contiguous(), kept.view(torch.uint8),
+            there.shape[1], len(there) // len(limits), IN_ALL=in_all, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return kept
 
@@ -95,7 +95,7 @@ def _block(
 
 @kernel()
 def _best(
-    taken, present, score, there, numbers, kept, width, share,
+    taken, present, score, there, limits, kept, width, share,
     IN_ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose the entries of one list."""
@@ -108,13 +108,13 @@ def _best(
         own += tl.sum(stays.to(tl.int32))
     ends_first, ends_last = 0, 0
     if taken is not None:
-        most = tl.load(numbers + this // share)
+        most = tl.load(limits + this // share)
         if IN_ALL:
             most = tl.maximum(most - own, 0.0)
         everything = IN_ALL & (number - own <= most)
         missing = tl.minimum(counted(most), tl.cast(number, tl.float64)).to(tl.int32)
     else:
-        ends = numbers + (this // share).to(tl.int64) * 3
+        ends = limits + (this // share).to(tl.int64) * 3
         ends_first = tl.minimum(tl.load(ends), number).to(tl.int32)
         ends_last = tl.minimum(tl.load(ends + 1), number).to(tl.int32)
         own = tl.minimum(ends_first + ends_last, number)

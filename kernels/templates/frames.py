@@ -26,9 +26,9 @@ from kvpolicy.kernels.templates.tiles import (
 
 @kernel()
 def columns(
-    q, query_positions, alike, k, key_rows, v, value_rows, row_lse, positions, holds, ranks, flags,
-    inputs, numbers, results, tokens, queries, blocks,
-    START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, WHOLE: tl.constexpr,
+    q, query_positions, heads_per_row, k, key_rows, v, value_rows, row_lse, positions, holds, ranks,
+    flags, inputs, numbers, results, tokens, queries, blocks,
+    START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, ONE_TILE: tl.constexpr,
     SKIPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHECK_LOGITS: tl.constexpr,
     CHECK_KEYS: tl.constexpr, CHECK_VALUES: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
@@ -40,19 +40,19 @@ def columns(
         START: gives the state before the first tile of queries; TILE: the state after one tile
             more, None if no query is read; STORE: stores results from the state and from the
             block's keys and values.
-        WHOLE: one tile holds the window, and START is not called.
+        ONE_TILE: one tile holds the window, and START is not called.
         SKIPS: queries that do not see a token add nothing to it, so they are skipped.
         KEYS, VALUES: whether they are given; Triton 3.6 cannot test a tuple for None.
         CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: whether to count those that are not finite in
             `flags`, int32 [G, blocks].
     """
     head = tl.program_id(1)
-    if TILE is not None and WHOLE:
+    if TILE is not None and ONE_TILE:
         asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
         q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
         asked = asked_of(
-            0, head, tokens, queries, query_positions, alike, row_lse, STEPS, GROUP, GROUP_P,
-            BLOCK_W,
+            0, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS, GROUP,
+            GROUP_P, BLOCK_W,
         )  # fmt: skip
     begin = tl.program_id(0) * blocks
     end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
@@ -66,7 +66,7 @@ def columns(
         if KEYS:
             k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
         state = ()
-        if TILE is not None and WHOLE:
+        if TILE is not None and ONE_TILE:
             logits = logits_of(
                 q_tile, k_tile, k, head, True, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
             )
@@ -74,7 +74,7 @@ def columns(
             state = TILE((), asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
             if CHECK_LOGITS:
                 wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
-        if TILE is not None and not WHOLE:
+        if TILE is not None and not ONE_TILE:
             state = START(BLOCK_N)
             first = 0
             if SKIPS:  # earlier queries do not see these tokens
@@ -85,8 +85,8 @@ def columns(
                 )
                 q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
                 part = asked_of(
-                    start, head, tokens, queries, query_positions, alike, row_lse, STEPS, GROUP,
-                    GROUP_P, BLOCK_W,
+                    start, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS,
+                    GROUP, GROUP_P, BLOCK_W,
                 )  # fmt: skip
                 logits = logits_of(
                     q_part, k_tile, k, head, True, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
@@ -114,8 +114,8 @@ def columns(
 
 @kernel()
 def rows(
-    q, query_positions, alike, k, key_rows, row_lse, positions, holds, ranks, inputs, numbers,
-    results, tokens, queries, blocks, kv,
+    q, query_positions, heads_per_row, k, key_rows, row_lse, positions, holds, ranks, inputs,
+    numbers, results, tokens, queries, blocks, kv,
     START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, STEPS: tl.constexpr,
     SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
@@ -132,8 +132,8 @@ def rows(
     asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
     asked = asked_of(
-        start, head, tokens, queries, query_positions, alike, row_lse, STEPS, GROUP, GROUP_P,
-        BLOCK_W,
+        start, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS, GROUP,
+        GROUP_P, BLOCK_W,
     )  # fmt: skip
     state = START(BLOCK_N)
     for block in range(part * blocks, tl.minimum((part + 1) * blocks, tl.cdiv(tokens, BLOCK_N))):

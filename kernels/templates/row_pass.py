@@ -23,7 +23,8 @@ from kvpolicy.kernels.templates.tiles import (
 
 @kernel()
 def row_partials(
-    q, query_positions, alike, k, key_rows, positions, holds, partial, tokens, queries, blocks, kv,
+    q, query_positions, heads_per_row, k, key_rows, positions, holds, partial, tokens, queries,
+    blocks, kv,
     STEPS: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -34,7 +35,7 @@ def row_partials(
     start = (tiles - 1 - tile) * BLOCK_W
     asking, row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
     q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
-    line_at = asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS)
+    line_at = asked_at(row, there, head, tokens, queries, query_positions, heads_per_row, STEPS)
     top = tl.full([GROUP_P * BLOCK_W], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_P * BLOCK_W], tl.float32)
     some = tl.zeros([GROUP_P * BLOCK_W], tl.int32)

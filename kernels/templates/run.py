@@ -32,7 +32,7 @@ class Frame:
     Attributes:
         steps: whether they serve decode steps; else they serve prefills.
         group, head_dim: query heads of a KV head, head size; `padded`: both as powers of two.
-        width: queries of a tile; `whole`: whether one tile holds the window.
+        query_tile: queries of a tile; `one_tile`: whether one tile holds the window.
         block: tokens of a tile on a GPU; `launch`: warps and stages.
         row_pass: queries of a tile, warps and stages of the kernel `row_partials`.
         softmax: whether the log-sum-exp of rows is needed.
@@ -50,8 +50,8 @@ class Frame:
     group: int
     head_dim: int
     padded: tuple[int, int]
-    width: int
-    whole: bool
+    query_tile: int
+    one_tile: bool
     block: int
     launch: dict[str, int]
     row_pass: tuple[int, int, int]
@@ -140,7 +140,7 @@ class _Run:
             self.kv = k.shape[0] * k.shape[2]
         self.tile = self.block or (frame.block if self.gpu else 256)
         group, dim = frame.padded
-        self.heads = {"GROUP": frame.group, "GROUP_P": group, "BLOCK_W": frame.width}
+        self.heads = {"GROUP": frame.group, "GROUP_P": group, "BLOCK_W": frame.query_tile}
         self.sizes: _Launch = {
             **self.heads,
             "STEPS": frame.steps,
@@ -154,7 +154,7 @@ class _Run:
         self.wanted = 2  # programs that fill the GPU
         if self.gpu:
             self.wanted = 2 * torch.cuda.get_device_properties(k.device).multi_processor_count
-        self.tiles = triton.cdiv(self.queries, frame.width)
+        self.tiles = triton.cdiv(self.queries, frame.query_tile)
         if frame.steps:
             # A list is cut by its length alone: its sums do not depend on other lists.
             blocks = max((self.split or (8192 if self.gpu else 512)) // self.tile, 1)
@@ -210,7 +210,7 @@ class _Run:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _asked(self) -> tuple:
-        """The window as kernels take it: `q`, `query_positions`, `alike`."""
+        """The window as kernels take it: `q`, `query_positions`, `heads_per_row`."""
         q, at, _ = self.window
         if q is None:
             return None, None, 1
@@ -243,9 +243,9 @@ class _Run:
         partial = torch.empty(self.splits, rows, dtype=torch.float32, device=self.device)
         lse = partial
         if self.queries:
-            width, warps, stages = self.frame.row_pass
-            own = {"BLOCK_W": width, "num_warps": warps, "num_stages": stages}
-            row_partials[(self.splits * self.kv * triton.cdiv(self.queries, width),)](
+            query_tile, warps, stages = self.frame.row_pass
+            own = {"BLOCK_W": query_tile, "num_warps": warps, "num_stages": stages}
+            row_partials[(self.splits * self.kv * triton.cdiv(self.queries, query_tile),)](
                 *self._asked(), *self._vectors(self.keys), *self.marks[:2], partial, self.tokens,
                 self.queries, self.blocks, self.kv, **{**self.sizes, **own},
             )  # fmt: skip
@@ -263,7 +263,7 @@ class _Run:
         self, functions: tuple, lse: torch.Tensor | None, given: tuple[tuple, ...]
     ) -> None:
         frame, (start, tile, store) = self.frame, functions
-        if tile is not None and not frame.whole:
+        if tile is not None and not frame.one_tile:
             step = 1  # the loop is over queries
         elif tile is not None and frame.softmax:
             step = self.blocks  # the same blocks as a program of the row pass
@@ -276,7 +276,7 @@ class _Run:
         frames.columns[(triton.cdiv(self.total, step), self.kv)](
             *self._asked(), *keys, *self._vectors(self.values), lse, *self.marks[:3], flags,
             *given, self.tokens, self.queries, step,
-            START=start, TILE=tile, STORE=store, WHOLE=frame.whole, SKIPS=frame.skips,
+            START=start, TILE=tile, STORE=store, ONE_TILE=frame.one_tile, SKIPS=frame.skips,
             KEYS=frame.reads_keys, VALUES=self.values[0] is not None,
             **{f"CHECK_{x.upper()}": x in frame.checks for x in ("logits", "keys", "values")},
             **self.sizes,

@@ -173,14 +173,16 @@ def queries_of(
 
 
 @triton.jit
-def asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS: tl.constexpr):
+def asked_at(
+    row, there, head, tokens, queries, query_positions, heads_per_row, STEPS: tl.constexpr
+):
     """Positions of queries, -1 where there is none; in a prefill the window ends the prompt.
 
     Args:
-        query_positions: [G / alike, W], a row for each `alike` consecutive KV heads.
+        query_positions: [G / heads_per_row, W], a row for `heads_per_row` consecutive KV heads.
     """
     if STEPS:
-        own = query_positions + (head // alike).to(tl.int64) * queries
+        own = query_positions + (head // heads_per_row).to(tl.int64) * queries
         at = tl.load(own + row, mask=there, other=-1).to(tl.int32)
     else:
         at = tl.where(there, tokens - queries + row, -1)
@@ -189,12 +191,12 @@ def asked_at(row, there, head, tokens, queries, query_positions, alike, STEPS: t
 
 @triton.jit
 def asked_of(
-    start, head, tokens, queries, query_positions, alike, row_lse, STEPS: tl.constexpr,
+    start, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Describe the tile of queries that begins at index `start` of the window."""
     row = start + tl.arange(0, BLOCK_W)[None, :, None]
-    at = asked_at(row, row < queries, head, tokens, queries, query_positions, alike, STEPS)
+    at = asked_at(row, row < queries, head, tokens, queries, query_positions, heads_per_row, STEPS)
     group = tl.arange(0, GROUP_P)[:, None, None]
     if row_lse is None:
         lse = tl.zeros([GROUP_P, BLOCK_W, 1], tl.float32)

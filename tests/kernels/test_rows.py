@@ -50,14 +50,14 @@ def test_equals_one_at_a_time(module, length, number):
 
 @pytest.mark.parametrize("module", [reference, rows_triton])
 @pytest.mark.parametrize("places", [[], [3], [5, 0, 2]])
-def test_some_of_the_rows(module, places):
+def test_a_subset_of_the_rows(module, places):
     tensors = made(9, torch.Generator().manual_seed(1))
-    rows, some = (torch.tensor(x, device=DEVICE).long() for x in ([7, 0, 3, 8, 2, 5], places))
-    taken = module.take_rows(tensors, rows, some)
+    rows, subset = (torch.tensor(x, device=DEVICE).long() for x in ([7, 0, 3, 8, 2, 5], places))
+    taken = module.take_rows(tensors, rows, subset)
     written, wanted = ([x.clone() for x in tensors] for _ in range(2))
-    module.put_rows(written, rows, [x.flip(0) for x in taken], some)
-    reference.put_rows(wanted, rows[some], [x.flip(0) for x in taken])
-    for own, other in zip(taken, reference.take_rows(tensors, rows[some]), strict=True):
+    module.put_rows(written, rows, [x.flip(0) for x in taken], subset)
+    reference.put_rows(wanted, rows[subset], [x.flip(0) for x in taken])
+    for own, other in zip(taken, reference.take_rows(tensors, rows[subset]), strict=True):
         assert torch.equal(bits(own), bits(other))
     for own, other in zip(written, wanted, strict=True):
         assert torch.equal(bits(own), bits(other))
