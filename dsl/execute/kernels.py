@@ -4,38 +4,38 @@ A table has a kernel for each of these names; "generated" may be missing. The to
 (`kernels/table.py`) defines what other tables, such as Triton's, compute. From the same values
 every table keeps the same entries, ties included.
 
-keys(x, there) -> int32
+keys(x, present) -> int32
     Integers that sort as float64 scores do when rounded to float32, with -0 as 0; the lowest int32
-    where bool `there`, which broadcasts to x, is false (None: true everywhere). The shape of x,
+    where bool `present`, which broadcasts to x, is false (None: true everywhere). The shape of x,
     contiguous.
 
 rank(keys) -> float64 [R, n]
     The rank of each of int32 keys [R, n] in its row: 1 for the highest, among equal keys the first.
 
-mean(x, there, over), var(x, there, over), entropy(x, there, over) -> float64
-    Over the present values of float64 x along the dimensions `over` (`there` as above): the mean;
+mean(x, present, over), var(x, present, over), entropy(x, present, over) -> float64
+    Over the present values of float64 x along the dimensions `over` (`present` as above): the mean;
     the variance, divided by the number of values; -sum(p log p) with p = x / sum(x). NaN counts as
     0, in a share, its logarithm, their product and a result; 0 of no values. The sums are float64
     and the same for the same arguments.
 
-var_of_layers(values, there, first) -> float64, any_of_layers(values, there, first) -> bool
+var_of_layers(values, present, first) -> float64, any_of_layers(values, present, first) -> bool
     Variance, or whether any is true, place by place over a list of layers' values of one shape
-    (float64, bool); the first `first` layers do not count. `there` is a list of bool masks of that
-    shape, or None.
+    (float64, bool); the first `first` layers do not count. `present` is a list of bool masks of
+    that shape, or None.
 
 top(keys, number) -> bool [R, n]
     The `number` (int, or int64 [R, 1]) highest of int32 keys [R, n] per row, among equal keys the
     first. The lowest int32 marks an absent key, which is never chosen.
 
-best(score, present, there, limits) -> bool [R, M]
-    Of the entries in bool `there` [R, M]: the first and last ones, and of the rest the highest
+best(score, present, holds, limits) -> bool [R, M]
+    Of the entries in bool `holds` [R, M]: the first and last ones, and of the rest the highest
     float64 scores, compared as float32, among equal scores the first; all entries, if they are no
     more than wanted. limits is int64 [N, 3], a row for R / N lists each: first entries, last
     entries, entries in all. Scores are absent where bool `present` is false (None: nowhere).
     Without scores only the first and last entries stay.
 
-then(taken, score, present, there, number, *, in_all) -> bool [R, M]
-    The entries of `there` in bool `taken` [R, M], and of the rest the highest scores, as above:
+then(taken, score, present, holds, number, *, in_all) -> bool [R, M]
+    The entries of `holds` in bool `taken` [R, M], and of the rest the highest scores, as above:
     float64 `number` [N] of them, for R / N lists each, counted as by "whole". With in_all the
     number includes those taken, and all entries stay if they are no more.
 
@@ -43,7 +43,7 @@ whole(x) -> int64
     float64 numbers of entries, floored, at least 0 and at most 2**31; NaN is 0, and a number that
     misses a multiple of 1/2 by rounding errors alone is that multiple. The shape of x.
 
-carry(kept, positions, used, newest, states, fresh, *, steps, width) -> positions, there, states
+carry(kept, positions, used, newest, states, fresh, *, steps, width) -> positions, holds, states
     Of S layers of G KV heads: the entries that some head of bool `kept` [S * G, M] keeps, in order,
     then `steps` new ones, which end in the last of `width` columns. The results are int64
     [S, width] positions, -1 where there is no entry; bool [S * G, width], the entries of each list;
@@ -51,7 +51,7 @@ carry(kept, positions, used, newest, states, fresh, *, steps, width) -> position
     in `fresh` for new entries. int64 `newest` [N] is the last position of S / N layers each, int64
     `used` [S] the number of positions that some head of a layer keeps.
 
-tally(kept, there, finite, expected, kv_heads) -> int64 [S, 3 + 2 * G], bool [S]
+tally(kept, holds, finite, expected, kv_heads) -> int64 [S, 3 + 2 * G], bool [S]
     For each of S layers: positions that some KV head keeps; whether all heads keep the same;
     whether bool `finite` [S * G] is true (None: it is); entries of each KV head, and how many of
     these stay. Then whether a layer is finite and each head keeps as many entries as `expected`,
@@ -70,18 +70,18 @@ inner_products(x, places, real, receivers, found, ids) -> float64 [4, G, P]
     itself, and the cosine of both (0 where it is NaN). places and receivers are columns as for
     "nearest"; where bool `real` or `found` [G, P] is false, that vector counts as zeros.
 
-means(x, there, kv_heads) -> float64 [R]
-    For each list the mean of float64 x [R, P] where bool `there` [R, P] is true, over the
+means(x, present, kv_heads) -> float64 [R]
+    For each list the mean of float64 x [R, P] where bool `present` [R, P] is true, over the
     `kv_heads` lists of its layer; 0 of none. The same bits for the same numbers, whatever P is.
 
-means_of_columns(x, there, kv_heads) -> float64 [R, P]
+means_of_columns(x, present, kv_heads) -> float64 [R, P]
     The same column by column.
 
-updated(new, old, there, kv_heads) -> float64 [R]
-    For each list its number in float64 `new` [R] if bool `there` [R, P] is true anywhere in the
+updated(new, old, present, kv_heads) -> float64 [R]
+    For each list its number in float64 `new` [R] if bool `present` [R, P] is true anywhere in the
     `kv_heads` lists of its layer, else its number in `old`.
 
-following(kept, there, most, steps) -> places, real, receivers, found
+following(kept, holds, most, steps) -> places, real, receivers, found
     Of bool [R, M] lists: the columns of leaving entries in order, and whether there is one, int64
     and bool [R, most]; the columns of the next `steps` staying entries after each, and whether
     there is one, int64 and bool [R, most, steps]. Columns are 0 where there is none. No list loses
@@ -103,8 +103,8 @@ draws(seed, positions, generated, kv_heads, first) -> float64 [S * G, M]
     heads, after int64 [N] decode steps of N requests with S / N layers each, the first of which has
     the number `first`.
 
-finite(keys, values, ids, there) -> bool [R]
-    Whether the rows int64 ids [R, M] of two pools [E, D], where bool `there` [R, M] is true, hold
+finite(keys, values, ids, holds) -> bool [R]
+    Whether the rows int64 ids [R, M] of two pools [E, D], where bool `holds` [R, M] is true, hold
     neither NaN nor infinity.
 
 merge_rows(x, links, own, divide) -> float64 [G, n, D]

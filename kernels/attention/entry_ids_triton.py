@@ -20,13 +20,13 @@ def entry_ids(
     rows: torch.Tensor,
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     *,
     block: int = 1024,
 ) -> torch.Tensor:
     """Key entries of B requests, as rows of the pool `storage` seen as [E, D].
 
-    As `entry_ids.entry_ids`, but the host reads no tensor: the number of True in `there` is not
+    As `entry_ids.entry_ids`, but the host reads no tensor: the number of True in `holds` is not
     checked, and those beyond the length of a list give 0.
 
     Args:
@@ -38,14 +38,14 @@ def entry_ids(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(storage, tables, rows, lengths, req_to_token, there)
+    check(storage, tables, rows, lengths, req_to_token, holds)
     layers, _, padded, kv_heads, _ = storage.shape
-    made = torch.empty(there.shape, dtype=torch.int64, device=there.device)
-    if len(there):
-        _ids[(len(there),)](
+    made = torch.empty(holds.shape, dtype=torch.int64, device=holds.device)
+    if len(holds):
+        _ids[(len(holds),)](
             tables.counts, tables.first_page, tables.tail_start, tables.slots_start, tables.slots,
-            rows, lengths, req_to_token, there.contiguous().view(torch.uint8), made,
-            padded, req_to_token.stride(0), there.shape[1],
+            rows, lengths, req_to_token, holds.contiguous().view(torch.uint8), made,
+            padded, req_to_token.stride(0), holds.shape[1],
             LAYERS=layers, KV_HEADS=kv_heads, BLOCK=block,
         )  # fmt: skip
     return made
@@ -54,7 +54,7 @@ def entry_ids(
 @kernel()
 def _ids(
     counts, first_pages, tail_starts, slots_starts, slots, rows, lengths, req_to_token,
-    there, made, padded, context, width,
+    holds, made, padded, context, width,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the entries of one list."""
@@ -70,7 +70,7 @@ def _ids(
     base, seen = this.to(tl.int64) * width, 0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+        held = tl.load(holds + base + column, mask=column < width, other=0).to(tl.int32)
         place = seen + tl.cumsum(held) - held
         inside = (held > 0) & (place < length)
         entry = entry_at(

@@ -46,14 +46,14 @@ def carry(
     layers = len(positions)
     kv_heads, device = len(kept) // max(layers, 1), kept.device
     made = torch.full((layers, width), -1, dtype=torch.int64, device=device)
-    there = torch.zeros((layers, kv_heads, width), dtype=torch.bool, device=device)
+    holds = torch.zeros((layers, kv_heads, width), dtype=torch.bool, device=device)
     later = [
         torch.zeros((layers, kv_heads, *x.shape[1:-1], width), dtype=torch.float64, device=device)
         for x in states
     ]
     made[:, width - steps :] = newest.repeat_interleave(layers // max(len(newest), 1))[:, None]
     made[:, width - steps :] += torch.arange(1 - steps, 1, device=device)
-    there[:, :, width - steps :] = True
+    holds[:, :, width - steps :] = True
     for new, value in zip(later, fresh, strict=True):
         new[..., width - steps :] = value
     stays = kept.view(layers, kv_heads, kept.shape[1])
@@ -61,10 +61,10 @@ def carry(
     layer, column = some.nonzero(as_tuple=True)
     place = (width - steps - used)[layer] + some.cumsum(1)[layer, column] - 1
     made[layer, place] = positions[layer, column]
-    there[layer, :, place] = stays[layer, :, column]
+    holds[layer, :, place] = stays[layer, :, column]
     for new, old in zip(later, states, strict=True):
         new[layer, ..., place] = old.unflatten(0, (layers, kv_heads))[layer, ..., column]
-    return made, there.flatten(0, 1), [new.flatten(0, 1) for new in later]
+    return made, holds.flatten(0, 1), [new.flatten(0, 1) for new in later]
 
 
 def check(

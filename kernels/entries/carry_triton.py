@@ -47,7 +47,7 @@ def carry(
     kv_heads = len(kept) // max(layers, 1)
     padded = triton.next_power_of_2(max(kv_heads, 1))
     made = torch.empty((layers, width), dtype=torch.int64, device=device)
-    there = torch.empty((len(kept), width), dtype=torch.bool, device=device)
+    holds = torch.empty((len(kept), width), dtype=torch.bool, device=device)
     later = [
         torch.empty((*x.shape[:-1], width), dtype=torch.float64, device=device) for x in states
     ]
@@ -59,18 +59,18 @@ def carry(
         each = 1 if old is None or old.dim() == 2 else old.shape[1]
         _carry[(layers, each)](
             stays, own if first else None, used, used.stride(0), newest, made,
-            there.view(torch.uint8),
+            holds.view(torch.uint8),
             None if old is None else old.contiguous(), new, low, high,
             kept.shape[1], width, steps, layers // len(newest),
             KV_HEADS=kv_heads, KV_HEADS_P=padded, BLOCK=block or max(2048 // padded, 16),
         )  # fmt: skip
         first = False
-    return made, there, later
+    return made, holds, later
 
 
 @kernel()
 def _carry(
-    kept, positions, used, used_stride, newest, made, there, state, later, low, high,
+    kept, positions, used, used_stride, newest, made, holds, state, later, low, high,
     before, width, steps, share,
     KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def _carry(
             place = tl.where(comes, last - (width - 1 - column), -1)
             tl.store(made + layer * width + column, place, mask=inside & notes)
             held = tl.broadcast_to(comes[None, :], (KV_HEADS_P, BLOCK)).to(tl.uint8)
-            tl.store(there + new + column[None, :], held, mask=both & notes)
+            tl.store(holds + new + column[None, :], held, mask=both & notes)
         if state is not None:
             x = tl.where(comes, fresh, 0.0)
             x = tl.broadcast_to(x[None, :], (KV_HEADS_P, BLOCK))
@@ -115,7 +115,7 @@ def _carry(
         if positions is not None:
             own = tl.load(positions + layer * before + column, mask=some > 0, other=0)
             tl.store(made + layer * width + target, own, mask=(some > 0) & notes)
-            tl.store(there + new + target[None, :], stays.to(tl.uint8), mask=both & notes)
+            tl.store(holds + new + target[None, :], stays.to(tl.uint8), mask=both & notes)
         if state is not None:
             x = tl.load(state + old_number + column[None, :], mask=both, other=0.0)
             tl.store(later + new_number + target[None, :], x, mask=both)

@@ -19,7 +19,7 @@ def compact_in_place(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     proceed: torch.Tensor,
 ) -> torch.Tensor:
     """Move the kept entries of B requests, in all layers, to the front of their lists' pages.
@@ -37,8 +37,8 @@ def compact_in_place(
         rows: int64 [B], row of each request in SGLang's request pool, without duplicates.
         lengths: int64 [B], tokens of each request, those dropped and the newest included.
         req_to_token: int32 [>= R, context], the ordinary slot of each token.
-        kept, there: bool [B * L * G, M], candidates that stay and that are cached: the j-th True
-            in a row of `there` is the list's j-th entry. `kept` counts only where `there` is True.
+        kept, holds: bool [B * L * G, M], candidates that stay and that are cached: the j-th True
+            in a row of `holds` is the list's j-th entry. `kept` counts only where `holds` is True.
         proceed: bool [B, P]; a request proceeds if all are True, else nothing of it is written.
 
     Returns:
@@ -48,10 +48,10 @@ def compact_in_place(
     Raises:
         ValueError: names the argument, what was expected and what was given; nothing is written.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed)
+    check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed)
     made = tables.counts[rows].to(torch.int32)
     shape = (len(rows), *tables.counts.shape[1:], kept.shape[1])
-    cached, stay = there.view(shape), (kept & there).view(shape)
+    cached, stay = holds.view(shape), (kept & holds).view(shape)
     moves = []
     requests = zip(rows.tolist(), lengths.tolist(), proceed.all(1).tolist(), strict=True)
     for number, (row, length, proceeds) in enumerate(requests):
@@ -59,7 +59,7 @@ def compact_in_place(
             continue
         own = Cached.of(storage, tables, row, length, req_to_token)
         for layer, held in enumerate(cached[number]):
-            own.check_there(layer, held.sum(dim=1))
+            own.check_holds(layer, held.sum(dim=1))
         counts = stay[number].sum(dim=2)
         own.check_room(counts)
         made[number] = counts
@@ -125,12 +125,12 @@ class Cached:
         entry[~paged] = row_of_slot * self.counts.shape[1] + head[~paged]
         return entry
 
-    def check_there(self, layer: int, held: torch.Tensor) -> None:
+    def check_holds(self, layer: int, held: torch.Tensor) -> None:
         """Refuse candidates whose number per KV head, held [G], is not the length of the list."""
         cached = self.counts[layer] + len(self.tail)
         if not torch.equal(held, cached):
             raise ValueError(
-                f"there: expected {cached.tolist()} True per KV head at layer {layer}, "
+                f"holds: expected {cached.tolist()} True per KV head at layer {layer}, "
                 f"got {held.tolist()}"
             )
 
@@ -176,7 +176,7 @@ def check(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     proceed: torch.Tensor,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
@@ -186,7 +186,7 @@ def check(
     """
     check_requests(storage, tables, rows, lengths, req_to_token)
     lists = len(rows) * storage.shape[0] * storage.shape[3]
-    for name, mask in (("kept", kept), ("there", there)):
+    for name, mask in (("kept", kept), ("holds", holds)):
         if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape != (lists, kept.shape[1]):
             width = kept.shape[1] if kept.dim() == 2 else "M"
             raise ValueError(

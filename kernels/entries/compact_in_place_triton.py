@@ -52,7 +52,7 @@ def compact_in_place(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     proceed: torch.Tensor,
     *,
     piece: int | None = None,
@@ -76,7 +76,7 @@ def compact_in_place(
         ValueError: names the argument, what was expected and what was given.
         TunedError: as `tuned.load`.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed)
+    check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed)
     layers, _, padded, kv_heads, _ = storage.shape
     words = _words(storage)
     size, word, lists = words.shape[4], words.element_size(), rows.shape[0] * layers
@@ -94,7 +94,7 @@ def compact_in_place(
     # Pieces and heads change fastest: those of one ordinary slot lie side by side.
     _compact_in_place[(pieces * kv_heads, 2, lists)](
         words, tables.counts, tables.first_page, tables.tail_start, tables.slots_start,
-        tables.slots, req_to_token, _bytes(kept), _bytes(there),
+        tables.slots, req_to_token, _bytes(kept), _bytes(holds),
         proceed.contiguous().view(torch.uint8), counts,
         rows, lengths, padded, req_to_token.stride(0), kept.shape[1],
         LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PIECE=part, PIECES=pieces,
@@ -117,7 +117,7 @@ def _bytes(mask: torch.Tensor) -> torch.Tensor:
 @kernel(aligned=["storage"])
 def _compact_in_place(
     storage, counts, first_pages, tail_starts, slots_starts,
-    slots, req_to_token, kept, there, proceed, result,
+    slots, req_to_token, kept, holds, proceed, result,
     rows, lengths, padded, context, width,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
@@ -139,7 +139,7 @@ def _compact_in_place(
         tail_slots = req_to_token + row * context + tail_start
         first = (tl.program_id(2).to(tl.int64) * KV_HEADS + head) * width
         kept += first
-        there += first
+        holds += first
         dims = piece * PIECE + tl.arange(0, PIECE)
         # This program's tensor and piece, in the rows of layer 0.
         base = storage + padded.to(tl.int64) * which * KV_HEADS * SIZE + dims[None, :]
@@ -148,13 +148,13 @@ def _compact_in_place(
 
         seen = 0
         number = 0
-        held, stays = _masks(kept, there, 0, width, TILE)
+        held, stays = _masks(kept, holds, 0, width, TILE)
         from_, into, seen, number = _places(
             held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
             slots_per_layer, layer, head, LAYERS, KV_HEADS,
         )  # fmt: skip
         x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
-        held, stays = _masks(kept, there, TILE, width, TILE)
+        held, stays = _masks(kept, holds, TILE, width, TILE)
         # Two tiles per iteration: what is read ahead need not be copied to other registers for the
         # next iteration, which would wait for it.
         for first in range(0, width, 2 * TILE):
@@ -162,7 +162,7 @@ def _compact_in_place(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
                 slots_per_layer, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
-            held, stays = _masks(kept, there, first + 2 * TILE, width, TILE)
+            held, stays = _masks(kept, holds, first + 2 * TILE, width, TILE)
             # No thread writes before all have read their part of this tile.
             tl.debug_barrier()
             next_x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
@@ -172,7 +172,7 @@ def _compact_in_place(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
                 slots_per_layer, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
-            held, stays = _masks(kept, there, first + 3 * TILE, width, TILE)
+            held, stays = _masks(kept, holds, first + 3 * TILE, width, TILE)
             tl.debug_barrier()
             x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
             tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
@@ -194,12 +194,12 @@ def proceeds(flags, request, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr):
 
 
 @triton.jit
-def _masks(kept, there, first, width, TILE: tl.constexpr):
+def _masks(kept, holds, first, width, TILE: tl.constexpr):
     """Which candidates of a tile are cached, and which are kept, as 0 and 1."""
     column = first + tl.arange(0, TILE)
     inside = column < width
     stays = tl.load(kept + column, mask=inside, other=0)
-    return tl.load(there + column, mask=inside, other=0), stays
+    return tl.load(holds + column, mask=inside, other=0), stays
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def _places(
     target = number + (upto >> 16) - stays
     all_ = tl.sum(both)
     paged = source < private
-    # The last condition fails only if `there` has more True than the list has entries.
+    # The last condition fails only if `holds` has more True than the list has entries.
     moves = (stays > 0) & ~(paged & (source == target)) & (source < cached)
     page, to_page = first_page + source // KV_HEADS, first_page + target // KV_HEADS
     # One load finds the slot, private or ordinary.

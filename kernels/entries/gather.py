@@ -11,7 +11,7 @@ def gather(
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    there: torch.Tensor | None = None,
+    holds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of listed entries, laid out by candidate.
 
@@ -21,36 +21,36 @@ def gather(
         indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]]. It may be a slice
             of a longer one, as one request's of a batch.
         indices: [nnz] int64.
-        there: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
+        holds: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
             have length M.
 
     Returns:
-        k, v: [G, M, D], dtypes of entries and of values; zero where `there` is False.
+        k, v: [G, M, D], dtypes of entries and of values; zero where `holds` is False.
 
     Raises:
         ValueError: names the argument, the expected and the actual lengths.
     """
     lengths = indptr.diff()
-    if there is None:
+    if holds is None:
         if bool((lengths != lengths[0]).any()):
             raise ValueError(f"indptr: expected lists of one length, got {lengths.tolist()}")
-    elif there.shape[0] != lengths.shape[0] or bool((there.sum(dim=1) != lengths).any()):
+    elif holds.shape[0] != lengths.shape[0] or bool((holds.sum(dim=1) != lengths).any()):
         raise ValueError(
-            f"there: expected {lengths.tolist()} True per KV head, got {there.sum(dim=1).tolist()}"
+            f"holds: expected {lengths.tolist()} True per KV head, got {holds.sum(dim=1).tolist()}"
         )
     listed = indices[indptr[0] : indptr[-1]]
     made = [
-        _dense(movable(x).index_select(0, listed), there, lengths).view(x.dtype)
+        _dense(movable(x).index_select(0, listed), holds, lengths).view(x.dtype)
         for x in (entries, values)
     ]
     return made[0], made[1]
 
 
-def _dense(rows: torch.Tensor, there: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:
-    if there is None:
+def _dense(rows: torch.Tensor, holds: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:
+    if holds is None:
         heads, size = lengths.shape[0], rows.shape[1]
         return rows.view(heads, rows.shape[0] // heads, size)
-    dense = rows.new_zeros(*there.shape, rows.shape[1])
+    dense = rows.new_zeros(*holds.shape, rows.shape[1])
     # A mask is filled row by row, and `rows` stand list by list.
-    dense[there] = rows
+    dense[holds] = rows
     return dense

@@ -16,7 +16,7 @@ def gather(
     values: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
-    there: torch.Tensor | None = None,
+    holds: torch.Tensor | None = None,
     *,
     width: int | None = None,
     tile: int | None = None,
@@ -30,15 +30,15 @@ def gather(
         entries, values: [E, D] any dtype, contiguous; entry e is entries[e] and values[e].
         indptr: [G + 1] int64; KV head g owns indices[indptr[g] : indptr[g + 1]].
         indices: [nnz] int64.
-        there: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
+        holds: [G, M] bool; the j-th entry of head g's list goes to its j-th True. None: all lists
             have length M.
-        width: M where `there` is None. None: nnz // G, which is wrong if `indptr` is a slice of a
+        width: M where `holds` is None. None: nnz // G, which is wrong if `indptr` is a slice of a
             longer one.
         tile: rows that a program reads; a power of two. None: as measured for the GPU (see
             `tuned`), else `rows_of`.
 
     Returns:
-        k, v: [G, M, D], dtypes of entries and of values; zero where `there` is False.
+        k, v: [G, M, D], dtypes of entries and of values; zero where `holds` is False.
 
     Raises:
         ValueError: names the argument, the expected and the actual shape.
@@ -51,10 +51,10 @@ def gather(
         raise ValueError("entries, values: expected contiguous [E, D]")
     if values.dim() != 2 or values.shape[1] != size:
         raise ValueError(f"values: expected [E, {size}], got {list(values.shape)}")
-    if there is not None and (there.dim() != 2 or there.shape[0] != heads):
-        raise ValueError(f"there: expected [{heads}, M], got {list(there.shape)}")
-    if there is not None:
-        width = there.shape[1]
+    if holds is not None and (holds.dim() != 2 or holds.shape[0] != heads):
+        raise ValueError(f"holds: expected [{heads}, M], got {list(holds.shape)}")
+    if holds is not None:
+        width = holds.shape[1]
     elif width is None:
         width = indices.shape[0] // heads
     k = torch.empty((heads, width, size), dtype=entries.dtype, device=entries.device)
@@ -62,8 +62,8 @@ def gather(
     if not width:
         return k, v
     # [G, M]: number of True in a head's row up to each candidate, this one included.
-    order = None if there is None else there.cumsum(1, dtype=torch.int32)
-    mask = None if there is None else there.contiguous().view(torch.uint8)
+    order = None if holds is None else holds.cumsum(1, dtype=torch.int32)
+    mask = None if holds is None else holds.contiguous().view(torch.uint8)
     padded = triton.next_power_of_2(size)
     element = max(entries.element_size(), values.element_size())
     measured = tuned.choice("gather", entries.device, size * element, width)
@@ -78,7 +78,7 @@ def gather(
 
 @kernel(aligned=["entries", "values", "k", "v"])
 def _gather(
-    entries, values, indptr, indices, there, order, k, v, width,
+    entries, values, indptr, indices, holds, order, k, v, width,
     SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Read the entries of a tile of one KV head's candidates."""
@@ -86,11 +86,11 @@ def _gather(
     candidate = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = candidate < width
     first, end = tl.load(indptr + head), tl.load(indptr + head + 1)
-    if there is None:
+    if holds is None:
         at = first + candidate
         listed = inside
     else:
-        listed = tl.load(there + head * width + candidate, mask=inside, other=0) > 0
+        listed = tl.load(holds + head * width + candidate, mask=inside, other=0) > 0
         at = first + tl.load(order + head * width + candidate, mask=listed, other=1) - 1
     listed = listed & (at < end)
     entry = tl.load(indices + at, mask=listed, other=0)

@@ -10,7 +10,7 @@ BEFORE = 3  # columns for a whole layer, before those for each KV head
 
 def tally(
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     finite: torch.Tensor | None,
     expected: torch.Tensor | None,
     kv_heads: int,
@@ -18,8 +18,8 @@ def tally(
     """Count the entries of S layers with G KV heads each.
 
     Args:
-        kept, there: bool [S * G, M], entries that each list keeps and holds; `kept` counts only
-            where `there` is True.
+        kept, holds: bool [S * G, M], entries that each list keeps and holds; `kept` counts only
+            where `holds` is True.
         finite: bool [S * G], whether a list was chosen by finite numbers; None: all were.
         expected: int64 [S, 3 + 2 * G], expected numbers; only those of kept entries are compared.
             None: not known.
@@ -34,9 +34,9 @@ def tally(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, there, finite, expected, kv_heads)
+    check(kept, holds, finite, expected, kv_heads)
     layers = len(kept) // kv_heads
-    stays, held = (x.view(layers, kv_heads, x.shape[1]) for x in (kept & there, there))
+    stays, held = (x.view(layers, kv_heads, x.shape[1]) for x in (kept & holds, holds))
     some = stays.any(1)
     alike = (stays == some[:, None]).all(2).all(1)
     good = torch.ones(layers, dtype=torch.bool, device=kept.device)
@@ -51,7 +51,7 @@ def tally(
 
 def check(
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     finite: torch.Tensor | None,
     expected: torch.Tensor | None,
     kv_heads: int,
@@ -66,7 +66,7 @@ def check(
     lists, layers = len(kept), len(kept) // kv_heads
     given = (
         ("kept", kept, torch.bool, kept.shape),
-        ("there", there, torch.bool, kept.shape),
+        ("holds", holds, torch.bool, kept.shape),
         ("finite", finite, torch.bool, (lists,)),
         ("expected", expected, torch.int64, (layers, BEFORE + 2 * kv_heads)),
     )

@@ -11,7 +11,7 @@ from kvpolicy.kernels.launch.kernel import kernel
 
 def tally(
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     finite: torch.Tensor | None,
     expected: torch.Tensor | None,
     kv_heads: int,
@@ -32,13 +32,13 @@ def tally(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, there, finite, expected, kv_heads)
+    check(kept, holds, finite, expected, kv_heads)
     layers, padded = len(kept) // kv_heads, triton.next_power_of_2(kv_heads)
     numbers = torch.empty((layers, BEFORE + 2 * kv_heads), dtype=torch.int64, device=kept.device)
     good = torch.empty(layers, dtype=torch.bool, device=kept.device)
     if layers:
         _tally[(layers,)](
-            kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8),
+            kept.contiguous().view(torch.uint8), holds.contiguous().view(torch.uint8),
             None if finite is None else finite.contiguous().view(torch.uint8),
             None if expected is None else expected.contiguous(),
             numbers, good.view(torch.uint8), kept.shape[1],
@@ -50,7 +50,7 @@ def tally(
 
 @kernel()
 def _tally(
-    kept, there, finite, expected, numbers, good, width,
+    kept, holds, finite, expected, numbers, good, width,
     KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the entries of one layer."""
@@ -63,7 +63,7 @@ def _tally(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = real[:, None] & (column < width)[None, :]
-        held = tl.load(there + base + column[None, :], mask=inside, other=0).to(tl.int32)
+        held = tl.load(holds + base + column[None, :], mask=inside, other=0).to(tl.int32)
         stays = tl.load(kept + base + column[None, :], mask=inside, other=0).to(tl.int32) & held
         some = tl.max(stays, 0)
         positions += tl.sum(some)

@@ -16,7 +16,7 @@ def turn(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     proceed: torch.Tensor,
     inv_freq: torch.Tensor,
     *,
@@ -25,7 +25,7 @@ def turn(
     """Rotate each key that `compact_in_place` kept forward by the number of later entries dropped.
 
     Args:
-        storage, tables, rows, lengths, req_to_token, kept, there, proceed: as of
+        storage, tables, rows, lengths, req_to_token, kept, holds, proceed: as of
             `compact_in_place`, which must have been called with the same. Keys in `storage` are
             rotated in place.
         inv_freq, interleaved: as of `rotate`.
@@ -33,11 +33,11 @@ def turn(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed, inv_freq)
+    check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed, inv_freq)
     layers, kv_heads, size = storage.shape[0], *storage.shape[3:]
     entries = storage.view(-1, size)
     lists = (len(rows), layers, kv_heads, kept.shape[1])
-    held, stays = there.view(lists), (kept & there).view(lists)
+    held, stays = holds.view(lists), (kept & holds).view(lists)
     after = (held & ~stays).long().flip(-1).cumsum(-1).flip(-1)
     for number, row in enumerate(rows.tolist()):
         if not bool(proceed[number].all()):
@@ -58,7 +58,7 @@ def check(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     proceed: torch.Tensor,
     inv_freq: torch.Tensor,
 ) -> None:
@@ -69,7 +69,7 @@ def check(
     """
     check_requests(storage, tables, rows, lengths, req_to_token)
     lists = len(rows) * storage.shape[0] * storage.shape[3]
-    for name, x in (("kept", kept), ("there", there)):
+    for name, x in (("kept", kept), ("holds", holds)):
         if x.dtype != torch.bool or x.dim() != 2 or len(x) != lists or x.shape != kept.shape:
             raise ValueError(f"{name}: expected bool [{lists}, M], got {x.dtype} {list(x.shape)}")
     check_proceed(proceed, len(rows))

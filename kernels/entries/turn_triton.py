@@ -20,7 +20,7 @@ def turn(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     proceed: torch.Tensor,
     inv_freq: torch.Tensor,
     *,
@@ -38,7 +38,7 @@ def turn(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, there, proceed, inv_freq)
+    check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed, inv_freq)
     layers, _, padded, kv_heads, size = storage.shape
     pairs = len(inv_freq)
     if not kept.numel() or not pairs:
@@ -46,7 +46,7 @@ def turn(
     most = {torch.float64: 512, **dict.fromkeys(FLOAT8, 1024)}.get(storage.dtype, 2048)
     _turn[(len(kept),)](
         storage, tables.first_page, tables.slots_start, tables.slots, rows,
-        kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8),
+        kept.contiguous().view(torch.uint8), holds.contiguous().view(torch.uint8),
         proceed.contiguous().view(torch.uint8), inv_freq.double(), padded, kept.shape[1],
         LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PAIRS=pairs,
         PADDED_PAIRS=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
@@ -57,7 +57,7 @@ def turn(
 
 @kernel(aligned=["storage"])
 def _turn(
-    storage, first_pages, slots_starts, slots, rows, kept, there, proceed, inv_freq, padded, width,
+    storage, first_pages, slots_starts, slots, rows, kept, holds, proceed, inv_freq, padded, width,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAIRS: tl.constexpr,
     PADDED_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, TILE: tl.constexpr,
     FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
@@ -73,7 +73,7 @@ def _turn(
         dropped = 0
         for start in range(0, width, TILE):
             column = start + tl.arange(0, TILE)
-            held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+            held = tl.load(holds + base + column, mask=column < width, other=0).to(tl.int32)
             stays = tl.load(kept + base + column, mask=column < width, other=0).to(tl.int32)
             dropped += tl.sum(held & (1 - stays))
         pair = tl.arange(0, PADDED_PAIRS)
@@ -83,7 +83,7 @@ def _turn(
         number = 0
         for start in range(0, width, TILE):
             column = start + tl.arange(0, TILE)
-            held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+            held = tl.load(holds + base + column, mask=column < width, other=0).to(tl.int32)
             stays = tl.load(kept + base + column, mask=column < width, other=0).to(tl.int32) & held
             left = held - stays
             by = dropped - tl.cumsum(left)

@@ -6,13 +6,13 @@ import torch
 
 
 def following(
-    kept: torch.Tensor, there: torch.Tensor, most: int, steps: int
+    kept: torch.Tensor, holds: torch.Tensor, most: int, steps: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the leaving entries of R lists, in order, and the next S staying entries after each.
 
     Args:
-        kept, there: bool [R, M], entries that each list keeps and holds; `kept` counts only where
-            `there` is True.
+        kept, holds: bool [R, M], entries that each list keeps and holds; `kept` counts only where
+            `holds` is True.
         most: P, at least the number that leave any list, at most M.
         steps: S.
 
@@ -24,9 +24,9 @@ def following(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, there, most, steps)
+    check(kept, holds, most, steps)
     device, width = kept.device, kept.shape[1]
-    leaves, stays = there & ~kept, there & kept
+    leaves, stays = holds & ~kept, holds & kept
     places, order = ((~x).to(torch.uint8).argsort(dim=1, stable=True) for x in (leaves, stays))
     places = places[:, :most]
     real = torch.arange(most, device=device) < leaves.sum(1)[:, None]
@@ -38,19 +38,19 @@ def following(
     return torch.where(real, places, 0), real, torch.where(found, receivers, 0), found
 
 
-def check(kept: torch.Tensor, there: torch.Tensor, most: int, steps: int) -> None:
+def check(kept: torch.Tensor, holds: torch.Tensor, most: int, steps: int) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if there.dim() != 2 or there.dtype != torch.bool:
-        raise ValueError(f"there: expected bool [R, M], got {there.dtype} {list(there.shape)}")
-    if kept.dtype != torch.bool or kept.shape != there.shape:
+    if holds.dim() != 2 or holds.dtype != torch.bool:
+        raise ValueError(f"holds: expected bool [R, M], got {holds.dtype} {list(holds.shape)}")
+    if kept.dtype != torch.bool or kept.shape != holds.shape:
         raise ValueError(
-            f"kept: expected bool {list(there.shape)}, got {kept.dtype} {list(kept.shape)}"
+            f"kept: expected bool {list(holds.shape)}, got {kept.dtype} {list(kept.shape)}"
         )
-    if not 0 <= most <= there.shape[1]:
-        raise ValueError(f"most: expected 0 to {there.shape[1]}, got {most}")
+    if not 0 <= most <= holds.shape[1]:
+        raise ValueError(f"most: expected 0 to {holds.shape[1]}, got {most}")
     if steps < 0:
         raise ValueError(f"steps: expected 0 or more, got {steps}")

@@ -14,7 +14,7 @@ from kvpolicy.kernels.merging.following import check
 
 def following(
     kept: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     most: int,
     steps: int,
     *,
@@ -36,7 +36,7 @@ def following(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, there, most, steps)
+    check(kept, holds, most, steps)
     device, (lists, width) = kept.device, kept.shape
     places = torch.empty((lists, most), dtype=torch.int64, device=device)
     real = torch.empty((lists, most), dtype=torch.bool, device=device)
@@ -46,7 +46,7 @@ def following(
         # Columns of staying entries; then how many entries stay before each leaving one.
         noted = torch.empty((lists, width + most), dtype=torch.int32, device=device)
         _following[(lists,)](
-            kept.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8), noted,
+            kept.contiguous().view(torch.uint8), holds.contiguous().view(torch.uint8), noted,
             places, real.view(torch.uint8), receivers, found.view(torch.uint8),
             width, most, steps, BLOCK=block, ROWS=rows, STEPS=16,
         )  # fmt: skip
@@ -55,20 +55,20 @@ def following(
 
 @kernel()
 def _following(
-    kept, there, noted, places, real, receivers, found, width, most, steps,
+    kept, holds, noted, places, real, receivers, found, width, most, steps,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Find the entries of one list."""
     this = tl.program_id(0).to(tl.int64)
     kept += this * width
-    there += this * width
+    holds += this * width
     order = noted + this * (width + most)
     before = order + width
     places += this * most
     left, stayed = 0, 0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        held = tl.load(there + column, mask=column < width, other=0).to(tl.int32)
+        held = tl.load(holds + column, mask=column < width, other=0).to(tl.int32)
         stays = tl.load(kept + column, mask=column < width, other=0).to(tl.int32) & held
         leaves = held - stays
         upto = stayed + tl.cumsum(stays)

@@ -8,12 +8,12 @@ from kvpolicy.kernels.launch.arguments import check_tensors
 LANES = 256  # partial sums, which are added up last, whatever the width
 
 
-def means(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def means(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """For each of R lists, the mean of the numbers of all lists of its layer.
 
     Args:
         x: float64 [R, P].
-        there: bool [R, P], which numbers count; the others are ignored.
+        present: bool [R, P], which numbers count; the others are ignored.
         kv_heads: G, consecutive lists of a layer.
 
     Returns:
@@ -23,22 +23,22 @@ def means(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> torch.Tensor:
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(x, there, kv_heads)
+    check(x, present, kv_heads)
     layers, width = len(x) // kv_heads, x.shape[1]
-    numbers = torch.nn.functional.pad(torch.where(there, x, 0.0), (0, -width % LANES))
+    numbers = torch.nn.functional.pad(torch.where(present, x, 0.0), (0, -width % LANES))
     total = x.new_zeros(layers, LANES)
     for tile in numbers.view(layers, kv_heads * numbers.shape[1] // LANES, LANES).unbind(1):
         total = total + tile
-    count = there.view(layers, kv_heads * width).sum(1)
+    count = present.view(layers, kv_heads * width).sum(1)
     mean = total.sum(1) / count
     return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(kv_heads)
 
 
-def means_of_columns(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def means_of_columns(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """For each of R lists and each column, the mean of the numbers of all lists of its layer.
 
     Args:
-        x, there, kv_heads: as of `means`.
+        x, present, kv_heads: as of `means`.
 
     Returns:
         float64 [R, P], equal for the lists of a layer; 0 of no numbers, and where the mean is NaN.
@@ -47,16 +47,16 @@ def means_of_columns(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> tor
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(x, there, kv_heads)
+    check(x, present, kv_heads)
     apart = (len(x) // kv_heads, kv_heads, x.shape[1])
     total = x.new_zeros(apart[0], apart[2])
-    for numbers in torch.where(there, x, 0.0).view(apart).unbind(1):
+    for numbers in torch.where(present, x, 0.0).view(apart).unbind(1):
         total = total + numbers
-    mean = total / there.view(apart).sum(1)
+    mean = total / present.view(apart).sum(1)
     return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(kv_heads, 0)
 
 
-def check(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> None:
+def check(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
@@ -64,6 +64,6 @@ def check(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> None:
     """
     if x.dtype != torch.float64 or x.dim() != 2:
         raise ValueError(f"x: expected float64 [R, P], got {x.dtype} {list(x.shape)}")
-    check_tensors([("there", there, torch.bool, x.shape)])
+    check_tensors([("present", present, torch.bool, x.shape)])
     if kv_heads < 1 or len(x) % kv_heads:
         raise ValueError(f"kv_heads: expected a part of {len(x)}, got {kv_heads}")

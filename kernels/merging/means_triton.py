@@ -9,7 +9,7 @@ from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.means import LANES, check
 
 
-def means(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def means(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """For each of R lists, the mean of the numbers of all lists of its layer.
 
     As `means.means`.
@@ -20,19 +20,19 @@ def means(x: torch.Tensor, there: torch.Tensor, kv_heads: int) -> torch.Tensor:
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(x, there, kv_heads)
+    check(x, present, kv_heads)
     lists, width = x.shape
     made = torch.empty(lists, dtype=torch.float64, device=x.device)
     if lists:
         _means[(lists // kv_heads,)](
-            x, *x.stride(), there.contiguous().view(torch.uint8), made, width,
+            x, *x.stride(), present.contiguous().view(torch.uint8), made, width,
             KV_HEADS=kv_heads, LANES=LANES,
         )  # fmt: skip
     return made
 
 
 def means_of_columns(
-    x: torch.Tensor, there: torch.Tensor, kv_heads: int, *, block: int = 256
+    x: torch.Tensor, present: torch.Tensor, kv_heads: int, *, block: int = 256
 ) -> torch.Tensor:
     """For each of R lists and each column, the mean of the numbers of all lists of its layer.
 
@@ -47,19 +47,19 @@ def means_of_columns(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(x, there, kv_heads)
+    check(x, present, kv_heads)
     lists, width = x.shape
     made = torch.empty(lists, width, dtype=torch.float64, device=x.device)
     if made.numel():
         _columns[(triton.cdiv(width, block), lists // kv_heads)](
-            x, *x.stride(), there.contiguous().view(torch.uint8), made, width,
+            x, *x.stride(), present.contiguous().view(torch.uint8), made, width,
             KV_HEADS=kv_heads, BLOCK=block,
         )  # fmt: skip
     return made
 
 
 @kernel()
-def _means(x, x_list, x_entry, there, made, width, KV_HEADS: tl.constexpr, LANES: tl.constexpr):
+def _means(x, x_list, x_entry, present, made, width, KV_HEADS: tl.constexpr, LANES: tl.constexpr):
     """Average the numbers of one layer."""
     first = tl.program_id(0).to(tl.int64) * KV_HEADS
     lane = tl.arange(0, LANES)
@@ -69,7 +69,7 @@ def _means(x, x_list, x_entry, there, made, width, KV_HEADS: tl.constexpr, LANES
         this = first + head
         for start in range(0, width, LANES):
             column = start + lane
-            inside = tl.load(there + this * width + column, mask=column < width, other=0) > 0
+            inside = tl.load(present + this * width + column, mask=column < width, other=0) > 0
             total += tl.load(x + this * x_list + column * x_entry, mask=inside, other=0.0)
             number += inside.to(tl.int32)
     count = tl.sum(number)
@@ -80,14 +80,14 @@ def _means(x, x_list, x_entry, there, made, width, KV_HEADS: tl.constexpr, LANES
 
 
 @kernel()
-def _columns(x, x_list, x_entry, there, made, width, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def _columns(x, x_list, x_entry, present, made, width, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Average some columns of one layer."""
     first = tl.program_id(1).to(tl.int64) * KV_HEADS
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total, number = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     for head in range(KV_HEADS):
         this = first + head
-        inside = tl.load(there + this * width + column, mask=column < width, other=0) > 0
+        inside = tl.load(present + this * width + column, mask=column < width, other=0) > 0
         total += tl.load(x + this * x_list + column * x_entry, mask=inside, other=0.0)
         number += inside.to(tl.int32)
     mean = total / tl.maximum(number, 1).to(tl.float64)

@@ -7,13 +7,13 @@ from kvpolicy.kernels.launch.arguments import check_tensors
 
 
 def updated(
-    new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, kv_heads: int
+    new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int
 ) -> torch.Tensor:
     """For each of R lists, the new number if an entry has left its layer, else the old one.
 
     Args:
         new, old: float64 [R].
-        there: bool [R, P], entries that have left.
+        present: bool [R, P], entries that have left.
         kv_heads: G, consecutive lists of a layer.
 
     Returns:
@@ -22,21 +22,23 @@ def updated(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(new, old, there, kv_heads)
-    layers, width = len(there) // kv_heads, there.shape[1]
-    left = there.view(layers, kv_heads * width).any(1)
+    check(new, old, present, kv_heads)
+    layers, width = len(present) // kv_heads, present.shape[1]
+    left = present.view(layers, kv_heads * width).any(1)
     return torch.where(left.repeat_interleave(kv_heads), new, old)
 
 
-def check(new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, kv_heads: int) -> None:
+def check(new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if there.dtype != torch.bool or there.dim() != 2:
-        raise ValueError(f"there: expected bool [R, P], got {there.dtype} {list(there.shape)}")
-    lists = (len(there),)
+    if present.dtype != torch.bool or present.dim() != 2:
+        raise ValueError(
+            f"present: expected bool [R, P], got {present.dtype} {list(present.shape)}"
+        )
+    lists = (len(present),)
     check_tensors([("new", new, torch.float64, lists), ("old", old, torch.float64, lists)])
-    if kv_heads < 1 or len(there) % kv_heads:
-        raise ValueError(f"kv_heads: expected a part of {len(there)}, got {kv_heads}")
+    if kv_heads < 1 or len(present) % kv_heads:
+        raise ValueError(f"kv_heads: expected a part of {len(present)}, got {kv_heads}")

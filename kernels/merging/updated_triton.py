@@ -11,7 +11,7 @@ LANES = 256  # entries that are read at a time
 
 
 def updated(
-    new: torch.Tensor, old: torch.Tensor, there: torch.Tensor, kv_heads: int
+    new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int
 ) -> torch.Tensor:
     """For each of R lists, the new number if an entry has left its layer, else the old one.
 
@@ -23,12 +23,12 @@ def updated(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(new, old, there, kv_heads)
-    lists, width = there.shape
-    made = torch.empty(lists, dtype=torch.float64, device=there.device)
+    check(new, old, present, kv_heads)
+    lists, width = present.shape
+    made = torch.empty(lists, dtype=torch.float64, device=present.device)
     if lists:
         _updated[(lists // kv_heads,)](
-            new, new.stride(0), old, old.stride(0), there.contiguous().view(torch.uint8), made,
+            new, new.stride(0), old, old.stride(0), present.contiguous().view(torch.uint8), made,
             width, KV_HEADS=kv_heads, LANES=LANES,
         )  # fmt: skip
     return made
@@ -36,7 +36,7 @@ def updated(
 
 @kernel()
 def _updated(
-    new, new_list, old, old_list, there, made, width, KV_HEADS: tl.constexpr, LANES: tl.constexpr
+    new, new_list, old, old_list, present, made, width, KV_HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Update the lists of one layer."""
     first = tl.program_id(0).to(tl.int64) * KV_HEADS
@@ -44,7 +44,7 @@ def _updated(
     for start in range(0, KV_HEADS * width, LANES):  # its lists are contiguous
         at = start + tl.arange(0, LANES)
         inside = at < KV_HEADS * width
-        left |= tl.load(there + first * width + at, mask=inside, other=0).to(tl.int32)
+        left |= tl.load(present + first * width + at, mask=inside, other=0).to(tl.int32)
     taken = tl.max(left) > 0
     for head in range(KV_HEADS):
         this = first + head

@@ -11,7 +11,7 @@ from kvpolicy.kernels.scoring.select import top
 def best(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     limits: torch.Tensor,
 ) -> torch.Tensor:
     """Keep the first and last entries of R lists, and of the others those with the highest scores.
@@ -20,37 +20,37 @@ def best(
         score: float64 [R, M]; compared as float32, of equal scores the first wins; ignored where it
             is absent. None: only the ends stay.
         present: bool [R, M], where a score is present; None: everywhere.
-        there: bool [R, M], columns at which each list holds an entry.
+        holds: bool [R, M], columns at which each list holds an entry.
         limits: int64 [N, 3], N > 0, each row for R / N consecutive lists: how many first entries,
             how many last ones, and the budget for all, which counts only with scores. A list with
             no more entries than its budget keeps all, even without a score; the ends stay even if
             they exceed it.
 
     Returns:
-        bool [R, M], entries that stay; False where `there` is False.
+        bool [R, M], entries that stay; False where `holds` is False.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(score, present, there, limits)
-    first, last, budget = limits.repeat_interleave(len(there) // max(len(limits), 1), 0).unbind(1)
-    number = there.sum(1)
-    place = there.cumsum(1) - 1
+    check(score, present, holds, limits)
+    first, last, budget = limits.repeat_interleave(len(holds) // max(len(limits), 1), 0).unbind(1)
+    number = holds.sum(1)
+    place = holds.cumsum(1) - 1
     ends = (place < first[:, None]) | (place >= (number - last)[:, None])
-    ends = ends & there
+    ends = ends & holds
     if score is None:
         return ends
     missing = (budget - ends.sum(1)).clamp(min=0)
-    free = there & ~ends
+    free = holds & ~ends
     chosen = top(keys(score, free if present is None else free & present), missing[:, None])
     fits = number - ends.sum(1) <= missing
-    return ends | chosen | (fits[:, None] & there)
+    return ends | chosen | (fits[:, None] & holds)
 
 
 def check(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     limits: torch.Tensor,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
@@ -58,17 +58,17 @@ def check(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check_lists(there, score, present)
-    whole = limits.dim() == 2 and len(limits) and len(there) % len(limits) == 0
+    check_lists(holds, score, present)
+    whole = limits.dim() == 2 and len(limits) and len(holds) % len(limits) == 0
     if limits.dtype != torch.int64 or not whole or limits.shape[1] != 3:
         raise ValueError(
-            f"limits: expected int64 [N, 3], N a part of {len(there)}, "
+            f"limits: expected int64 [N, 3], N a part of {len(holds)}, "
             f"got {limits.dtype} {list(limits.shape)}"
         )
 
 
 def check_lists(
-    there: torch.Tensor,
+    holds: torch.Tensor,
     score: torch.Tensor | None,
     present: torch.Tensor | None,
     taken: torch.Tensor | None = None,
@@ -78,11 +78,11 @@ def check_lists(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if there.dtype != torch.bool or there.dim() != 2:
-        raise ValueError(f"there: expected bool [R, M], got {there.dtype} {list(there.shape)}")
+    if holds.dtype != torch.bool or holds.dim() != 2:
+        raise ValueError(f"holds: expected bool [R, M], got {holds.dtype} {list(holds.shape)}")
     given = (
-        ("taken", taken, torch.bool, there.shape),
-        ("score", score, torch.float64, there.shape),
-        ("present", present, torch.bool, there.shape),
+        ("taken", taken, torch.bool, holds.shape),
+        ("score", score, torch.float64, holds.shape),
+        ("present", present, torch.bool, holds.shape),
     )
     check_tensors(given)

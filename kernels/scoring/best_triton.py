@@ -19,7 +19,7 @@ from kvpolicy.kernels.scoring.whole_triton import counted
 def best(
     score: torch.Tensor | None,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     limits: torch.Tensor,
     *,
     block: int = 1024,
@@ -37,28 +37,28 @@ def best(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(score, present, there, limits)
-    return chosen(None, score, present, there, limits, in_all=True, block=block)
+    check(score, present, holds, limits)
+    return chosen(None, score, present, holds, limits, in_all=True, block=block)
 
 
 def chosen(
     taken: torch.Tensor | None,
     score: torch.Tensor | None,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     limits: torch.Tensor,
     *,
     in_all: bool,
     block: int,
 ) -> torch.Tensor:
     """The result of `best`, or with `taken` of `then`, whose `number` is then `limits`."""
-    kept = torch.empty(there.shape, dtype=torch.bool, device=there.device)
-    if there.numel():
-        _best[(len(there),)](
+    kept = torch.empty(holds.shape, dtype=torch.bool, device=holds.device)
+    if holds.numel():
+        _best[(len(holds),)](
             *(None if x is None else x.contiguous().view(torch.uint8) for x in (taken, present)),
             None if score is None else score.contiguous(),
-            there.contiguous().view(torch.uint8), limits.contiguous(), kept.view(torch.uint8),
-            there.shape[1], len(there) // len(limits), IN_ALL=in_all, BLOCK=block, num_warps=8,
+            holds.contiguous().view(torch.uint8), limits.contiguous(), kept.view(torch.uint8),
+            holds.shape[1], len(holds) // len(limits), IN_ALL=in_all, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return kept
 
@@ -77,14 +77,14 @@ def _keys(score, present, at, free):
 
 @triton.jit
 def _block(
-    taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK: tl.constexpr
+    taken, holds, base, first, width, seen, number, ends_first, ends_last, BLOCK: tl.constexpr
 ):
     """Columns of a block, which hold an entry (0 or 1), which stay in any case, which compete.
 
     seen, number: entries of the list before the block, and in all.
     """
     column = first + tl.arange(0, BLOCK)
-    held = tl.load(there + base + column, mask=column < width, other=0).to(tl.int32)
+    held = tl.load(holds + base + column, mask=column < width, other=0).to(tl.int32)
     if taken is not None:
         stays = tl.load(taken + base + column, mask=held > 0, other=0) != 0
     else:
@@ -95,7 +95,7 @@ def _block(
 
 @kernel()
 def _best(
-    taken, present, score, there, limits, kept, width, share,
+    taken, present, score, holds, limits, kept, width, share,
     IN_ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose the entries of one list."""
@@ -103,7 +103,7 @@ def _best(
     base = this.to(tl.int64) * width
     number, own = 0, 0
     for first in range(0, width, BLOCK):
-        column, held, stays, free = _block(taken, there, base, first, width, 0, 0, 0, 0, BLOCK)
+        column, held, stays, free = _block(taken, holds, base, first, width, 0, 0, 0, 0, BLOCK)
         number += tl.sum(held)
         own += tl.sum(stays.to(tl.int32))
     ends_first, ends_last = 0, 0
@@ -126,7 +126,7 @@ def _best(
             counts, seen = tl.zeros((256,), tl.int32), 0
             for first in range(0, width, BLOCK):
                 column, held, stays, free = _block(
-                    taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK
+                    taken, holds, base, first, width, seen, number, ends_first, ends_last, BLOCK
                 )
                 key = _keys(score, present, base + column, free)
                 counts += _by_digit(key, key > 0, found, digit)
@@ -136,7 +136,7 @@ def _best(
     seen, before = 0, 0
     for first in range(0, width, BLOCK):
         column, held, stays, free = _block(
-            taken, there, base, first, width, seen, number, ends_first, ends_last, BLOCK
+            taken, holds, base, first, width, seen, number, ends_first, ends_last, BLOCK
         )
         stays = stays | (everything & (held > 0))
         if score is not None:

@@ -6,14 +6,14 @@ import torch
 
 
 def finite(
-    keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: torch.Tensor
+    keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, holds: torch.Tensor
 ) -> torch.Tensor:
     """Whether the keys and values of each of R lists are all finite.
 
     Args:
         keys, values: [E, D] and [E', D] of one float dtype, each row contiguous.
         ids: int64 [R, M], rows of both pools, the entries of each list.
-        there: bool [R, M], columns at which a list holds an entry; others are not read.
+        holds: bool [R, M], columns at which a list holds an entry; others are not read.
 
     Returns:
         bool [R].
@@ -21,15 +21,15 @@ def finite(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(keys, values, ids, there)
-    rows, column = there.nonzero(as_tuple=True)
+    check(keys, values, ids, holds)
+    rows, column = holds.nonzero(as_tuple=True)
     entries = ids[rows, column]
     good = torch.stack([pool[entries].double().isfinite().all(1) for pool in (keys, values)]).all(0)
     made = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     return made.index_put((rows[~good],), torch.zeros_like(made[:1]))
 
 
-def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: torch.Tensor) -> None:
+def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, holds: torch.Tensor) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
@@ -44,7 +44,7 @@ def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, there: to
             )
     if ids.dtype != torch.int64 or ids.dim() != 2:
         raise ValueError(f"ids: expected int64 [R, M], got {ids.dtype} {list(ids.shape)}")
-    if there.dtype != torch.bool or there.shape != ids.shape:
+    if holds.dtype != torch.bool or holds.shape != ids.shape:
         raise ValueError(
-            f"there: expected bool {list(ids.shape)}, got {there.dtype} {list(there.shape)}"
+            f"holds: expected bool {list(ids.shape)}, got {holds.dtype} {list(holds.shape)}"
         )

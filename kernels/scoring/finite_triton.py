@@ -19,7 +19,7 @@ def finite(
     keys: torch.Tensor,
     values: torch.Tensor,
     ids: torch.Tensor,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     *,
     tile: int | None = None,
 ) -> torch.Tensor:
@@ -36,14 +36,14 @@ def finite(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(keys, values, ids, there)
+    check(keys, values, ids, holds)
     (lists, width), size = ids.shape, keys.shape[1]
     made = torch.empty(lists, dtype=torch.bool, device=ids.device)
     if lists:
         block = triton.next_power_of_2(size)
         _finite[(lists,)](
             keys, keys.stride(0), values, values.stride(0), ids.contiguous(),
-            there.contiguous().view(torch.uint8), made.view(torch.uint8), width,
+            holds.contiguous().view(torch.uint8), made.view(torch.uint8), width,
             SIZE=size, BLOCK_D=block, TILE=tile or rows_of(block, keys.element_size()),
         )  # fmt: skip
     return made
@@ -59,7 +59,7 @@ def _wrong(x):
 
 @kernel(aligned=["keys", "key_stride", "values", "value_stride"])
 def _finite(
-    keys, key_stride, values, value_stride, ids, there, made, width,
+    keys, key_stride, values, value_stride, ids, holds, made, width,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Check one list."""
@@ -68,7 +68,7 @@ def _finite(
     wrong = tl.zeros([TILE, BLOCK_D], tl.int32)
     for first in range(0, width, TILE):
         column = first + tl.arange(0, TILE)
-        held = tl.load(there + this * width + column, mask=column < width, other=0) > 0
+        held = tl.load(holds + this * width + column, mask=column < width, other=0) > 0
         entry = tl.load(ids + this * width + column, mask=held, other=0)
         both = held[:, None] & (dim < SIZE)
         x = tl.load(keys + entry[:, None] * key_stride + dim, mask=both, other=0.0)

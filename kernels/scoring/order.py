@@ -11,12 +11,12 @@ from kvpolicy.kernels.scoring import strided
 from kvpolicy.kernels.scoring.select import ABSENT
 
 
-def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+def keys(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
     """Turn scores into int32 keys in the order of float32, absent scores lowest.
 
     Args:
-        x: float64; rounded to float32, -0 is 0. Ignored where `there` is False.
-        there: bool that broadcasts to x, where a score is present; None: everywhere.
+        x: float64; rounded to float32, -0 is 0. Ignored where `present` is False.
+        present: bool that broadcasts to x, where a score is present; None: everywhere.
 
     Returns:
         int32, the shape of x, contiguous; `ABSENT` where no score is present.
@@ -24,10 +24,10 @@ def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
-    strided.check(x, there)
+    strided.check(x, present)
     made = (x.float() + 0.0).view(torch.int32)
     made = made ^ ((made >> 31) & 0x7FFFFFFF)
-    return (made if there is None else torch.where(there, made, ABSENT)).contiguous()
+    return (made if present is None else torch.where(present, made, ABSENT)).contiguous()
 
 
 def rank(keys: torch.Tensor) -> torch.Tensor:

@@ -13,16 +13,16 @@ from kvpolicy.kernels.scoring.strided_triton import at as place
 _BLOCK = 1024  # not measured
 
 
-def keys(x: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+def keys(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
     """Turn scores into int32 keys in the order of float32. As `order.keys`, in one launch."""
-    check(x, there)
+    check(x, present)
     made = torch.empty(x.shape, dtype=torch.int32, device=x.device)
     if not made.numel():
         return made
-    x, there, where = laid_out(x, there, range(x.dim()))
+    x, present, where = laid_out(x, present, range(x.dim()))
     _keys[(triton.cdiv(made.numel(), _BLOCK),)](
-        x, x if there is None else there, made, made.numel(), *where,
-        MASKED=there is not None, BLOCK=_BLOCK, num_warps=4,
+        x, x if present is None else present, made, made.numel(), *where,
+        MASKED=present is not None, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return made
 
@@ -43,7 +43,7 @@ def rank(keys: torch.Tensor) -> torch.Tensor:
 
 @kernel()
 def _keys(
-    x, there, out, number, s1, s2, x0, x1, x2, m0, m1, m2,
+    x, present, out, number, s1, s2, x0, x1, x2, m0, m1, m2,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -52,7 +52,7 @@ def _keys(
     bits = (score.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if MASKED:
-        known = tl.load(there + place(i, s1, s2, m0, m1, m2), mask=inside, other=0)
+        known = tl.load(present + place(i, s1, s2, m0, m1, m2), mask=inside, other=0)
         key = tl.where(known != 0, key, -2147483648)
     tl.store(out + i, key, mask=inside)
 

@@ -9,13 +9,13 @@ from kvpolicy.kernels.scoring.spread import var
 
 
 def var_of_layers(
-    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+    values: Sequence[torch.Tensor], present: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
     """The population variance, at every place, of the layers' present values; 0 of none.
 
     Args:
         values: for each layer float64 [...], all of one shape; ignored where absent.
-        there: for each layer bool of that shape, where a value is present; None: everywhere.
+        present: for each layer bool of that shape, where a value is present; None: everywhere.
         first: number of first layers that are left out.
 
     Returns:
@@ -24,28 +24,28 @@ def var_of_layers(
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
-    check(values, there, first, torch.float64)
+    check(values, present, first, torch.float64)
     counted = torch.stack(list(values[first:]))
-    return var(counted, None if there is None else torch.stack(list(there[first:])), [0])
+    return var(counted, None if present is None else torch.stack(list(present[first:])), [0])
 
 
 def any_of_layers(
-    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+    values: Sequence[torch.Tensor], present: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
     """Whether, at every place, any present value is true.
 
     Arguments as of `var_of_layers`, but `values` and the result are bool.
     """
-    check(values, there, first, torch.bool)
+    check(values, present, first, torch.bool)
     counted = torch.stack(list(values[first:]))
-    if there is not None:
-        counted = counted & torch.stack(list(there[first:]))
+    if present is not None:
+        counted = counted & torch.stack(list(present[first:]))
     return counted.any(0)
 
 
 def check(
     values: Sequence[torch.Tensor],
-    there: Sequence[torch.Tensor] | None,
+    present: Sequence[torch.Tensor] | None,
     first: int,
     dtype: torch.dtype,
 ) -> None:
@@ -58,7 +58,7 @@ def check(
         raise ValueError(f"first: expected 0 .. {len(values) - 1}, got {first}")
     shape = list(values[0].shape)
     parts = [("values", dtype, values)]
-    parts += [] if there is None else [("there", torch.bool, there)]
+    parts += [] if present is None else [("present", torch.bool, present)]
     for name, kind, each in parts:
         if len(each) != len(values):
             raise ValueError(f"{name}: expected {len(values)} tensors, got {len(each)}")

@@ -16,34 +16,34 @@ _BLOCK = 512  # not measured
 
 
 def var_of_layers(
-    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+    values: Sequence[torch.Tensor], present: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
     """The population variance, at every place, of the layers' present values.
 
     As `over_layers.var_of_layers`, which is called for more than MOST layers.
     """
-    check(values, there, first, torch.float64)
+    check(values, present, first, torch.float64)
     if len(values) > MOST:
-        return over_layers.var_of_layers(values, there, first)
-    return _reduced(values, there, first, torch.float64)
+        return over_layers.var_of_layers(values, present, first)
+    return _reduced(values, present, first, torch.float64)
 
 
 def any_of_layers(
-    values: Sequence[torch.Tensor], there: Sequence[torch.Tensor] | None, first: int
+    values: Sequence[torch.Tensor], present: Sequence[torch.Tensor] | None, first: int
 ) -> torch.Tensor:
     """Whether, at every place, any present value is true.
 
     As `over_layers.any_of_layers`, which is called for more than MOST layers.
     """
-    check(values, there, first, torch.bool)
+    check(values, present, first, torch.bool)
     if len(values) > MOST:
-        return over_layers.any_of_layers(values, there, first)
-    return _reduced(values, there, first, torch.bool)
+        return over_layers.any_of_layers(values, present, first)
+    return _reduced(values, present, first, torch.bool)
 
 
 def _reduced(
     values: Sequence[torch.Tensor],
-    there: Sequence[torch.Tensor] | None,
+    present: Sequence[torch.Tensor] | None,
     first: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
@@ -56,8 +56,8 @@ def _reduced(
         return made
     truth = dtype == torch.bool
     _over_layers[(triton.cdiv(made.numel(), _BLOCK),)](
-        tuple(_flat(x) for x in values), tuple(_flat(x) for x in there or ()), _flat(made),
-        made.numel(), first, TRUTH=truth, MASKED=there is not None, BLOCK=_BLOCK, num_warps=4,
+        tuple(_flat(x) for x in values), tuple(_flat(x) for x in present or ()), _flat(made),
+        made.numel(), first, TRUTH=truth, MASKED=present is not None, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return made
 
@@ -69,7 +69,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 @kernel()
 def _over_layers(
-    values, there, out, size, first,
+    values, present, out, size, first,
     TRUTH: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def _over_layers(
     for layer in tl.static_range(len(values)):
         known = inside & (layer >= first)
         if MASKED:
-            known = known & (tl.load(there[layer] + at, mask=known, other=0) != 0)
+            known = known & (tl.load(present[layer] + at, mask=known, other=0) != 0)
         if TRUTH:
             number |= (tl.load(values[layer] + at, mask=known, other=0) != 0).to(tl.int32)
         else:
@@ -94,7 +94,7 @@ def _over_layers(
         for layer in tl.static_range(len(values)):
             known = inside & (layer >= first)
             if MASKED:
-                known = known & (tl.load(there[layer] + at, mask=known, other=0) != 0)
+                known = known & (tl.load(present[layer] + at, mask=known, other=0) != 0)
             apart = tl.load(values[layer] + at, mask=known, other=0.0) - middle
             squares += tl.where(known, apart * apart, 0.0)
         made = squares / count

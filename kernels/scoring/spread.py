@@ -9,12 +9,12 @@ import torch
 from kvpolicy.kernels.scoring import strided
 
 
-def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def mean(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The mean of the present values; 0 of none, and where it would be NaN.
 
     Args:
-        x: float64; ignored where `there` is False.
-        there: bool that broadcasts to x, which values are present; None: all.
+        x: float64; ignored where `present` is False.
+        present: bool that broadcasts to x, which values are present; None: all.
         over: dimensions of x, at least one, each once, not negative.
 
     Returns:
@@ -23,53 +23,53 @@ def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> to
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
-    check(x, there, over)
-    return _usable(_mean(x, there, over)).squeeze(tuple(over))
+    check(x, present, over)
+    return _usable(_mean(x, present, over)).squeeze(tuple(over))
 
 
-def var(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def var(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The population variance of the present values. As `mean`."""
-    check(x, there, over)
-    apart = x - _mean(x, there, over)
-    return _usable(_mean(apart * apart, there, over)).squeeze(tuple(over))
+    check(x, present, over)
+    apart = x - _mean(x, present, over)
+    return _usable(_mean(apart * apart, present, over)).squeeze(tuple(over))
 
 
-def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def entropy(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """-sum(p log p) over the present values, where p are their shares of their sum. As `mean`.
 
     The sum, a share, its logarithm and their product count as 0 where they are NaN, so a share of 0
     or a negative one adds nothing.
     """
-    check(x, there, over)
-    total = _usable(_sum(x, there, over))
+    check(x, present, over)
+    total = _usable(_sum(x, present, over))
     share = _usable(x / (total + 0.0))  # -0 is 0
-    made = _usable(_sum(_usable(share * _usable(share.log())), there, over))
+    made = _usable(_sum(_usable(share * _usable(share.log())), present, over))
     return made.neg_().squeeze(tuple(over))
 
 
-def check(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> None:
+def check(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> None:
     """Refuse wrong shapes and dtypes; read no values.
 
     Raises:
         ValueError: names the argument, the expected and the actual value.
     """
-    strided.check(x, there)
+    strided.check(x, present)
     if not over or len(set(over)) != len(over) or not all(0 <= dim < x.dim() for dim in over):
         raise ValueError(f"over: expected dimensions 0 .. {x.dim() - 1}, got {list(over)}")
 
 
-def _mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def _mean(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """As `mean`, but NaN of no values; the reduced dimensions stay, with size 1."""
     number: torch.Tensor | int = math.prod(x.shape[dim] for dim in over)
-    if there is not None:
-        there = there.expand([1] * (x.dim() - there.dim()) + list(there.shape))
-        number = there.sum(tuple(over), keepdim=True)
-        number = number * math.prod(x.shape[dim] for dim in over if there.shape[dim] == 1)
-    return _sum(x, there, over) / number
+    if present is not None:
+        present = present.expand([1] * (x.dim() - present.dim()) + list(present.shape))
+        number = present.sum(tuple(over), keepdim=True)
+        number = number * math.prod(x.shape[dim] for dim in over if present.shape[dim] == 1)
+    return _sum(x, present, over) / number
 
 
-def _sum(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
-    x = x if there is None else torch.where(there, x, 0.0)
+def _sum(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+    x = x if present is None else torch.where(present, x, 0.0)
     return x.sum(tuple(over), keepdim=True)
 
 

@@ -28,25 +28,25 @@ _TILE = 1024
 _PARTS = 256
 
 
-def mean(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def mean(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The mean of the present values; 0 of none. As `spread.mean`, in one launch or two."""
-    return _reduced(x, there, over, 0)
+    return _reduced(x, present, over, 0)
 
 
-def var(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def var(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The population variance of the present values. As `spread.var`, in one launch or two."""
-    return _reduced(x, there, over, 1)
+    return _reduced(x, present, over, 1)
 
 
-def entropy(x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
+def entropy(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The entropy of the present values' shares. As `spread.entropy`, in one launch or three."""
-    return _reduced(x, there, over, 2)
+    return _reduced(x, present, over, 2)
 
 
 def _reduced(
-    x: torch.Tensor, there: torch.Tensor | None, over: Sequence[int], what: int
+    x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int], what: int
 ) -> torch.Tensor:
-    check(x, there, over)
+    check(x, present, over)
     shape = [size for dim, size in enumerate(x.shape) if dim not in over]
     made = torch.empty(shape, dtype=torch.float64, device=x.device)
     rows = made.numel()
@@ -54,15 +54,15 @@ def _reduced(
         return made.zero_()
     size = x.numel() // rows
     stay = [dim for dim in range(x.dim()) if dim not in over]
-    x, there, where = laid_out(x, there, stay, over)
+    x, present, where = laid_out(x, present, stay, over)
     # where[12]: stride of x along the innermost reduced dimension.
     block_rows, block = _tile(size, where[12])
     blocks, parts = _cut(rows, size, block_rows, block)
     groups = triton.cdiv(rows, block_rows)
     part = made if parts == 1 else made.new_empty(4, rows, parts)
-    arguments = (x, x if there is None else there, part, rows, size, blocks, *where)
+    arguments = (x, x if present is None else present, part, rows, size, blocks, *where)
     options = {
-        "MASKED": there is not None, "ROWS": block_rows, "BLOCK": block, "PARTS": _PARTS,
+        "MASKED": present is not None, "ROWS": block_rows, "BLOCK": block, "PARTS": _PARTS,
         "num_warps": 8, "maxnreg": None,
     }  # fmt: skip
     if what == 2 and parts > 1:
@@ -107,7 +107,7 @@ def _number(x):
 
 @kernel()
 def _spread(
-    x, there, out, rows, size, blocks,
+    x, present, out, rows, size, blocks,
     r1, r2, xr0, xr1, xr2, mr0, mr1, mr2,
     k1, k2, xk0, xk1, xk2, mk0, mk1, mk2,
     WHAT: tl.constexpr, ALONE: tl.constexpr, PARTS: tl.constexpr,
@@ -122,7 +122,7 @@ def _spread(
     part, parts = tl.program_id(1), tl.num_programs(1)
     inside_row = row < rows
     own = x + place(row, r1, r2, xr0, xr1, xr2)
-    mask = there + place(row, r1, r2, mr0, mr1, mr2)
+    mask = present + place(row, r1, r2, mr0, mr1, mr2)
     row = row.to(tl.int64)
     total = tl.zeros((ROWS, BLOCK), tl.float64)
     number = tl.zeros((ROWS, BLOCK), tl.int32)

@@ -13,7 +13,7 @@ def then(
     taken: torch.Tensor,
     score: torch.Tensor,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     number: torch.Tensor,
     *,
     in_all: bool,
@@ -21,39 +21,39 @@ def then(
     """Keep the taken entries of R lists, and of the others those with the highest scores.
 
     Args:
-        taken: bool [R, M], entries that stay in any case; counts only where `there` is True.
+        taken: bool [R, M], entries that stay in any case; counts only where `holds` is True.
         score: float64 [R, M]; compared as float32, of equal scores the first wins; ignored where it
             is absent.
         present: bool [R, M], where a score is present; None: everywhere.
-        there: bool [R, M], columns at which each list holds an entry.
+        holds: bool [R, M], columns at which each list holds an entry.
         number: float64 [N], N > 0, each for R / N consecutive lists: how many of the other entries
             to keep, as a whole number by `whole`.
         in_all: whether `number` includes the taken entries. If so, all others stay if they are no
             more than the rest of `number`, even without a score.
 
     Returns:
-        bool [R, M], entries that stay; False where `there` is False.
+        bool [R, M], entries that stay; False where `holds` is False.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(taken, score, present, there, number)
-    wanted = number.repeat_interleave(len(there) // max(len(number), 1))
-    own, free = taken & there, there & ~taken
+    check(taken, score, present, holds, number)
+    wanted = number.repeat_interleave(len(holds) // max(len(number), 1))
+    own, free = taken & holds, holds & ~taken
     if in_all:
         wanted = (wanted - own.sum(1)).clamp(min=0)
     competing = free if present is None else free & present
     chosen = own | top(keys(score, competing), whole(wanted)[:, None])
     if not in_all:
         return chosen
-    return chosen | (there & (free.sum(1) <= wanted)[:, None])
+    return chosen | (holds & (free.sum(1) <= wanted)[:, None])
 
 
 def check(
     taken: torch.Tensor,
     score: torch.Tensor,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     number: torch.Tensor,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
@@ -61,10 +61,10 @@ def check(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check_lists(there, score, present, taken)
-    fits = number.dim() == 1 and len(number) and len(there) % len(number) == 0
+    check_lists(holds, score, present, taken)
+    fits = number.dim() == 1 and len(number) and len(holds) % len(number) == 0
     if number.dtype != torch.float64 or not fits:
         raise ValueError(
-            f"number: expected float64 [N], N a part of {len(there)}, "
+            f"number: expected float64 [N], N a part of {len(holds)}, "
             f"got {number.dtype} {list(number.shape)}"
         )

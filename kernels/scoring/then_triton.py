@@ -11,7 +11,7 @@ def then(
     taken: torch.Tensor,
     score: torch.Tensor,
     present: torch.Tensor | None,
-    there: torch.Tensor,
+    holds: torch.Tensor,
     number: torch.Tensor,
     *,
     in_all: bool,
@@ -30,5 +30,5 @@ def then(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(taken, score, present, there, number)
-    return chosen(taken, score, present, there, number, in_all=in_all, block=block)
+    check(taken, score, present, holds, number)
+    return chosen(taken, score, present, holds, number, in_all=in_all, block=block)

@@ -77,7 +77,7 @@ def test_rows_longer_than_a_block():
 @pytest.mark.parametrize("best", [reference.best, best_triton.best])
 def test_wrong_arguments_are_named(best):
     score, present, there, limits = random_case(0)
-    with pytest.raises(ValueError, match=r"there: expected bool \[R, M\]"):
+    with pytest.raises(ValueError, match=r"holds: expected bool \[R, M\]"):
         best(score, present, there.int(), limits)
     with pytest.raises(ValueError, match=r"score: expected torch.float64 \[6, 70\]"):
         best(score.float(), present, there, limits)

@@ -403,7 +403,7 @@ def test_too_much_for_its_pages():
 def test_lists_that_are_not_as_long_as_said():
     each = case([[4, 4], [4, 6]], 2, 1.0)
     each.there[1][0, int(each.there[1][0].nonzero()[0])] = False
-    with pytest.raises(ValueError, match=r"there: expected \[6, 8\] True .* layer 1, got \[5, 8\]"):
+    with pytest.raises(ValueError, match=r"holds: expected \[6, 8\] True .* layer 1, got \[5, 8\]"):
         each.run(reference.compact_in_place)
 
 
@@ -416,7 +416,7 @@ WRONG = {
         r"req_to_token: expected int32 .* got torch.float32 \[4, 9",
     ),
     "kept": (torch.ones(4, 3), r"kept: expected bool \[4, 3\], got torch.float32 \[4, 3\]"),
-    "there": (torch.ones(3, 4).bool(), r"there: expected bool \[4, 3\], got torch.bool \[3, 4\]"),
+    "holds": (torch.ones(3, 4).bool(), r"holds: expected bool \[4, 3\], got torch.bool \[3, 4\]"),
     "proceed": (torch.tensor([True]), r"proceed: expected bool \[1, P\], got torch.bool \[1\]"),
     "tables": (
         Tables.empty(5, 2, 3, 9, "cpu"),
@@ -436,7 +436,7 @@ def test_wrong_arguments_are_named(compact_in_place, name):
         "lengths": torch.tensor([3]),
         "req_to_token": torch.zeros(4, 9, dtype=torch.int32),
         "kept": torch.ones(4, 3, dtype=torch.bool),
-        "there": torch.ones(4, 3, dtype=torch.bool),
+        "holds": torch.ones(4, 3, dtype=torch.bool),
         "proceed": torch.tensor([[True]]),
     } | {name: value}
     with pytest.raises(ValueError, match=message):

@@ -72,7 +72,7 @@ def test_wrong_arguments_are_named(entry_ids):
     there = padded(each, 40)
     given = (each.storage, each.tables, [each.row], [each.length], each.req_to_token)
     for wrong in (there.int(), there[1:], there[0]):
-        with pytest.raises(ValueError, match=r"there: expected bool \[6, M\]"):
+        with pytest.raises(ValueError, match=r"holds: expected bool \[6, M\]"):
             asked(entry_ids, *given, wrong)
     with pytest.raises(ValueError, match=r"rows: expected int64 \[1\]"):
         asked(entry_ids, each.storage, each.tables, [2.0], [each.length], each.req_to_token, there)
@@ -82,7 +82,7 @@ def test_candidates_that_are_not_as_many_as_entries():
     each = SMALL["usual"]
     there = padded(each, 40)
     there[0, 0] = True
-    with pytest.raises(ValueError, match=r"there: expected \[13, 18\] True .* at layer 0"):
+    with pytest.raises(ValueError, match=r"holds: expected \[13, 18\] True .* at layer 0"):
         asked(
             reference.entry_ids, each.storage, each.tables, [each.row], [each.length],
             each.req_to_token, there,

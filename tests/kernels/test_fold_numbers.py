@@ -61,7 +61,7 @@ def test_wrong_numbers_are_named(counted):
     kept, there = masks(2, 3, 9)
     for wrong, message in (
         ((kept[:5], there, None, None), r"kept: expected bool \[S \* 3, M\]"),
-        ((kept, there[:, :4], None, None), r"there: expected torch.bool \[6, 9\]"),
+        ((kept, there[:, :4], None, None), r"holds: expected torch.bool \[6, 9\]"),
         ((kept, there, kept, None), r"finite: expected torch.bool \[6\]"),
         ((kept, there, None, kept), r"expected: expected torch.int64 \[2, 9\]"),
     ):

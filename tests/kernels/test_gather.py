@@ -89,5 +89,5 @@ def test_lists_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"indptr: expected lists of one length, got \[2, 3\]"):
         gather(entries, entries, indptr, indices)
     for there in (torch.ones(2, 3, dtype=torch.bool), torch.ones(3, 2, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=r"there: expected \[2, 3\] True per KV head"):
+        with pytest.raises(ValueError, match=r"holds: expected \[2, 3\] True per KV head"):
             gather(entries, entries, indptr, indices, there)

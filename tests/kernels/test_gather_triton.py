@@ -74,7 +74,7 @@ def test_a_list_that_is_too_short_leaves_zeros():
     entries = torch.arange(1.0, 13.0, device=DEVICE).view(6, 2)
     indptr, indices = torch.tensor([0, 1, 4], device=DEVICE), torch.arange(4, device=DEVICE)
     there = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
-    with pytest.raises(ValueError, match=r"there: expected \[1, 3\] True per KV head, got \[3, 3"):
+    with pytest.raises(ValueError, match=r"holds: expected \[1, 3\] True per KV head, got \[3, 3"):
         reference.gather(entries, entries, indptr, indices, there)
     for mask in (there, None):
         k, v = gather_triton.gather(entries, entries, indptr, indices, mask, width=3)
@@ -90,7 +90,7 @@ def test_wrong_arguments_are_named():
         gather_triton.gather(entries, torch.zeros(6, 1), torch.tensor([0, 2, 4]), indices)
     with pytest.raises(ValueError, match=r"entries, values: expected contiguous \[E, D\]"):
         gather_triton.gather(entries, entries[:, :1], torch.tensor([0, 2, 4]), indices)
-    with pytest.raises(ValueError, match=r"there: expected \[2, M\], got \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"holds: expected \[2, M\], got \[3, 2\]"):
         gather_triton.gather(
             entries, entries, torch.tensor([0, 2, 4]), indices, torch.ones(3, 2).bool()
         )

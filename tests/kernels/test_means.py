@@ -66,7 +66,7 @@ def test_arguments_are_checked(function):
     x, there = given(4, 9)
     for arguments, words in (
         ((x.float(), there, 2), r"x: expected float64 \[R, P\]"),
-        ((x, there[:2], 2), r"there: expected torch.bool \[4, 9\]"),
+        ((x, there[:2], 2), r"present: expected torch.bool \[4, 9\]"),
         ((x, there, 3), "kv_heads: expected a part of 4, got 3"),
     ):
         with pytest.raises(ValueError, match=words):

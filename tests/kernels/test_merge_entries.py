@@ -240,7 +240,7 @@ def test_wrong_arguments_are_named(pair):
     cases = {
         "following": (
             ((kept.long(), there, 2, 1), r"kept: expected bool \[3, 7\]"),
-            ((kept, there[0], 2, 1), r"there: expected bool \[R, M\]"),
+            ((kept, there[0], 2, 1), r"holds: expected bool \[R, M\]"),
             ((kept, there, 8, 1), "most: expected 0 to 7, got 8"),
             ((kept, there, 2, -1), "steps: expected 0 or more, got -1"),
         ),
@@ -272,7 +272,7 @@ def test_wrong_arguments_are_named(pair):
             ((ids, pool, ids, ids > 0), "keys: expected floats"),
             ((pool, pool[:, 1:], ids, ids > 0), "values: expected floats"),
             ((pool, pool, pool, ids > 0), r"ids: expected int64 \[R, M\]"),
-            ((pool, pool, ids, ids), r"there: expected bool \[3, 7\]"),
+            ((pool, pool, ids, ids), r"holds: expected bool \[3, 7\]"),
         ),
     }  # fmt: skip
     for function in pair:

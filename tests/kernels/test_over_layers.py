@@ -77,5 +77,5 @@ def test_wrong_arguments(module):
         module.var_of_layers(values, None, 2)
     with pytest.raises(ValueError, match=r"values: expected torch.bool \[3\], got torch.float64"):
         module.any_of_layers(values, None, 0)
-    with pytest.raises(ValueError, match="there: expected 2 tensors, got 1"):
+    with pytest.raises(ValueError, match="present: expected 2 tensors, got 1"):
         module.var_of_layers(values, truths(1, (3,), 1), 0)

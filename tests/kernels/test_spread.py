@@ -136,5 +136,5 @@ def test_wrong_arguments(module):
             ValueError, match=re.escape(f"over: expected dimensions 0 .. 1, got {over}")
         ):
             module.var(x, None, over)
-    with pytest.raises(ValueError, match=r"there: expected bool that broadcasts to \[3, 4\], got"):
+    with pytest.raises(ValueError, match=r"present: expected bool that broadcasts to \[3, 4\]"):
         module.entropy(x, torch.ones(3, dtype=torch.bool, device=DEVICE), [0])

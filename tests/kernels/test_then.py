@@ -69,7 +69,7 @@ def test_rows_longer_than_a_block():
 def test_wrong_arguments_are_named(then):
     taken, score, present, there = case(0)
     number = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"there: expected bool \[R, M\]"):
+    with pytest.raises(ValueError, match=r"holds: expected bool \[R, M\]"):
         then(taken, score, present, there.int(), number, in_all=True)
     with pytest.raises(ValueError, match=r"taken: expected torch.bool \[6, 70\]"):
         then(taken[:2], score, present, there, number, in_all=True)

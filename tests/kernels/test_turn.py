@@ -79,7 +79,7 @@ def test_wrong_arguments_are_named(turn):
     given = (each.storage, each.tables, row, torch.tensor([each.length]), each.req_to_token)
     for wrong, message in (
         ((there.int(), there, proceed, INV_FREQ), r"kept: expected bool \[4, M\]"),
-        ((there, there[:, :3], proceed, INV_FREQ), r"there: expected bool \[4, M\]"),
+        ((there, there[:, :3], proceed, INV_FREQ), r"holds: expected bool \[4, M\]"),
         ((there, there, proceed[0], INV_FREQ), r"proceed: expected bool \[1, P\]"),
         ((there, there, proceed, torch.ones(5)), r"inv_freq: expected \[<= 4\], got \[5\]"),
     ):

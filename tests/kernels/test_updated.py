@@ -37,7 +37,7 @@ def test_one_number_of_all_lists_is_not_copied(function):
 def test_wrong_arguments_are_named(function):
     new, there = torch.zeros(4, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.bool)
     for given, message in (
-        ((new, new, there.long(), 2), r"there: expected bool \[R, P\]"),
+        ((new, new, there.long(), 2), r"present: expected bool \[R, P\]"),
         ((new[1:], new, there, 2), r"new: expected torch.float64 \[4\]"),
         ((new, new.float(), there, 2), r"old: expected torch.float64 \[4\]"),
         ((new, new, there, 3), "kv_heads: expected a part of 4, got 3"),
