@@ -40,10 +40,10 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     newest = torch.full((batch,), 2 * width, device=device)
     used = TRITON["tally"](kept, there, None, None, kv_heads)[0][:, 0]
     carried = {"steps": STEPS, "width": int(used.max()) + STEPS}
-    places, real, receivers, joins = TRITON["following"](kept, there, STEPS, REACH)
-    to, found = TRITON["nearest"](pool, places, real, kept, ids)
-    cosines = TRITON["inner_products"](pool, places, real, to, found, ids)[3]
-    made = TRITON["links"](places, to[..., None], found[..., None], real, cosines.exp(), width)
+    dropped, present, receivers, receivers_present = TRITON["following"](kept, there, STEPS, REACH)
+    to, found = TRITON["nearest"](pool, dropped, present, kept, ids)
+    cosines = TRITON["inner_products"](pool, dropped, present, to, found, ids)[3]
+    made = TRITON["links"](dropped, to[..., None], found[..., None], present, cosines.exp(), width)
     one = torch.ones(lists, width, dtype=torch.float64, device=device)
     proceed = torch.ones(batch, 1, dtype=torch.bool, device=device)
     return {
@@ -55,13 +55,13 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
         "finite": ((pool, pool, ids, there), {}),
         "draws": ((0, positions, newest, kv_heads), {}),
         "following": ((kept, there, STEPS, REACH), {}),
-        "target": ((score, receivers, joins), {}),
-        "nearest": ((pool, places, real, kept, ids), {}),
-        "inner_products": ((pool, places, real, to, found, ids), {}),
-        "means": ((cosines, real, kv_heads), {}),
-        "means_of_columns": ((cosines, real, kv_heads), {}),
-        "updated": ((cosines[:, 0], cosines[:, 1], real, kv_heads), {}),
-        "links": ((places, to[..., None], found[..., None], real, cosines, width), {}),
+        "target": ((score, receivers, receivers_present), {}),
+        "nearest": ((pool, dropped, present, kept, ids), {}),
+        "inner_products": ((pool, dropped, present, to, found, ids), {}),
+        "means": ((cosines, present, kv_heads), {}),
+        "means_of_columns": ((cosines, present, kv_heads), {}),
+        "updated": ((cosines[:, 0], cosines[:, 1], present, kv_heads), {}),
+        "links": ((dropped, to[..., None], found[..., None], present, cosines, width), {}),
         "merge_entries": ((pool, ids, made, None, one, proceed), {}),
     }
 

@@ -57,18 +57,19 @@ tally(kept, holds, finite, expected, kv_heads) -> int64 [S, 3 + 2 * G], bool [S]
     these stay. Then whether a layer is finite and each head keeps as many entries as `expected`,
     numbers of the same form, says (None: any number).
 
-nearest(x, places, real, kept, ids) -> int64 [G, P], bool [G, P]
+nearest(x, dropped, present, kept, ids) -> int64 [G, P], bool [G, P]
     For each dropped entry the column of the kept one with the highest cosine, among equal ones the
     first, and whether there is one; column 0 if not. Cosines are of float64 unit vectors (zero for
-    vectors of zeros, and for those with NaN or infinity), compared as float32. places are int64
-    [G, P] columns of dropped entries, valid where bool `real` [G, P] is true; kept is bool [G, n].
-    x is [G, n, D] of any float dtype; with int64 `ids` [G, n], else None, x is a pool [E, D] and
-    ids are the rows.
+    vectors of zeros, and for those with NaN or infinity), compared as float32. dropped are
+    int64 [G, P] columns of dropped entries, valid where bool `present` [G, P] is true; kept is bool
+    [G, n]. x is [G, n, D] of any float dtype; with int64 `ids` [G, n], else None, x is a pool
+    [E, D] and ids are the rows.
 
-inner_products(x, places, real, receivers, found, ids) -> float64 [4, G, P]
+inner_products(x, dropped, present, receivers, receivers_present, ids) -> float64 [4, G, P]
     Inner products of a dropped entry with itself, of it with its receiver, and of the receiver with
-    itself, and the cosine of both (0 where it is NaN). places and receivers are columns as for
-    "nearest"; where bool `real` or `found` [G, P] is false, that vector counts as zeros.
+    itself, and the cosine of both (0 where it is NaN). dropped and receivers are columns as for
+    "nearest"; where bool `present` or `receivers_present` [G, P] is false, that vector counts as
+    zeros.
 
 means(x, present, kv_heads) -> float64 [R]
     For each list the mean of float64 x [R, P] where bool `present` [R, P] is true, over the
@@ -81,22 +82,22 @@ updated(new, old, present, kv_heads) -> float64 [R]
     For each list its number in float64 `new` [R] if bool `present` [R, P] is true anywhere in the
     `kv_heads` lists of its layer, else its number in `old`.
 
-following(kept, holds, most, steps) -> places, real, receivers, found
+following(kept, holds, most, steps) -> dropped, present, receivers, receivers_present
     Of bool [R, M] lists: the columns of leaving entries in order, and whether there is one, int64
     and bool [R, most]; the columns of the next `steps` staying entries after each, and whether
     there is one, int64 and bool [R, most, steps]. Columns are 0 where there is none. No list loses
     more than `most` entries.
 
-target(x, receivers, joins) -> float64 [R, P]
-    The mean of float64 x [R, M] over int64 columns [R, P, S] where bool `joins` is true; 0 where
-    that is NaN.
+target(x, receivers, receivers_present) -> float64 [R, P]
+    The mean of float64 x [R, M] over int64 columns [R, P, S] where bool `receivers_present`
+    is true; 0 where that is NaN.
 
-links(places, receivers, joins, accepted, weights, tokens) -> links
+links(dropped, receivers, receivers_present, accepted, weights, tokens) -> links
     What is added to each receiver: int64 [R, K] columns of sources, float64 [R, K] weights and
     int32 [R, tokens + 1] offsets; the links of column c start at offsets[c] and end before
-    offsets[c + 1]. An entry at int64 `places` [R, P] is linked to its `receivers` [R, P, S] where
-    bool `joins` [R, P, S] and `accepted` [R, P] are true, with its float64 weight [R, P]. Links of
-    one receiver are in the order of P, then S.
+    offsets[c + 1]. An entry at int64 `dropped` [R, P] is linked to its `receivers` [R, P, S] where
+    bool `receivers_present` [R, P, S] and `accepted` [R, P] are true, with its float64 weight
+    [R, P]. Links of one receiver are in the order of P, then S.
 
 draws(seed, positions, generated, kv_heads, first) -> float64 [S * G, M]
     `uniform(seed)` (`ir/counts.py`) for the entries at int64 [S, M] positions of S layers of G KV

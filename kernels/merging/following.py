@@ -27,15 +27,16 @@ def following(
     check(kept, holds, most, steps)
     device, width = kept.device, kept.shape[1]
     leaves, stays = holds & ~kept, holds & kept
-    places, order = ((~x).to(torch.uint8).argsort(dim=1, stable=True) for x in (leaves, stays))
-    places = places[:, :most]
-    real = torch.arange(most, device=device) < leaves.sum(1)[:, None]
-    after = stays.long().cumsum(1).gather(1, places)[..., None]
+    dropped, order = ((~x).to(torch.uint8).argsort(dim=1, stable=True) for x in (leaves, stays))
+    dropped = dropped[:, :most]
+    present = torch.arange(most, device=device) < leaves.sum(1)[:, None]
+    after = stays.long().cumsum(1).gather(1, dropped)[..., None]
     after = after + torch.arange(steps, device=device)
-    found = real[..., None] & (after < stays.sum(1)[:, None, None])
+    receivers_present = present[..., None] & (after < stays.sum(1)[:, None, None])
     after = after.clamp(max=max(width - 1, 0)).flatten(1)
-    receivers = order.gather(1, after).view(found.shape)
-    return torch.where(real, places, 0), real, torch.where(found, receivers, 0), found
+    receivers = order.gather(1, after).view(receivers_present.shape)
+    dropped, receivers = dropped.where(present, 0), receivers.where(receivers_present, 0)
+    return dropped, present, receivers, receivers_present
 
 
 def check(kept: torch.Tensor, holds: torch.Tensor, most: int, steps: int) -> None:

@@ -38,24 +38,24 @@ def following(
     """
     check(kept, holds, most, steps)
     device, (lists, width) = kept.device, kept.shape
-    places = torch.empty((lists, most), dtype=torch.int64, device=device)
-    real = torch.empty((lists, most), dtype=torch.bool, device=device)
+    dropped = torch.empty((lists, most), dtype=torch.int64, device=device)
+    present = torch.empty((lists, most), dtype=torch.bool, device=device)
     receivers = torch.empty((lists, most, steps), dtype=torch.int64, device=device)
-    found = torch.empty((lists, most, steps), dtype=torch.bool, device=device)
+    receivers_present = torch.empty((lists, most, steps), dtype=torch.bool, device=device)
     if lists and most:
         # Columns of staying entries; then how many entries stay before each leaving one.
         noted = torch.empty((lists, width + most), dtype=torch.int32, device=device)
         _following[(lists,)](
             kept.contiguous().view(torch.uint8), holds.contiguous().view(torch.uint8), noted,
-            places, real.view(torch.uint8), receivers, found.view(torch.uint8),
+            dropped, present.view(torch.uint8), receivers, receivers_present.view(torch.uint8),
             width, most, steps, BLOCK=block, ROWS=rows, STEPS=16,
         )  # fmt: skip
-    return places, real, receivers, found
+    return dropped, present, receivers, receivers_present
 
 
 @kernel()
 def _following(
-    kept, holds, noted, places, real, receivers, found, width, most, steps,
+    kept, holds, noted, dropped, present, receivers, receivers_present, width, most, steps,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Find the entries of one list."""
@@ -64,7 +64,7 @@ def _following(
     holds += this * width
     order = noted + this * (width + most)
     before = order + width
-    places += this * most
+    dropped += this * most
     left, stayed = 0, 0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -74,7 +74,7 @@ def _following(
         upto = stayed + tl.cumsum(stays)
         place = left + tl.cumsum(leaves) - leaves
         goes = (leaves > 0) & (place < most)
-        tl.store(places + place, column.to(tl.int64), mask=goes)
+        tl.store(dropped + place, column.to(tl.int64), mask=goes)
         tl.store(before + place, upto, mask=goes)
         tl.store(order + upto - 1, column, mask=stays > 0)
         left += tl.sum(leaves)
@@ -84,8 +84,8 @@ def _following(
     for first in range(0, most, ROWS):
         row = first + tl.arange(0, ROWS)
         there_is = row < left
-        tl.store(real + this * most + row, there_is.to(tl.uint8), mask=row < most)
-        tl.store(places + row, tl.zeros([ROWS], tl.int64), mask=(row < most) & ~there_is)
+        tl.store(present + this * most + row, there_is.to(tl.uint8), mask=row < most)
+        tl.store(dropped + row, tl.zeros([ROWS], tl.int64), mask=(row < most) & ~there_is)
         after = tl.load(before + row, mask=(row < most) & there_is, other=0)
         for start in range(0, steps, STEPS):
             step = start + tl.arange(0, STEPS)
@@ -95,4 +95,4 @@ def _following(
             to = tl.load(order + follower, mask=follows, other=0)
             at = (this * most + row)[:, None] * steps + step[None, :]
             tl.store(receivers + at, to.to(tl.int64), mask=inside)
-            tl.store(found + at, follows.to(tl.uint8), mask=inside)
+            tl.store(receivers_present + at, follows.to(tl.uint8), mask=inside)

@@ -10,19 +10,19 @@ from kvpolicy.kernels.merging.nearest import check_vectors
 
 def inner_products(
     x: torch.Tensor,
-    places: torch.Tensor,
-    real: torch.Tensor,
+    dropped: torch.Tensor,
+    present: torch.Tensor,
     receivers: torch.Tensor,
-    found: torch.Tensor,
+    receivers_present: torch.Tensor,
     ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Inner products and cosines of P pairs of vectors in each of G lists.
 
     Args:
         x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool.
-        places, receivers: int64 [G, P], columns of the first and of the second of each pair.
-        real, found: bool [G, P], whether the first and the second of each pair exist; a vector that
-            does not counts as zeros.
+        dropped, receivers: int64 [G, P], columns of the first and of the second of each pair.
+        present, receivers_present: bool [G, P], whether the first and the second of each pair
+            exist; a vector that does not counts as zeros.
         ids: int64 [G, n], the pool row of each column.
 
     Returns:
@@ -32,10 +32,10 @@ def inner_products(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(x, places, real, receivers, found, ids)
+    check(x, dropped, present, receivers, receivers_present, ids)
     one, other = (
         torch.where(there[..., None], _rows(x, torch.where(there, at, 0), ids), 0.0)
-        for at, there in ((places, real), (receivers, found))
+        for at, there in ((dropped, present), (receivers, receivers_present))
     )
     own, both, others = ((a * b).sum(-1) for a, b in ((one, one), (one, other), (other, other)))
     cosine = both / (own.sqrt() * others.sqrt())
@@ -51,10 +51,10 @@ def _rows(x: torch.Tensor, at: torch.Tensor, ids: torch.Tensor | None) -> torch.
 
 def check(
     x: torch.Tensor,
-    places: torch.Tensor,
-    real: torch.Tensor,
+    dropped: torch.Tensor,
+    present: torch.Tensor,
     receivers: torch.Tensor,
-    found: torch.Tensor,
+    receivers_present: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
@@ -65,9 +65,9 @@ def check(
     check_vectors(x, ids)
     lists = len(x) if ids is None else len(ids)
     given = [
-        ("places", places, torch.int64, (lists, *places.shape[1:2])),
-        ("real", real, torch.bool, places.shape),
-        ("receivers", receivers, torch.int64, places.shape),
-        ("found", found, torch.bool, places.shape),
+        ("dropped", dropped, torch.int64, (lists, *dropped.shape[1:2])),
+        ("present", present, torch.bool, dropped.shape),
+        ("receivers", receivers, torch.int64, dropped.shape),
+        ("receivers_present", receivers_present, torch.bool, dropped.shape),
     ]
     check_tensors(given)

@@ -12,10 +12,10 @@ from kvpolicy.kernels.merging.inner_products import check
 
 def inner_products(
     x: torch.Tensor,
-    places: torch.Tensor,
-    real: torch.Tensor,
+    dropped: torch.Tensor,
+    present: torch.Tensor,
     receivers: torch.Tensor,
-    found: torch.Tensor,
+    receivers_present: torch.Tensor,
     ids: torch.Tensor | None = None,
     *,
     block: int = 16,
@@ -34,8 +34,8 @@ def inner_products(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(x, places, real, receivers, found, ids)
-    lists, most = places.shape
+    check(x, dropped, present, receivers, receivers_present, ids)
+    lists, most = dropped.shape
     made = torch.empty((4, lists, most), dtype=torch.float64, device=x.device)
     if made.numel():
         x = x if x.stride(-1) == 1 else x.contiguous()
@@ -43,18 +43,19 @@ def inner_products(
         _inner_products[(triton.cdiv(most, block), lists)](
             x, 0 if ids is not None else x.stride(0), x.stride(-2),
             None if ids is None else ids.contiguous(),
-            places.contiguous(), real.contiguous().view(torch.uint8),
-            receivers.contiguous(), found.contiguous().view(torch.uint8), made, columns, most,
+            dropped.contiguous(), present.contiguous().view(torch.uint8),
+            receivers.contiguous(), receivers_present.contiguous().view(torch.uint8), made,
+            columns, most,
             D=x.shape[-1], BLOCK_N=block, BLOCK_D=triton.next_power_of_2(x.shape[-1]), num_warps=4,
         )  # fmt: skip
     return made
 
 
 @triton.jit
-def _read(x, ids, stride, places, marks, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _read(x, ids, stride, columns, marks, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of one list in float64, zeros where there are none."""
     there = tl.load(marks + at, mask=inside, other=0) > 0
-    row = tl.load(places + at, mask=there, other=0)
+    row = tl.load(columns + at, mask=there, other=0)
     if ids is not None:
         row = tl.load(ids + row, mask=there, other=0)
     column = tl.arange(0, BLOCK_D)
@@ -67,8 +68,8 @@ def _read(x, ids, stride, places, marks, at, inside, D: tl.constexpr, BLOCK_D: t
 
 @kernel(aligned=["x", "stride_list", "stride"])
 def _inner_products(
-    x, stride_list, stride, ids, places, real, receivers, found, made, columns, most,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, stride_list, stride, ids, dropped, present, receivers, receivers_present, made, columns,
+    most, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     this = tl.program_id(1).to(tl.int64)
     pair = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -76,8 +77,8 @@ def _inner_products(
     x += this * stride_list
     if ids is not None:
         ids += this * columns
-    one = _read(x, ids, stride, places, real, at, inside, D, BLOCK_D)
-    other = _read(x, ids, stride, receivers, found, at, inside, D, BLOCK_D)
+    one = _read(x, ids, stride, dropped, present, at, inside, D, BLOCK_D)
+    other = _read(x, ids, stride, receivers, receivers_present, at, inside, D, BLOCK_D)
     own, both = tl.sum(one * one, axis=1), tl.sum(one * other, axis=1)
     others = tl.sum(other * other, axis=1)
     length = tl.sqrt(own) * tl.sqrt(others)

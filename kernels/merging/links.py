@@ -11,9 +11,9 @@ Links = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def links(
-    places: torch.Tensor,
+    dropped: torch.Tensor,
     receivers: torch.Tensor,
-    joins: torch.Tensor,
+    receivers_present: torch.Tensor,
     accepted: torch.Tensor,
     weights: torch.Tensor,
     tokens: int,
@@ -21,9 +21,9 @@ def links(
     """List the links of R lists by receiver, those of one receiver in the order of P, then S.
 
     Args:
-        places: int64 [R, P], columns of leaving entries.
+        dropped: int64 [R, P], columns of leaving entries.
         receivers: int64 [R, P, S], columns of the entries that may receive each.
-        joins: bool [R, P, S], which of these receivers exist.
+        receivers_present: bool [R, P, S], which of these receivers exist.
         accepted: bool [R, P], which leaving entries are merged.
         weights: float64 [R, P], weight of each leaving entry.
         tokens: n, columns of a list.
@@ -34,19 +34,19 @@ def links(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(places, receivers, joins, accepted, weights)
-    to = torch.where(joins & accepted[..., None], receivers, tokens).flatten(1)
+    check(dropped, receivers, receivers_present, accepted, weights)
+    to = torch.where(receivers_present & accepted[..., None], receivers, tokens).flatten(1)
     to, order = to.sort(dim=1, stable=True)
     bounds = torch.arange(tokens + 1, device=to.device).repeat(len(to), 1)
     offsets = torch.searchsorted(to, bounds, out_int32=True)
     place = order // max(receivers.shape[2], 1)
-    return places.gather(1, place), weights.gather(1, place), offsets
+    return dropped.gather(1, place), weights.gather(1, place), offsets
 
 
 def check(
-    places: torch.Tensor,
+    dropped: torch.Tensor,
     receivers: torch.Tensor,
-    joins: torch.Tensor,
+    receivers_present: torch.Tensor,
     accepted: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
@@ -55,15 +55,17 @@ def check(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    if places.dtype != torch.int64 or places.dim() != 2:
-        raise ValueError(f"places: expected int64 [R, P], got {places.dtype} {list(places.shape)}")
+    if dropped.dtype != torch.int64 or dropped.dim() != 2:
+        raise ValueError(
+            f"dropped: expected int64 [R, P], got {dropped.dtype} {list(dropped.shape)}"
+        )
     if receivers.dtype != torch.int64 or receivers.dim() != 3:
         actual = f"{receivers.dtype} {list(receivers.shape)}"
         raise ValueError(f"receivers: expected int64 [R, P, S], got {actual}")
     given = (
-        ("receivers", receivers, torch.int64, (*places.shape, receivers.shape[2])),
-        ("joins", joins, torch.bool, receivers.shape),
-        ("accepted", accepted, torch.bool, places.shape),
-        ("weights", weights, torch.float64, places.shape),
+        ("receivers", receivers, torch.int64, (*dropped.shape, receivers.shape[2])),
+        ("receivers_present", receivers_present, torch.bool, receivers.shape),
+        ("accepted", accepted, torch.bool, dropped.shape),
+        ("weights", weights, torch.float64, dropped.shape),
     )
     check_tensors(given)

@@ -16,9 +16,9 @@ from kvpolicy.kernels.merging.links import Links, check
 
 
 def links(
-    places: torch.Tensor,
+    dropped: torch.Tensor,
     receivers: torch.Tensor,
-    joins: torch.Tensor,
+    receivers_present: torch.Tensor,
     accepted: torch.Tensor,
     weights: torch.Tensor,
     tokens: int,
@@ -40,8 +40,8 @@ def links(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(places, receivers, joins, accepted, weights)
-    device, (lists, most, steps) = places.device, receivers.shape
+    check(dropped, receivers, receivers_present, accepted, weights)
+    device, (lists, most, steps) = dropped.device, receivers.shape
     sources = torch.empty((lists, most * steps), dtype=torch.int64, device=device)
     own = torch.empty((lists, most * steps), dtype=torch.float64, device=device)
     offsets = torch.empty((lists, tokens + 1), dtype=torch.int32, device=device)
@@ -50,7 +50,8 @@ def links(
         upto = torch.empty((lists, tokens), dtype=torch.int32, device=device)
         tile = tile or (64 if most * steps <= 4096 else 128)
         _links[(lists,)](
-            places.contiguous(), receivers.contiguous(), joins.contiguous().view(torch.uint8),
+            dropped.contiguous(), receivers.contiguous(),
+            receivers_present.contiguous().view(torch.uint8),
             accepted.contiguous().view(torch.uint8), weights, *weights.stride(),
             sources, own, offsets, upto, most * steps, most, steps, tokens, BLOCK=block, TILE=tile,
             num_warps=8 if tile > 64 else 4,
@@ -59,27 +60,27 @@ def links(
 
 
 @triton.jit
-def _receivers(receivers, joins, accepted, link, number, steps):
+def _receivers(receivers, receivers_present, accepted, link, number, steps):
     """Receivers of some links, -1 for those that do not count, and which count."""
     inside = link < number
-    counts = tl.load(joins + link, mask=inside, other=0) > 0
+    counts = tl.load(receivers_present + link, mask=inside, other=0) > 0
     counts &= tl.load(accepted + link // steps, mask=inside, other=0) > 0
     return tl.load(receivers + link, mask=counts, other=-1).to(tl.int32), counts
 
 
 @kernel()
 def _links(
-    places, receivers, joins, accepted, weights, weight_list, weight_place,
+    dropped, receivers, receivers_present, accepted, weights, weight_list, weight_place,
     sources, own, offsets, upto, number, most, steps, tokens,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """List the links of one list by receiver."""
     this = tl.program_id(0).to(tl.int64)
-    places += this * most
+    dropped += this * most
     accepted += this * most
     weights += this * weight_list
     receivers += this * number
-    joins += this * number
+    receivers_present += this * number
     sources += this * number
     own += this * number
     offsets += this * (tokens + 1)
@@ -90,7 +91,7 @@ def _links(
     tl.debug_barrier()
     for first in range(0, number, BLOCK):
         to, counts = _receivers(
-            receivers, joins, accepted, first + tl.arange(0, BLOCK), number, steps
+            receivers, receivers_present, accepted, first + tl.arange(0, BLOCK), number, steps
         )
         # Integers: the order of additions changes nothing.
         tl.atomic_add(upto + to, 1, mask=counts)
@@ -107,8 +108,10 @@ def _links(
     lane = tl.arange(0, TILE)
     for first in range(0, number, TILE):
         link = first + lane
-        to, counts = _receivers(receivers, joins, accepted, link, number, steps)
-        other, _ = _receivers(receivers, joins, accepted, first + tl.arange(0, TILE), number, steps)
+        to, counts = _receivers(receivers, receivers_present, accepted, link, number, steps)
+        other, _ = _receivers(
+            receivers, receivers_present, accepted, first + tl.arange(0, TILE), number, steps
+        )
         # Links that do not count have receiver -1, which no other link has.
         alike = (to[:, None] == other[None, :]).to(tl.int32)
         # Low 16 bits: links of the tile with the same receiver; high 16 bits: those of them that
@@ -119,7 +122,7 @@ def _links(
         # Wait for what the tile before has written.
         tl.debug_barrier()
         at = tl.load(upto + to, mask=counts, other=0) + before
-        tl.store(sources + at, tl.load(places + link // steps, mask=counts, other=0), mask=counts)
+        tl.store(sources + at, tl.load(dropped + link // steps, mask=counts, other=0), mask=counts)
         weight = tl.load(weights + link // steps * weight_place, mask=counts, other=0.0)
         tl.store(own + at, weight, mask=counts)
         tl.debug_barrier()

@@ -11,8 +11,8 @@ _TILE = 1 << 20
 
 def nearest(
     x: torch.Tensor,
-    places: torch.Tensor,
-    real: torch.Tensor,
+    dropped: torch.Tensor,
+    present: torch.Tensor,
     kept: torch.Tensor,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,8 +24,8 @@ def nearest(
     Args:
         x: [G, n, D] any float dtype; with ids [E, D], the rows of a pool. Only dropped and kept
             entries are read.
-        places: int64 [G, P], columns of dropped entries.
-        real: bool [G, P], which of these exist.
+        dropped: int64 [G, P], columns of dropped entries.
+        present: bool [G, P], which of these exist.
         kept: bool [G, n], entries that each list keeps.
         ids: int64 [G, n], the pool row of each column.
 
@@ -36,19 +36,19 @@ def nearest(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    check(x, places, real, kept, ids)
-    chosen, found = torch.zeros_like(places), real & kept.any(1, keepdim=True)
-    for head in found.any(1).nonzero()[:, 0].tolist():
-        rows, dropped = kept[head].nonzero()[:, 0], found[head].nonzero()[:, 0]
+    check(x, dropped, present, kept, ids)
+    receivers, receivers_present = torch.zeros_like(dropped), present & kept.any(1, keepdim=True)
+    for head in receivers_present.any(1).nonzero()[:, 0].tolist():
+        rows, which = kept[head].nonzero()[:, 0], receivers_present[head].nonzero()[:, 0]
         own = None if ids is None else ids[head]
         among = _unit(_rows(x, own, head, rows)).T
         tile = max(1, _TILE // max(len(rows), 1))
-        for part in dropped.split(tile):
-            match = (_unit(_rows(x, own, head, places[head, part])) @ among).float()
+        for part in which.split(tile):
+            match = (_unit(_rows(x, own, head, dropped[head, part])) @ among).float()
             best = match == match.amax(-1, keepdim=True)
             order = torch.arange(len(rows), device=x.device)
-            chosen[head, part] = rows[torch.where(best, order, len(rows)).amin(-1)]
-    return chosen, found
+            receivers[head, part] = rows[torch.where(best, order, len(rows)).amin(-1)]
+    return receivers, receivers_present
 
 
 def _rows(
@@ -65,8 +65,8 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 def check(
     x: torch.Tensor,
-    places: torch.Tensor,
-    real: torch.Tensor,
+    dropped: torch.Tensor,
+    present: torch.Tensor,
     kept: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
@@ -79,8 +79,8 @@ def check(
     columns = x.shape[:2] if ids is None else ids.shape
     given = [
         ("kept", kept, torch.bool, columns),
-        ("places", places, torch.int64, (columns[0], *places.shape[1:2])),
-        ("real", real, torch.bool, places.shape),
+        ("dropped", dropped, torch.int64, (columns[0], *dropped.shape[1:2])),
+        ("present", present, torch.bool, dropped.shape),
     ]
     check_tensors(given)
 

@@ -40,8 +40,8 @@ _LEAST, _MOST = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
 
 def nearest(
     x: torch.Tensor,
-    places: torch.Tensor,
-    real: torch.Tensor,
+    dropped: torch.Tensor,
+    present: torch.Tensor,
     kept: torch.Tensor,
     ids: torch.Tensor | None = None,
     *,
@@ -55,7 +55,7 @@ def nearest(
 
     Args:
         x: [G, n, D] or [E, D] any float dtype; the last axis contiguous, or it is copied.
-        places, real, kept, ids: as of the reference.
+        dropped, present, kept, ids: as of the reference.
         rows: dropped entries of a program, a power of two from 16; None: as measured for the GPU
             (see `tuned`), else 16 if P is no more, else as many vectors as registers hold.
         columns: kept entries of a tile, a power of two from 16; None: as measured, else 32 or 64 by
@@ -68,13 +68,13 @@ def nearest(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
-    check(x, places, real, kept, ids)
-    (heads, width), others, size = places.shape, kept.shape[1], x.shape[-1]
+    check(x, dropped, present, kept, ids)
+    (heads, width), others, size = dropped.shape, kept.shape[1], x.shape[-1]
     device = x.device
-    chosen = torch.zeros((heads, width), dtype=torch.int64, device=device)
-    found = torch.zeros((heads, width), dtype=torch.bool, device=device)
+    receivers = torch.zeros((heads, width), dtype=torch.int64, device=device)
+    receivers_present = torch.zeros((heads, width), dtype=torch.bool, device=device)
     if not width or not others or not heads:
-        return chosen, found
+        return receivers, receivers_present
     if x.stride(-1) != 1:
         x = x.contiguous()
     halves = x.dtype in (torch.float16, torch.bfloat16, *FLOAT8)
@@ -98,7 +98,7 @@ def nearest(
     near = torch.empty((heads, width), dtype=torch.float32, device=device)
     own = None if ids is None else ids.contiguous()
     vectors = (x, own, order, number, lengths, flags)
-    dropped = (places.contiguous(), chosen, open_rows, near)
+    by_row = (dropped.contiguous(), receivers, open_rows, near)
     strides = (0 if ids is not None else x.stride(0), x.stride(-2), others, width)
     options = {
         "D": size,
@@ -111,17 +111,17 @@ def nearest(
     _lengths[(triton.cdiv(others, columns), heads)](
         *vectors, *strides[:3], D=size, HALVES=halves, BLOCK_N=columns, BLOCK_D=block,
     )  # fmt: skip
-    marks = (real.contiguous().view(torch.uint8), found.view(torch.uint8))
+    marks = (present.contiguous().view(torch.uint8), receivers_present.view(torch.uint8))
     _highest[(triton.cdiv(width, rows), heads)](
-        *vectors, *dropped, *marks, *strides, (2 * size + 36) * 2.0**-22,
+        *vectors, *by_row, *marks, *strides, (2 * size + 36) * 2.0**-22,
         **options, BLOCK_M=rows, BLOCK_N=columns, num_warps=8 if rows >= 64 else 4,
         num_stages=3 if halves else 2,
     )  # fmt: skip
     _exact[(triton.cdiv(width, 16), heads)](
-        *vectors, *dropped, *strides, **options, BLOCK_M=16, BLOCK_N=columns, num_warps=4,
+        *vectors, *by_row, *strides, **options, BLOCK_M=16, BLOCK_N=columns, num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    return chosen, found
+    return receivers, receivers_present
 
 
 @kernel()
@@ -219,7 +219,8 @@ def _lengths(
 
 @kernel(aligned=["x", "stride_head", "stride"])
 def _highest(
-    x, ids, order, count, lengths, flags, dropped, chosen, open_rows, near, real, found,
+    x, ids, order, count, lengths, flags, dropped, receivers, open_rows, near, present,
+    receivers_present,
     stride_head, stride, others, width, bound, D: tl.constexpr, HALVES: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +228,7 @@ def _highest(
     heads = tl.num_programs(1)
     among = tl.load(count + head)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(real + head * width + row, mask=row < width, other=0) > 0
+    mine = tl.load(present + head * width + row, mask=row < width, other=0) > 0
     if (tl.max(mine.to(tl.int32), axis=0) == 0) | (among <= 0):
         return
     x += head * stride_head
@@ -270,8 +271,8 @@ def _highest(
     directed = mine & (size > 0)
     place = tl.where(directed, place, 0)
     column = tl.load(order + head * others + place, mask=mine, other=0)
-    tl.store(chosen + head * width + row, column.to(tl.int64), mask=mine)
-    tl.store(found + head * width + row, tl.full([BLOCK_M], 1, tl.uint8), mask=mine)
+    tl.store(receivers + head * width + row, column.to(tl.int64), mask=mine)
+    tl.store(receivers_present + head * width + row, tl.full([BLOCK_M], 1, tl.uint8), mask=mine)
     undecided = (directed & ((tl.sum(close, axis=1) > 1) | wild)).to(tl.int32)
     total = tl.sum(undecided, axis=0)
     if total > 0:
@@ -284,7 +285,7 @@ def _highest(
 
 @kernel(aligned=["x", "stride_head", "stride"])
 def _exact(
-    x, ids, order, count, lengths, flags, dropped, chosen, open_rows, near,
+    x, ids, order, count, lengths, flags, dropped, receivers, open_rows, near,
     stride_head, stride, others, width, D: tl.constexpr, HALVES: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -336,4 +337,4 @@ def _exact(
             place = tl.where(better, nearby, place)
             left = tl.where(ordinal[None, :] == nearby[:, None], 0, left)
     column = tl.load(order + head * others + place, mask=mine, other=0)
-    tl.store(chosen + head * width + row, column.to(tl.int64), mask=mine)
+    tl.store(receivers + head * width + row, column.to(tl.int64), mask=mine)

@@ -7,13 +7,15 @@ import math
 import torch
 
 
-def target(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> torch.Tensor:
+def target(
+    x: torch.Tensor, receivers: torch.Tensor, receivers_present: torch.Tensor
+) -> torch.Tensor:
     """The mean of x over the S receivers of each of P leaving entries, in R lists.
 
     Args:
         x: float64 [R, M].
         receivers: int64 [R, P, S], columns of x.
-        joins: bool [R, P, S], which of these receivers exist.
+        receivers_present: bool [R, P, S], which of these receivers exist.
 
     Returns:
         float64 [R, P]; 0 where the mean is NaN or no receiver exists.
@@ -21,13 +23,13 @@ def target(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> tor
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(x, receivers, joins)
+    check(x, receivers, receivers_present)
     read = x.gather(1, receivers.flatten(1)).view(receivers.shape)
-    total = torch.where(joins, read, 0.0).sum(2) / joins.sum(2)
+    total = torch.where(receivers_present, read, 0.0).sum(2) / receivers_present.sum(2)
     return total.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
-def check(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> None:
+def check(x: torch.Tensor, receivers: torch.Tensor, receivers_present: torch.Tensor) -> None:
     """Refuse wrong shapes and dtypes; read no tensor.
 
     Raises:
@@ -38,6 +40,6 @@ def check(x: torch.Tensor, receivers: torch.Tensor, joins: torch.Tensor) -> None
     if receivers.dtype != torch.int64 or receivers.dim() != 3 or len(receivers) != len(x):
         actual = f"{receivers.dtype} {list(receivers.shape)}"
         raise ValueError(f"receivers: expected int64 [{len(x)}, P, S], got {actual}")
-    if joins.dtype != torch.bool or joins.shape != receivers.shape:
-        actual = f"{joins.dtype} {list(joins.shape)}"
-        raise ValueError(f"joins: expected bool {list(receivers.shape)}, got {actual}")
+    if receivers_present.dtype != torch.bool or receivers_present.shape != receivers.shape:
+        actual = f"{receivers_present.dtype} {list(receivers_present.shape)}"
+        raise ValueError(f"receivers_present: expected bool {list(receivers.shape)}, got {actual}")

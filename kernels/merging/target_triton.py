@@ -12,7 +12,7 @@ from kvpolicy.kernels.merging.target import check
 def target(
     x: torch.Tensor,
     receivers: torch.Tensor,
-    joins: torch.Tensor,
+    receivers_present: torch.Tensor,
     *,
     rows: int = 64,
     steps: int = 16,
@@ -30,20 +30,21 @@ def target(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(x, receivers, joins)
+    check(x, receivers, receivers_present)
     lists, most, number = receivers.shape
     made = torch.empty((lists, most), dtype=torch.float64, device=x.device)
     if made.numel():
         _target[(triton.cdiv(most, rows), lists)](
-            x, *x.stride(), receivers.contiguous(), joins.contiguous().view(torch.uint8), made,
-            most, number, ROWS=rows, STEPS=steps,
+            x, *x.stride(), receivers.contiguous(),
+            receivers_present.contiguous().view(torch.uint8), made, most, number,
+            ROWS=rows, STEPS=steps,
         )  # fmt: skip
     return made
 
 
 @kernel()
 def _target(
-    x, x_list, x_entry, receivers, joins, made, most, number,
+    x, x_list, x_entry, receivers, receivers_present, made, most, number,
     ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     this = tl.program_id(1).to(tl.int64)
@@ -56,7 +57,7 @@ def _target(
         step = first + tl.arange(0, STEPS)
         inside = (row < most)[:, None] & (step < number)[None, :]
         at = base[:, None] + step[None, :]
-        there = tl.load(joins + at, mask=inside, other=0) > 0
+        there = tl.load(receivers_present + at, mask=inside, other=0) > 0
         to = tl.load(receivers + at, mask=there, other=0)
         total += tl.sum(tl.load(x + to * x_entry, mask=there, other=0.0), 1)
         members += tl.sum(there.to(tl.int32), 1)

@@ -15,14 +15,14 @@ def given(lists, width, dim, dtype, most):
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(lists, width, dim, generator=generator)
     x[:, ::7] = 0
-    places, receivers = torch.randint(max(width, 1), (2, lists, most), generator=generator)
-    real, found = torch.rand(2, lists, most, generator=generator) < 0.7
-    found &= real
+    dropped, receivers = torch.randint(max(width, 1), (2, lists, most), generator=generator)
+    present, receivers_present = torch.rand(2, lists, most, generator=generator) < 0.7
+    receivers_present &= present
     used = torch.zeros(lists, width + 1, dtype=torch.bool)
-    for at, there in ((places, real), (receivers, found)):
+    for at, there in ((dropped, present), (receivers, receivers_present)):
         used.scatter_(1, at.masked_fill(~there, width), True)
     x[~used[:, :width]] = torch.nan
-    marks = (places, real, receivers, found)
+    marks = (dropped, present, receivers, receivers_present)
     return [each.to(DEVICE) for each in (x.to(dtype), *marks)]
 
 
@@ -47,12 +47,12 @@ def pooled(x, *marks):
 )
 def test_inner_products(lists, width, dim, dtype, most):
     own = given(lists, width, dim, dtype, most)
-    x, places, real, receivers, found = own
+    x, dropped, present, receivers, receivers_present = own
     expected = inner_products.inner_products(*own)
     for head, pair in [] if not lists or not most else [(0, 0), (lists - 1, most - 1)]:
         zeros = torch.zeros(dim, dtype=torch.float64, device=DEVICE)
-        one = x[head, places[head, pair]].double() if real[head, pair] else zeros
-        other = x[head, receivers[head, pair]].double() if found[head, pair] else zeros
+        one = x[head, dropped[head, pair]].double() if present[head, pair] else zeros
+        other = x[head, receivers[head, pair]].double() if receivers_present[head, pair] else zeros
         sums = torch.stack([one @ one, one @ other, other @ other])
         cosine = (sums[1] / (sums[0].sqrt() * sums[2].sqrt())).nan_to_num(0.0)
         wanted = torch.cat([sums, cosine[None]])
@@ -73,10 +73,10 @@ def test_arguments_are_checked(function):
     own = given(2, 10, 4, torch.float32, 3)
     for at, wrong, words in (
         (0, own[0][0], r"x: expected floats \[G, n, D\]"),
-        (1, own[1].int(), r"places: expected torch.int64 \[2, 3\]"),
-        (2, own[2][:, 1:], r"real: expected torch.bool \[2, 3\]"),
+        (1, own[1].int(), r"dropped: expected torch.int64 \[2, 3\]"),
+        (2, own[2][:, 1:], r"present: expected torch.bool \[2, 3\]"),
         (3, own[3][:1], r"receivers: expected torch.int64 \[2, 3\]"),
-        (4, own[4].long(), r"found: expected torch.bool \[2, 3\]"),
+        (4, own[4].long(), r"receivers_present: expected torch.bool \[2, 3\]"),
     ):
         arguments = list(own)
         arguments[at] = wrong

@@ -63,13 +63,13 @@ def test_what_leaves_and_what_follows(function, lists, width, share, steps):
     wanted = leaving(kept, there)
     for more in (0, 2):
         most = min(max(len(gone) for gone, _ in wanted) + more, width)
-        places, real, receivers, found = function(
+        dropped, present, receivers, found = function(
             kept, there, most, steps, **small(function, FOLLOWING)
         )
         assert receivers.shape == found.shape == (lists, most, steps)
         for each, (gone, stays) in enumerate(wanted):
-            assert real[each].sum() == len(gone)
-            assert places[each].tolist() == gone + [0] * (most - len(gone))
+            assert present[each].sum() == len(gone)
+            assert dropped[each].tolist() == gone + [0] * (most - len(gone))
             for place in range(most):
                 after = [c for c in stays if place < len(gone) and c > gone[place]][:steps]
                 assert found[each, place].tolist() == [i < len(after) for i in range(steps)]
@@ -83,11 +83,11 @@ def linked(lists, width, most, steps, seed=0):
     def at_random(*shape):
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
-    places = (at_random(lists, most) * width).long()
+    dropped = (at_random(lists, most) * width).long()
     receivers = (at_random(lists, most, steps) ** 2 * width).long()
-    joins = at_random(lists, most, steps) < 0.8
+    found = at_random(lists, most, steps) < 0.8
     accepted, weights = at_random(lists, most) < 0.7, at_random(lists, most) - 0.3
-    return [x.to(DEVICE) for x in (places, receivers, joins, accepted, weights)]
+    return [x.to(DEVICE) for x in (dropped, receivers, found, accepted, weights)]
 
 
 @pytest.mark.parametrize("function", LINKS)
@@ -95,15 +95,15 @@ def linked(lists, width, most, steps, seed=0):
     ("lists", "width", "most", "steps"), [(3, 30, 17, 5), (1, 1, 9, 1), (2, 70, 1, 3), (2, 9, 0, 4)]
 )
 def test_links_stand_by_receiver_in_order(function, lists, width, most, steps):
-    places, receivers, joins, accepted, weights = given = linked(lists, width, most, steps)
+    dropped, receivers, found, accepted, weights = given = linked(lists, width, most, steps)
     sources, own, offsets = function(*given, width, **small(function, LINKS))
     assert offsets.dtype == torch.int32
     for each in range(lists):
         wanted = [[] for _ in range(width)]
         for place in range(most):
             for step in range(steps):
-                if joins[each, place, step] and accepted[each, place]:
-                    one = (int(places[each, place]), float(weights[each, place]))
+                if found[each, place, step] and accepted[each, place]:
+                    one = (int(dropped[each, place]), float(weights[each, place]))
                     wanted[int(receivers[each, place, step])].append(one)
         for column, entries in enumerate(wanted):
             part = slice(*offsets[each, column : column + 2].tolist())
@@ -125,14 +125,14 @@ def test_links_of_one_weight():
 
 @pytest.mark.parametrize("function", TARGETS)
 def test_means_over_receivers(function):
-    _, receivers, joins, _, _ = linked(3, 30, 17, 5)
-    joins[1, 4] = False
+    _, receivers, found, _, _ = linked(3, 30, 17, 5)
+    found[1, 4] = False
     x = torch.randn(3, 30, dtype=torch.float64, device=DEVICE)
     x[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    made = function(x, receivers, joins, **small(function, TARGETS))
+    made = function(x, receivers, found, **small(function, TARGETS))
     for each in range(3):
         for place in range(17):
-            own = x[each, receivers[each, place][joins[each, place]]]
+            own = x[each, receivers[each, place][found[each, place]]]
             wanted = own.mean().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
             torch.testing.assert_close(made[each, place], wanted, rtol=1e-14, atol=1e-14)
     assert made[1, 4] == 0
@@ -145,10 +145,10 @@ def pooled(lists, width, dim, dtype, seed=0):
     ids = torch.randperm(lists * width, generator=generator).view(lists, width) + 5
     kept = torch.rand(lists, width, generator=generator) < 0.6
     most = int((~kept).sum(1).max())
-    places, real, receivers, found = following.following(kept, torch.ones_like(kept), most, 3)
-    accepted = real & (torch.rand(real.shape, generator=generator) < 0.7)
-    weights = torch.rand(real.shape, generator=generator, dtype=torch.float64)
-    made = links.links(places, receivers, found, accepted, weights, width)
+    dropped, present, receivers, found = following.following(kept, torch.ones_like(kept), most, 3)
+    accepted = present & (torch.rand(present.shape, generator=generator) < 0.7)
+    weights = torch.rand(present.shape, generator=generator, dtype=torch.float64)
+    made = links.links(dropped, receivers, found, accepted, weights, width)
     own, divide = torch.rand(2, lists, width, generator=generator, dtype=torch.float64) + 0.1
     divide[0, :3] = torch.tensor([0.0, torch.inf, torch.nan])
     pool, ids, *made, own, divide = (x.to(DEVICE) for x in (pool, ids, *made, own, divide))
@@ -233,10 +233,10 @@ def test_what_is_not_finite_is_found_where_it_is_read(function, dtype):
 @pytest.mark.parametrize("pair", [FOLLOWING, LINKS, TARGETS, MERGES, DRAWS, FINITE])
 def test_wrong_arguments_are_named(pair):
     kept, there = masks(3, 7, 0.5)
-    places, receivers, joins, accepted, weights = linked(3, 7, 2, 2)
+    dropped, receivers, found, accepted, weights = linked(3, 7, 2, 2)
     pool, ids, *links_of = pooled(3, 7, 4, torch.float32)
     proceed = torch.ones(3, 1, dtype=torch.bool, device=DEVICE)
-    positions, generated = torch.zeros(2, 6, 5, dtype=torch.int64, device=DEVICE)[0], places[0, :1]
+    positions, generated = torch.zeros(2, 6, 5, dtype=torch.int64, device=DEVICE)[0], dropped[0, :1]
     cases = {
         "following": (
             ((kept.long(), there, 2, 1), r"kept: expected bool \[3, 7\]"),
@@ -245,16 +245,16 @@ def test_wrong_arguments_are_named(pair):
             ((kept, there, 2, -1), "steps: expected 0 or more, got -1"),
         ),
         "links": (
-            ((weights, receivers, joins, accepted, weights, 7), r"places: expected int64 \[R, P\]"),
-            ((places, places, joins, accepted, weights, 7), r"receivers: .* \[R, P, S\]"),
-            ((places, receivers, joins[0], accepted, weights, 7), "joins: expected torch.bool"),
-            ((places, receivers, joins, places, weights, 7), "accepted: expected torch.bool"),
-            ((places, receivers, joins, accepted, places, 7), "weights: expected torch.float64"),
+            ((weights, receivers, found, accepted, weights, 7), r"dropped: .* \[R, P\]"),
+            ((dropped, dropped, found, accepted, weights, 7), r"receivers: .* \[R, P, S\]"),
+            ((dropped, receivers, found[0], accepted, weights, 7), "receivers_present: .*bool"),
+            ((dropped, receivers, found, dropped, weights, 7), "accepted: expected torch.bool"),
+            ((dropped, receivers, found, accepted, dropped, 7), "weights: expected torch.float64"),
         ),
         "target": (
-            ((places, receivers, joins), r"x: expected float64 \[R, M\]"),
-            ((weights, places, joins), r"receivers: expected int64 \[3, P, S\]"),
-            ((weights, receivers, joins[0]), r"joins: expected bool \[3, 2, 2\]"),
+            ((dropped, receivers, found), r"x: expected float64 \[R, M\]"),
+            ((weights, dropped, found), r"receivers: expected int64 \[3, P, S\]"),
+            ((weights, receivers, found[0]), r"receivers_present: expected bool \[3, 2, 2\]"),
         ),
         "merge_entries": (
             ((ids, ids, *links_of, proceed), r"pool: expected floats \[E, D\]"),

@@ -208,8 +208,8 @@ def test_arguments_are_checked(function):
     x, given = random(2, 20, 8, torch.float32, 6)
     for at, wrong, words in (
         (0, x[0], r"x: expected floats \[G, n, D\]"),
-        (1, given[0].int(), r"places: expected torch.int64 \[2, \d+\], got torch.int32"),
-        (2, given[1][:1], r"real: expected torch.bool \[2, "),
+        (1, given[0].int(), r"dropped: expected torch.int64 \[2, \d+\], got torch.int32"),
+        (2, given[1][:1], r"present: expected torch.bool \[2, "),
         (3, given[2][:1], r"kept: expected torch.bool \[2, 20\]"),
     ):
         arguments = [x, *given]
