@@ -17,7 +17,7 @@ REFERENCE = "the reference"
 KERNELS = (
     "best", "carry", "draws", "finite", "following", "links", "means", "means_of_columns",
     "merge_entries", "nearest", "inner_products", "tally", "target", "then",
-    "updated", "whole",
+    "updated_where_left", "whole",
 )  # fmt: skip
 # Entries that come, and leave, between two folds; receivers of each leaving entry.
 STEPS, REACH = 16, 16
@@ -60,7 +60,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
         "inner_products": ((pool, dropped, present, to, found, ids), {}),
         "means": ((cosines, present, kv_heads), {}),
         "means_of_columns": ((cosines, present, kv_heads), {}),
-        "updated": ((cosines[:, 0], cosines[:, 1], present, kv_heads), {}),
+        "updated_where_left": ((cosines[:, 0], cosines[:, 1], present, kv_heads), {}),
         "links": ((dropped, to[..., None], found[..., None], present, cosines, width), {}),
         "merge_entries": ((pool, ids, made, None, one, proceed), {}),
     }

@@ -18,7 +18,7 @@ from kvpolicy.kernels.merging import (
     nearest,
     share,
     target,
-    updated,
+    updated_where_left,
 )
 from kvpolicy.kernels.scoring import (
     best,
@@ -52,7 +52,7 @@ REFERENCE: dict[str, Callable] = {
     "inner_products": inner_products.inner_products,
     "means": means.means,
     "means_of_columns": means.means_of_columns,
-    "updated": updated.updated,
+    "updated_where_left": updated_where_left.updated_where_left,
     "draws": draws.draws,
     "finite": finite.finite,
     "following": following.following,

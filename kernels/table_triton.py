@@ -18,7 +18,7 @@ from kvpolicy.kernels.merging import (
     nearest_triton,
     share_triton,
     target_triton,
-    updated_triton,
+    updated_where_left_triton,
 )
 from kvpolicy.kernels.scoring import (
     best_triton,
@@ -54,7 +54,7 @@ TRITON: dict[str, Callable] = {
     "inner_products": inner_products_triton.inner_products,
     "means": means_triton.means,
     "means_of_columns": means_triton.means_of_columns,
-    "updated": updated_triton.updated,
+    "updated_where_left": updated_where_left_triton.updated_where_left,
     "draws": draws_triton.draws,
     "finite": finite_triton.finite,
     "following": following_triton.following,

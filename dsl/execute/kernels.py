@@ -78,7 +78,7 @@ means(x, present, kv_heads) -> float64 [R]
 means_of_columns(x, present, kv_heads) -> float64 [R, P]
     The same column by column.
 
-updated(new, old, present, kv_heads) -> float64 [R]
+updated_where_left(new, old, present, kv_heads) -> float64 [R]
     For each list its number in float64 `new` [R] if bool `present` [R, P] is true anywhere in the
     `kv_heads` lists of its layer, else its number in `old`.
 

@@ -136,7 +136,7 @@ class Merging:
             before: the same before the merge, which stay in layers that nothing leaves.
             heads: KV heads per layer.
         """
-        kernel, made = self.evaluation.frame.kernels["updated"], {}
+        kernel, made = self.evaluation.frame.kernels["updated_where_left"], {}
         for name, old in before.items():
             new = self.states[name]
             numbers = (self._spread(x, ("kv",), math.nan).double() for x in (new, old))

@@ -28,7 +28,7 @@ from remembered import remembered
 TOGETHER = (
     "generated", "best", "carry", "tally", "draws", "finite", "following", "merge_entries",
     "merge_rows", "merge_mass", "links", "target", "nearest", "inner_products", "means",
-    "means_of_columns", "updated", "members", "then", "whole",
+    "means_of_columns", "updated_where_left", "members", "then", "whole",
 )  # fmt: skip
 TABLE = {**REFERENCE, **{name: TRITON[name] for name in TOGETHER}}
 

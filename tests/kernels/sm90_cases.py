@@ -195,7 +195,7 @@ def merging_together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None
     compared = TRITON["inner_products"](pool, places, real, receivers, joins, row_ids)
     mean = TRITON["means"](compared[3], real, G)
     TRITON["means_of_columns"](compared[3], real, G)
-    TRITON["updated"](mean, mean, real, G)
+    TRITON["updated_where_left"](mean, mean, real, G)
     one = empty(1, dtype=torch.float64)[0].expand(lists, width)
     TRITON["members"](links)
     for proceed in (empty(B, L, dtype=torch.bool), empty(B, 1, dtype=torch.bool)):

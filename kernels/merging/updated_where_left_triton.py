@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from kvpolicy.kernels.launch.kernel import kernel
-from kvpolicy.kernels.merging.updated import check
+from kvpolicy.kernels.merging.updated_where_left import check
 
 LANES = 256  # entries that are read at a time
 
 
-def updated(
+def updated_where_left(
     new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int
 ) -> torch.Tensor:
     """For each of R lists, the new number if an entry has left its layer, else the old one.
 
-    As `updated.updated`.
+    As `updated_where_left.updated_where_left`.
 
     Returns:
         float64 [R].
@@ -27,7 +27,7 @@ def updated(
     lists, width = present.shape
     made = torch.empty(lists, dtype=torch.float64, device=present.device)
     if lists:
-        _updated[(lists // kv_heads,)](
+        _updated_where_left[(lists // kv_heads,)](
             new, new.stride(0), old, old.stride(0), present.contiguous().view(torch.uint8), made,
             width, KV_HEADS=kv_heads, LANES=LANES,
         )  # fmt: skip
@@ -35,7 +35,7 @@ def updated(
 
 
 @kernel()
-def _updated(
+def _updated_where_left(
     new, new_list, old, old_list, present, made, width, KV_HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """Update the lists of one layer."""

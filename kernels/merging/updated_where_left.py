@@ -6,7 +6,7 @@ import torch
 from kvpolicy.kernels.launch.arguments import check_tensors
 
 
-def updated(
+def updated_where_left(
     new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int
 ) -> torch.Tensor:
     """For each of R lists, the new number if an entry has left its layer, else the old one.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from kvpolicy.kernels.merging import updated, updated_triton
+from kvpolicy.kernels.merging import updated_where_left, updated_where_left_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BOTH = [updated.updated, updated_triton.updated]
+BOTH = [updated_where_left.updated_where_left, updated_where_left_triton.updated_where_left]
 
 
 @pytest.mark.parametrize("function", BOTH)
