@@ -48,6 +48,8 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     prefix: int = req.prefix_len
     output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
     tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
+    if not tokens:  # SGLang asks, before it looks at the request, whether to preempt others for it
+        return 0
     most = state.served.growth.most(state.prompt, ahead) if state.folds else None
     grows = tokens - state.prompt + output
     grows = grows if most is None else min(grows, max(most - slots, 0))

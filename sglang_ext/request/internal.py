@@ -16,6 +16,7 @@ from kvpolicy.sglang_ext.memory.set_aside import SetAside
 def queue(req: Any) -> None:
     """An internal request enters the queue."""
     compat.leave_out_of_metrics(req)
+    req.priority = None  # SGLang makes it the lowest: nobody is preempted for it
 
 
 def admit(set_aside: SetAside, adder: Any, req: Any, original: Callable[[], Any]) -> Any:

@@ -100,8 +100,8 @@ class Driver:
 
         Args:
             options: `policy`, `custom` (further custom parameters), `stream`, `top` (number of best
-                logprobs per token), `adapter` (id of a LoRA adapter), `session` (id), and sampling
-                parameters.
+                logprobs per token), `adapter` (id of a LoRA adapter), `session` (id), `priority`, and
+                sampling parameters.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -109,6 +109,7 @@ class Driver:
         policy, stream = options.pop("policy", None), options.pop("stream", False)
         custom, top = options.pop("custom", {}), options.pop("top", 0)
         adapter, session = options.pop("adapter", None), options.pop("session", None)
+        priority = options.pop("priority", None)
         custom = custom if policy is None else {"kv_policy": policy, **custom}
         ignore = "stop_token_ids" not in options
         options = {"temperature": 0.0, "ignore_eos": ignore, **options}
@@ -132,6 +133,7 @@ class Driver:
                 stream=stream,
                 lora_id=adapter,
                 session_id=session,
+                priority=priority,
             )
         )
 

@@ -301,6 +301,38 @@ def evicted(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     return result | driver.left_over()
 
 
+def preempts(model: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Whether a request ends before a more urgent one, and how often it is retracted.
+
+    The last of the others is an internal one, which SGLang gives the default priority.
+    """
+    os.environ["SGLANG_KV_POLICY_EXPERIMENT"] = "experiment.yaml"  # of the front end
+    os.environ["SGLANG_KV_POLICY_EXPERIMENT_SLOTS"] = "128"
+    options = {"enable_priority_scheduling": True, "max_running_requests": 1}
+    options |= {"priority_scheduling_preemption_threshold": 0, "max_total_tokens": 1152}
+    driver, rnd, result = start(model, {**options, **flags}), random.Random(3), {}
+    dense = driver.scheduler.max_total_num_tokens
+    internal = {"custom": {"kv_policy_assigned": {"scores": True}}, "max_new_tokens": 0}
+    urgent = {"max_new_tokens": 20, "priority": 5}
+    for name, length, policy, more in (
+        ("short", 300, "sinks-recent", urgent),
+        ("long", dense - 120, "sinks-recent", urgent),
+        ("no room for a copy", dense - 30, "sinks-recent", urgent),
+        ("internal", 60, "none", {**internal, "priority": 5}),
+    ):
+        driver.send(name, prompt(rnd, 200), policy="sinks-recent", max_new_tokens=100, priority=0)
+        for _ in range(20):
+            driver.step()
+        driver.send(f"{name} other", prompt(rnd, length), policy=policy, **more)
+        driver.run_until(lambda name=name: driver.answers[f"{name} other"].finish is not None, 400)
+        running = driver.answers[name]
+        ended = running.finish is not None
+        driver.finish()
+        result[name] = [ended, running.retractions]
+        driver.flush()
+    return result | driver.left_over()
+
+
 def starved(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """A chunked prompt without free slots after its first chunk, beside a running request."""
     driver = start(model, flags)
@@ -359,6 +391,7 @@ SCENARIOS = {
     "tight": tight,
     "within": within,
     "evicted": evicted,
+    "preempts": preempts,
     "starved": starved,
     "sessions": sessions,
 }

@@ -129,3 +129,12 @@ def test_a_further_chunk_takes_what_is_free(free, running, others, goes, chunk):
     adder.rem_chunk_tokens = 64
     assert admission.fits_chunk(adder, request(prefix=20), others=others) == goes
     assert adder.rem_chunk_tokens == chunk
+
+
+def test_nothing_is_reckoned_before_sglang_has_looked_at_a_request():
+    """SGLang asks so early what an urgent request needs that it does not know its prompt."""
+    asking = request()
+    asking.full_untruncated_fill_ids = []
+    state = SimpleNamespace(wanted=True, slots=COPY, prompt=PROMPT, folds=False, uncompressed=None)
+    assert admission.reserve(STORE, Adder(NOW, running=1), asking, state, None) == 0
+    assert state.uncompressed is None

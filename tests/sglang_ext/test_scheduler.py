@@ -162,3 +162,12 @@ def test_internal_requests_leave_the_order_of_eviction(run, page):
     assert seen["still found"] == 340 // page * page
     assert seen["lent"] == [0, (-(-100 // page) + 1) * page]  # at the end, and at most
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
+
+
+def test_the_urgent_go_first_and_internal_requests_last(run):
+    """An urgent prompt has others retracted whether its copy has room or not, once for each."""
+    seen = run("preempts")
+    for name in ("short", "long", "no room for a copy"):
+        assert seen[name] == [False, 1], name
+    assert seen["internal"] == [True, 0]
+    assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
