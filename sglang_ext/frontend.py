@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any
 
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.experiment.raw import RAW
 from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
+from kvpolicy.sglang_ext.experiment.shadow import Shadows
 from kvpolicy.sglang_ext.experiment.traffic import HEADER
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.compat import Function
@@ -52,6 +53,10 @@ def install(server: Server) -> None:
     if server.live is not None:
         hooks.append((compat.BATCH_OUTPUT, _before_batch_output, "before"))
         hooks.append((compat.ABORTED, before_aborted, "before"))
+        hooks.append((compat.RELEASE_MEMORY, _around_release_memory, "around"))
+        hooks.append((compat.RESUME_MEMORY, _around_resume_memory, "around"))
+        hooks += [(target, _around_want_idle, "around") for target in compat.WANT_IDLE]
+        hooks += [(target, _around_change_weights, "around") for target in compat.CHANGE_WEIGHTS]
     for target, hook, kind in hooks:
         if not compat.is_applied(target):
             compat.register(target, hook, kind)
@@ -76,6 +81,12 @@ def _server_of(manager: Any) -> Server | None:
     return found
 
 
+def _shadows_of(manager: Any) -> Shadows | None:
+    """The samples of a tokenizer manager; None before its first request."""
+    server = _server_of(manager)
+    return None if server is None else server.shadows
+
+
 def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
     """Before TokenizerManager._handle_batch_output."""
     compat.complete_output(output)
@@ -87,6 +98,48 @@ def before_aborted(manager: Any, aborted: Any, *args: Any) -> None:
     if server is not None and state is not None:
         meta_info = {"finish_reason": aborted.finished_reason or {"type": "abort"}}
         server.ended(state, meta_info, getattr(state, _FACTS, {}), None)
+
+
+def _without_scoring(manager: Any) -> AbstractAsyncContextManager[None]:
+    """A context in which no sampled request is scored."""
+    shadows = _shadows_of(manager)
+    return nullcontext() if shadows is None else shadows.hold()
+
+
+async def _around_want_idle(original: Function, manager: Any, *args: Any, **options: Any) -> Any:
+    """Around each of `compat.WANT_IDLE`."""
+    async with _without_scoring(manager):
+        return await original(manager, *args, **options)
+
+
+async def _around_change_weights(
+    original: Function, manager: Any, *args: Any, **options: Any
+) -> Any:
+    """Around each of `compat.CHANGE_WEIGHTS`."""
+    server = _server_of(manager)
+    async with _without_scoring(manager):
+        try:
+            return await original(manager, *args, **options)
+        finally:  # some may have changed where it fails
+            if server is not None and server.live is not None:
+                server.live.weights += 1
+
+
+async def _around_release_memory(original: Function, manager: Any, obj: Any, *args: Any) -> None:
+    """Around TokenizerControlMixin.release_memory_occupation."""
+    shadows = _shadows_of(manager)
+    if shadows is not None:
+        shadows.released |= compat.memory_tags(obj)
+    async with _without_scoring(manager):
+        await original(manager, obj, *args)
+
+
+async def _around_resume_memory(original: Function, manager: Any, obj: Any, *args: Any) -> None:
+    """Around TokenizerControlMixin.resume_memory_occupation."""
+    await original(manager, obj, *args)
+    shadows = _shadows_of(manager)
+    if shadows is not None:
+        shadows.released -= compat.memory_tags(obj)
 
 
 def _around_meta_info(

@@ -46,6 +46,7 @@ class Live:
         lifecycle: where it stands.
         analysis: what was seen of its revision.
         reloaded: whether the file, as it was last seen, is in use.
+        weights: number of times that the model's weights may have changed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Live:
         self._resume()
         self.series = Series(experiment)
         self.reloaded = True
+        self.weights = 0
         self.series.reloaded(True)
         self.series.saved(True)
         self._unsaved: set[Path] = set()  # files that could not be written
@@ -155,7 +157,7 @@ class Live:
         }
         shadow = self.experiment.shadow
         if shadow is not None and random.random() < shadow.sample:
-            assigned["top"] = shadow.top
+            assigned |= {"top": shadow.top, "weights": self.weights}
         return arm.served_as, assigned
 
     def named_itself(self) -> dict[str, Any]:

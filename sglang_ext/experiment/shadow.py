@@ -14,7 +14,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,11 @@ class Budget:
 
 
 class Shadows:
-    """The sampled requests of one server."""
+    """The sampled requests of one server.
+
+    Attributes:
+        released: kinds of memory that the server has given up; meanwhile nothing is scored.
+    """
 
     def __init__(self, live: Live, manager: Any, context: int) -> None:
         """
@@ -100,6 +105,27 @@ class Shadows:
         self._waiting: deque[Sample] = deque()
         self._budget = Budget()
         self._task: asyncio.Task[None] | None = None
+        self._scored: str | None = None  # id of the internal request under way
+        self._held = 0  # number of `hold`s
+        self.released: frozenset[str] = frozenset()
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """A context in which nothing is scored; a sample that is being scored is tried again."""
+        self._held += 1
+        try:
+            if self._scored is not None:
+                compat.abort_unnoticed(self._manager, self._scored)
+            while self._scored is not None:
+                await asyncio.sleep(LOOK)
+            yield
+        finally:
+            self._held -= 1
+
+    def _may_score(self) -> bool:
+        """Whether the server is idle, and nothing wants it to stay so."""
+        held = self._held or self.released
+        return not held and compat.is_idle(self._manager, MOST_USED)
 
     def offer(
         self,
@@ -173,14 +199,16 @@ class Shadows:
             self._live.series.shadow(sample.assigned["arm"], outcome)
 
     async def _compare(self, sample: Sample) -> str | None:
-        """What became of a sample, one of `SHADOWS`; None where it has to wait for slots."""
-        while not compat.is_idle(self._manager, MOST_USED):
+        """What became of a sample, one of `SHADOWS`; None where it has to be tried again."""
+        while not self._may_score():
             if sample.has_waited(PATIENCE):
                 return "busy"
             await asyncio.sleep(LOOK)
         shadow = self._live.experiment.shadow
         if shadow is None or not self._live.compares(sample.assigned):
             return "superseded"
+        if sample.assigned["weights"] != self._live.weights:
+            return "not_comparable"
         tokens = len(sample.prompt) + len(sample.output)
         if not self._budget.take(tokens, shadow.tokens_per_second):
             return "over_budget"
@@ -197,7 +225,7 @@ class Shadows:
         return COMPARED
 
     async def _score(self, sample: Sample) -> Candidates | None:
-        """Candidates of the output tokens with full KV; None where there are no slots for it."""
+        """Candidates of the output tokens with full KV; None where it has to be tried again."""
         tokens = np.concatenate([sample.prompt, sample.output]).tolist()
         request = compat.scoring_request(
             tokens,
@@ -206,12 +234,15 @@ class Shadows:
             custom={POLICY: NO_POLICY, ASSIGNED: {"scores": True}},
             namespace=sample.namespace,
         )
+        self._scored = request.rid
         try:
             ids, logprobs = await compat.score(self._manager, request)
-        except ValueError as error:
-            if NO_ROOM in str(error):
+            if len(ids) != len(sample.output):
+                raise RuntimeError(f"{len(ids)} of {len(sample.output)} tokens were scored")
+        except Exception as error:
+            if self._held or NO_ROOM in str(error):
                 return None
             raise
-        if len(ids) != len(sample.output):
-            raise RuntimeError(f"{len(ids)} of {len(sample.output)} tokens were scored")
+        finally:
+            self._scored = None
         return Candidates(ids, logprobs)

@@ -32,8 +32,25 @@ BATCH_OUTPUT = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_b
 ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req"
 MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-FRONT_STATE = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state"
+CONTROLS = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+FRONT_STATE = f"{CONTROLS}.get_internal_state"
 CRASH_DUMP = "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash"
+RELEASE_MEMORY = f"{CONTROLS}.release_memory_occupation"
+RESUME_MEMORY = f"{CONTROLS}.resume_memory_occupation"
+WANT_IDLE = (  # they, or what follows a pause, fail while the scheduler has a request
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation",
+    f"{CONTROLS}.flush_cache",
+    f"{CONTROLS}.attach_hicache_storage",
+    f"{CONTROLS}.detach_hicache_storage",
+)
+CHANGE_WEIGHTS = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+    f"{CONTROLS}.update_weights_from_distributed",
+    f"{CONTROLS}.update_weights_from_tensor",
+    f"{CONTROLS}.update_weights_from_ipc",
+    f"{CONTROLS}.begin_weight_update",
+    f"{CONTROLS}.end_weight_update",
+)
 
 # The scheduler's.
 SIZE_POOL = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget"
@@ -1025,9 +1042,20 @@ def front_end_labels(manager: Any) -> dict[str, str] | None:
 
 
 def is_idle(manager: Any, most_used: float) -> bool:
-    """Whether no request waits for admission, and under `most_used` (a share) of each pool is."""
+    """Whether no request waits for admission, and under `most_used` (a share) of each pool is.
+
+    A paused server is not idle.
+    """
     loads = manager.load_snapshot_reader.read_all()
-    return all(load.num_waiting_reqs == 0 and load.token_usage < most_used for load in loads)
+    free = all(load.num_waiting_reqs == 0 and load.token_usage < most_used for load in loads)
+    return free and not manager.is_pause
+
+
+def memory_tags(obj: Any) -> frozenset[str]:
+    """Kinds of memory that a request to release or resume memory names; all if it names none."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)
 
 
 def has_only_tokens(obj: Any) -> bool:
@@ -1154,3 +1182,10 @@ async def score(manager: Any, request: Any) -> tuple[Any, Any]:
         return np.frombuffer(content, dtype).reshape(shape)
 
     return array("idx", "<i4"), array("val", "<f4")
+
+
+def abort_unnoticed(manager: Any, rid: str) -> None:
+    """Abort a scoring request without counting it in SGLang's metrics; it still gets an answer."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    manager._dispatch_to_scheduler(AbortReq(rid=rid))

@@ -480,6 +480,37 @@ def test_arms_take_turns(server):
     assert put(server, json.dumps(DOCUMENT)).json()["begins_anew"] is True
 
 
+def test_scoring_makes_way_for_what_wants_an_idle_server(server):
+    """Flushes succeed and memory is released while a sample is scored, which is compared later."""
+    before = settled(server)
+    for i in range(12):
+        generate(server, f"key {i}", prompt(4000 + i, 600), 4)
+        time.sleep(0.01 * (i % 4))
+        for path in ("flush_cache", "release_memory_occupation", "resume_memory_occupation"):
+            response = post(server, f"/{path}", {}, **ADMIN)
+            assert response.status_code == 200, response.text
+    after = settled(server)
+    arms = ("control", "same", "tight")
+    assert sum(compared(after, arm) - compared(before, arm) for arm in arms) == 12
+
+
+def test_answers_of_other_weights_are_not_compared(server, model):
+    before = settled(server)["shadow"]
+    tags = {"tags": ["cuda_graph"]}  # a server on a CPU serves on; samples wait
+    assert post(server, "/release_memory_occupation", tags, **ADMIN).status_code == 200
+    arms = [
+        generate(server, f"key {i}", prompt(5000 + i, 50))["meta_info"]["kv_policy"]["arm"]
+        for i in range(4)
+    ]
+    update = {"model_path": model}
+    assert post(server, "/update_weights_from_disk", update, **ADMIN).json()["success"]
+    assert post(server, "/resume_memory_occupation", tags, **ADMIN).status_code == 200
+    after = settled(server)["shadow"]
+    for arm, outcomes in after.items():
+        left_out = outcomes["not_comparable"] - before[arm]["not_comparable"]
+        assert left_out == arms.count(arm), arm
+
+
 def until(server, holds, seconds=PATIENCE):
     end = time.monotonic() + seconds
     while not holds(found := document(server)):

@@ -26,6 +26,9 @@ SIGNATURES = {
     compat.GENERATE: ["self", "obj", "request"],
     compat.CRASH_DUMP: ["self"],
     compat.FRONT_STATE: ["self"],
+    compat.RELEASE_MEMORY: ["self", "obj"],
+    compat.RESUME_MEMORY: ["self", "obj"],
+    **{target: ["self"] for target in (*compat.WANT_IDLE, *compat.CHANGE_WEIGHTS)},
     compat.SIZE_POOL: ["self", "budget_bytes", "cap_tokens"],
     compat.CREATE_BUFFERS: ["self"],
     compat.ALLOC_MEMORY_POOL: ["self"],
@@ -80,8 +83,9 @@ def test_another_version_is_refused_in_one_sentence(monkeypatch):
 
 def test_every_target_is_listed():
     targets = {v for v in vars(compat).values() if isinstance(v, str) and v.startswith("sglang.")}
-    modules = {compat.SCHEDULER_MODULE, compat.TOKENIZER_MODULE, compat.HTTP_MODULE}
-    assert targets - modules == set(SIGNATURES)
+    targets |= {*compat.WANT_IDLE, *compat.CHANGE_WEIGHTS}
+    owners = {compat.SCHEDULER_MODULE, compat.TOKENIZER_MODULE, compat.HTTP_MODULE, compat.CONTROLS}
+    assert targets - owners == set(SIGNATURES)
 
 
 @pytest.mark.parametrize("target", SIGNATURES)

@@ -1,4 +1,4 @@
-"""Samples that wait for free slots: they are tried again, and others may go first."""
+"""Samples that wait for free slots, or while SGLang wants to be idle: they are tried again."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kvpolicy.experiments.drift import Candidates
 from kvpolicy.experiments.experiment import Arm, Experiment
+from kvpolicy.sglang_ext import frontend
 from kvpolicy.sglang_ext.experiment import shadow
 from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
@@ -40,6 +41,7 @@ def compare(monkeypatch):
         live = SimpleNamespace(
             series=series,
             clip=2.0,
+            weights=0,
             compares=lambda assigned: True,
             experiment=SimpleNamespace(shadow=SimpleNamespace(tokens_per_second=10**6)),
             shadowed=lambda rid, assigned, drift, top1, tokens: drifts.append((rid, drift, tokens)),
@@ -47,7 +49,7 @@ def compare(monkeypatch):
         left = dict(refusals)
 
         async def score(manager, request):
-            name = request
+            name = request.rid
             tried.append(name)
             if left[name]:
                 left[name] -= 1
@@ -56,7 +58,7 @@ def compare(monkeypatch):
             return scored.ids, scored.logprobs
 
         def request(*_, namespace, custom, **options):
-            return namespace["name"]
+            return SimpleNamespace(rid=namespace["name"])
 
         monkeypatch.setattr(shadow, "AGAIN", 0.0)
         monkeypatch.setattr(compat, "is_idle", lambda *_: True)
@@ -71,7 +73,9 @@ def compare(monkeypatch):
                 recorded = {"prompt": np.arange(5), "output": np.arange(TOKENS)}
                 found = candidates()
                 recorded |= {"ids": found.ids, "logprobs": found.logprobs}
-                shadows.offer({"arm": name}, recorded, {}, SimpleNamespace(rid=name), {})
+                shadows.offer(
+                    {"arm": name, "weights": 0}, recorded, {}, SimpleNamespace(rid=name), {}
+                )
             while len(outcomes) < len(refusals):
                 await asyncio.sleep(0)
 
@@ -120,3 +124,109 @@ def test_what_fails_otherwise_is_not_tried_again(compare, caplog):
     outcomes, tried, _ = compare({"a": 1}, error="something else")
     assert (outcomes, tried) == ([("a", "failed")], ["a"])
     assert "something else" in caplog.text
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Shadows with a sample whose scoring goes on until it is aborted or let go; what happened."""
+    happened = []
+    experiment = SimpleNamespace(shadow=SimpleNamespace(tokens_per_second=10**6))
+    live = SimpleNamespace(
+        weights=0,
+        clip=2.0,
+        compares=lambda assigned: True,
+        experiment=experiment,
+        shadowed=lambda *_: None,
+        series=SimpleNamespace(shadow=lambda arm, outcome: happened.append(outcome)),
+    )
+
+    async def score(manager, request):
+        happened.append("begins")
+        live.under_way = asyncio.Event()
+        await live.under_way.wait()
+        if "aborted" in happened[-1:]:
+            raise KeyError("input_top_logprobs_shape")
+        found = candidates()
+        return found.ids, found.logprobs
+
+    def abort(manager, rid):
+        happened.append("aborted")
+        live.under_way.set()
+
+    monkeypatch.setattr(shadow, "AGAIN", 0.0)
+    monkeypatch.setattr(shadow, "LOOK", 0.0)
+    monkeypatch.setattr(compat, "is_idle", lambda *_: True)
+    monkeypatch.setattr(compat, "has_only_tokens", lambda obj: True)
+    monkeypatch.setattr(compat, "cache_namespace", lambda *_: {})
+    monkeypatch.setattr(compat, "scoring_request", lambda *_, **options: SimpleNamespace(rid="s"))
+    monkeypatch.setattr(compat, "score", score)
+    monkeypatch.setattr(compat, "abort_unnoticed", abort)
+
+    async def rounds():
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def run(scenario):
+        async def whole():
+            found, shadows = candidates(), Shadows(live, None, 100)
+            recorded = {"prompt": np.arange(5), "output": np.arange(TOKENS)}
+            recorded |= {"ids": found.ids, "logprobs": found.logprobs}
+            obj = SimpleNamespace(rid="a")
+            shadows.offer({"arm": "a", "weights": 0}, recorded, {}, obj, {})
+            await rounds()
+            await scenario(shadows, live, rounds)
+            await rounds()
+            if happened[-1] == "begins":
+                live.under_way.set()
+            while not shadows._task.done():
+                await asyncio.sleep(0)
+
+        asyncio.run(asyncio.wait_for(whole(), 20))
+        return happened
+
+    return run
+
+
+def test_a_sample_makes_way_and_is_scored_later(scored):
+    async def two_at_once(shadows, live, rounds):
+        async with shadows.hold():
+            assert shadows._scored is None
+            async with shadows.hold():
+                await rounds()
+            await rounds()
+
+    assert scored(two_at_once) == ["begins", "aborted", "begins", "compared"]
+
+
+def test_nothing_is_scored_until_all_memory_is_back(scored):
+    async def release(shadows, live, rounds):
+        manager = SimpleNamespace(kv_policy_server=SimpleNamespace(shadows=shadows, live=live))
+
+        async def original(*_):
+            assert shadows._scored is None
+
+        for hook, tags in (
+            (frontend._around_release_memory, None),
+            (frontend._around_resume_memory, ["weights"]),
+            (frontend._around_resume_memory, ["kv_cache"]),
+        ):
+            await hook(original, manager, SimpleNamespace(tags=tags))
+            await rounds()
+            assert shadows._scored is None
+        await frontend._around_resume_memory(original, manager, SimpleNamespace(tags=None))
+
+    pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
+    assert scored(release) == ["begins", "aborted", "begins", "compared"]
+
+
+def test_answers_of_other_weights_are_not_compared(scored):
+    async def update(shadows, live, rounds):
+        manager = SimpleNamespace(kv_policy_server=SimpleNamespace(shadows=shadows, live=live))
+
+        async def original(manager, *, obj):
+            await rounds()
+            return obj
+
+        assert await frontend._around_change_weights(original, manager, obj=1) == 1
+
+    assert scored(update) == ["begins", "aborted", "not_comparable"]
