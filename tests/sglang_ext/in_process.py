@@ -100,8 +100,8 @@ class Driver:
 
         Args:
             options: `policy`, `custom` (further custom parameters), `stream`, `top` (number of best
-                logprobs per token), `adapter` (id of a LoRA adapter), `session` (id), `priority`, and
-                sampling parameters.
+                logprobs per token), `adapter` (id of a LoRA adapter), `session` (id), `priority`,
+                and sampling parameters.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
