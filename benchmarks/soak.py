@@ -36,7 +36,7 @@ import report
 import requests
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.model_config import read_config
-from kvpolicy.dsl.bind.stages import apart
+from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.evaluation.serving import Server, serve
 from safetensors.torch import load_file, save_file
@@ -168,7 +168,8 @@ def names_for(model: str, stages: int) -> list[str]:
     shape = read_config(model).shape
     return [
         name for name in POLICIES
-        if stages == 1 or apart(bind(load(name).require(), shape, settings_of(name))) is None
+        if stages == 1
+        or why_not_apart(bind(load(name).require(), shape, settings_of(name))) is None
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from kvpolicy.dsl.ir.nodes import Node, When, brackets
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, rules_roots, state_roots
 
 
-def apart(bound: Bound) -> str | None:
+def why_not_apart(bound: Bound) -> str | None:
     """Why stages cannot decide each for its own layers, as a clause; None: they can.
 
     They may have to exchange numbers: `exchanged`.
@@ -37,7 +37,7 @@ def apart(bound: Bound) -> str | None:
 
 
 def exchanged(bound: Bound) -> tuple[Node, ...]:
-    """Nodes with one number per layer that the stages exchange, where they decide `apart`."""
+    """Nodes with one number per layer that the stages exchange, where they decide apart."""
     compared = [each for node in _read(bound) if _looks(node) for each in node.args]
     if not compared:
         return ()

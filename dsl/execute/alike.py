@@ -14,7 +14,7 @@ def like_heads(
     static: Static,
     reads: Callable[[Operation], bool],
     *,
-    apart: bool = False,
+    per_layer: bool = False,
     numbers: bool = False,
 ) -> bool:
     """Whether nodes may be computed for several layers as for one with all their KV heads.
@@ -23,7 +23,7 @@ def like_heads(
         nodes: all nodes that are computed.
         static: of the policy.
         reads: whether an operation that is not per KV head is allowed all the same.
-        apart: allows reductions over KV heads, taken layer by layer, see `Frame.layered`.
+        per_layer: allows reductions over KV heads, taken layer by layer, see `Frame.layered`.
         numbers: allows numbers of the host that differ between layers.
     """
     for node in nodes:
@@ -34,7 +34,7 @@ def like_heads(
             continue
         if "layer" in node.axes:
             return False
-        if "kv" in node.axes and not (apart and node.operation.kind is Kind.REDUCTION):
+        if "kv" in node.axes and not (per_layer and node.operation.kind is Kind.REDUCTION):
             return False
         if node.op == "decided" and (node.type.absent or set(node.type.axes) - {"kv"}):
             return False

@@ -128,7 +128,7 @@ def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LastQueries:
     """The last queries of B requests, where decode steps read queries of earlier steps.
 
     Attributes:
@@ -141,50 +141,50 @@ class Asked:
     positions: torch.Tensor
     lengths: list[int]
 
-    def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> Asked:
+    def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> LastQueries:
         """With queries [B * L * H, T, D] of T more steps, at the last T of [B * L, M] positions."""
         number = queries.shape[1]
-        return Asked(
+        return LastQueries(
             torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
             torch.cat([self.positions, positions[:, -number:]], 1),
             [n + number for n in self.lengths],
         )
 
     @staticmethod
-    def none(queries: torch.Tensor, positions: torch.Tensor) -> Asked:
+    def none(queries: torch.Tensor, positions: torch.Tensor) -> LastQueries:
         """No queries yet; arguments as in `and_then`, for their sizes and dtypes."""
-        return Asked(queries[:, :0], positions[:, :0], [0] * len(positions))
+        return LastQueries(queries[:, :0], positions[:, :0], [0] * len(positions))
 
-    def last(self, window: int) -> Asked:
+    def last(self, window: int) -> LastQueries:
         """The last `window` queries, as views."""
-        return Asked(
+        return LastQueries(
             self.queries[:, -window:], self.positions[:, -window:],
             [min(n, window) for n in self.lengths],
         )  # fmt: skip
 
     def some(
         self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Asked:
+    ) -> LastQueries:
         """As `Block.some`; `of` takes these requests from a tensor."""
         lengths = _listed(self.lengths, requests, places)
-        return Asked(of(self.queries), of(self.positions), lengths)
+        return LastQueries(of(self.queries), of(self.positions), lengths)
 
     @staticmethod
-    def joined(blocks: list[Block]) -> Asked | None:
+    def joined(blocks: list[Block]) -> LastQueries | None:
         """The queries of several blocks; None if no block has any."""
-        found = next((each.asked for each in blocks if each.asked is not None), None)
+        found = next((each.last_queries for each in blocks if each.last_queries is not None), None)
         if found is None:
             return None
         heads = len(found.queries) // len(found.lengths)
         parts = [
-            each.asked or Asked.none(
+            each.last_queries or LastQueries.none(
                 found.queries.new_zeros(heads * len(each.lengths), 0, found.queries.shape[2]),
                 each.positions,
             )
             for each in blocks
         ]  # fmt: skip
         width = max(x.queries.shape[1] for x in parts)
-        return Asked(
+        return LastQueries(
             torch.cat([padded(x.queries, 1, width, 0.0) for x in parts]),
             torch.cat([padded(x.positions, 1, width, -1) for x in parts]),
             [n for x in parts for n in x.lengths],
@@ -206,14 +206,14 @@ class Block:
         merge_states: the same for states of the merge; NaN at layers that have not merged.
         decided: name -> the prefill's value of a `let` that decode reads, per list or one number.
         budgets: float64 [B * L * G], the prefill's floored budgets; None where nothing reads them.
-        asked: the last queries; None where no step reads those of earlier steps.
+        last_queries: the last queries; None where no step reads those of earlier steps.
         finite: bool [B * L * G], whether what was read since the last fold was finite; None:
             nothing was read.
         numbers: int64 [B * L, 3 + 2 * G], kernel "tally" at the last fold; None before the first.
         used: int64 [B * L], `lengths` on the device, if entries that left are gaps; None: no gaps.
         since: steps since every list was cut to at most what its rule keeps; None: unknown.
         ends: made so far, for all steps: int64 [N, 3] `numbers` of the kernel "best" by node that
-            selects entries by their place, and float64 [N] by number of a `Stage`.
+            selects entries by their place, and float64 [N] by number of a `KeepStage`.
     """
 
     requests: int
@@ -227,7 +227,7 @@ class Block:
     merge_states: dict[str, Value] = field(default_factory=dict)
     decided: dict[str, Value] = field(default_factory=dict)
     budgets: torch.Tensor | None = None
-    asked: Asked | None = None
+    last_queries: LastQueries | None = None
     finite: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
     used: torch.Tensor | None = None
@@ -277,8 +277,10 @@ class Block:
         index = sent(torch.tensor(places), self.there.device)
 
         def of(x: torch.Tensor) -> torch.Tensor:
-            apart: torch.Tensor = x.unflatten(0, (self.requests, -1))
-            return apart.index_select(0, index).flatten(0, 1)
+            by_request: torch.Tensor = x.unflatten(0, (self.requests, -1))
+            return by_request.index_select(0, index).flatten(0, 1)
+
+        last = self.last_queries
 
         def maybe(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else of(x)
@@ -291,7 +293,7 @@ class Block:
             of(self.positions), of(self.there),
             _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
-            asked=None if self.asked is None else self.asked.some(self.requests, places, of),
+            last_queries=None if last is None else last.some(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
             since=self.since,
         )  # fmt: skip
@@ -385,7 +387,7 @@ def _joined(parts: list[Block]) -> Block:
         joined([each.states for each in parts]),
         joined([each.merge_states for each in parts]), joined([each.decided for each in parts]),
         budgets=known([each.budgets for each in parts]),
-        asked=Asked.joined(parts), finite=known(finite),
+        last_queries=LastQueries.joined(parts), finite=known(finite),
         numbers=known([each.numbers for each in parts]), used=used,
         since=max(since) if len(since) == len(parts) else None,
     )  # fmt: skip

@@ -19,7 +19,7 @@ class Checks:
 
     def __init__(self) -> None:
         self.own: list[torch.Tensor] = []
-        self._asked: tuple[int, Callable[[], list[torch.Tensor]]] | None = None
+        self._awaited: tuple[int, Callable[[], list[torch.Tensor]]] | None = None
 
     def extend(self, checks: Sequence[torch.Tensor]) -> None:
         """Adds checks."""
@@ -41,12 +41,12 @@ class Checks:
         """Asks other ranks for their checks, in the next exchange."""
         own = None if self.told else self.here(kv)
         if own is not None:
-            self._asked = len(self.own), heads.later([(own, 0)])
+            self._awaited = len(self.own), heads.later([(own, 0)])
 
     @property
     def told(self) -> bool:
         """Whether other ranks have been asked since the last check; True if there are no checks."""
-        return len(self.own) == (0 if self._asked is None else self._asked[0])
+        return len(self.own) == (0 if self._awaited is None else self._awaited[0])
 
     def everywhere(self, heads: Heads, kv: int, total: int) -> torch.Tensor | None:
         """As `here`; where other ranks hold KV heads, a layer's result is that of all its heads.
@@ -58,8 +58,8 @@ class Checks:
         if not heads.divided:
             return self.here(kv)
         self.ask(heads, kv)
-        if self._asked is None:
+        if self._awaited is None:
             return None
-        (whole,) = self._asked[1]()
+        (whole,) = self._awaited[1]()
         layers = whole.view(-1, total).all(1)
         return layers.repeat_interleave(kv // len(layers))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.block import (
-    Asked,
     Block,
     Folded,
     Landed,
+    LastQueries,
     Remembered,
     listed,
     padded,
@@ -247,7 +247,7 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     if steps.reads_budget:
         x = all_layers(run.budgets())
         block.budgets = as_given(x.data, device).double().expand(len(whole))
-    block.asked = _asked(run, device)
+    block.last_queries = _last_queries(run, device)
     return block
 
 
@@ -266,7 +266,7 @@ def _chosen(x: Value, some: torch.Tensor) -> Value:
     return replace(x, data=data, mask=None, mask_axes=())
 
 
-def _asked(run: Run, device: torch.device) -> Asked | None:
+def _last_queries(run: Run, device: torch.device) -> LastQueries | None:
     """The prompt's last queries; None where decode steps read none of them."""
     layers = run.program.layers
     tails = [run.last_queries(number) for number in layers]
@@ -276,7 +276,7 @@ def _asked(run: Run, device: torch.device) -> Asked | None:
     lengths = [x.shape[1] for x in found]
     ends = [run.there(number)[-n:] for number, n in zip(layers, lengths, strict=True)]
     width = max(lengths)
-    return Asked(
+    return LastQueries(
         torch.cat([padded(x, 1, width, 0.0) for x in found]),
         torch.stack([padded(x, 0, width, -1) for x in ends]), lengths,
     )  # fmt: skip

@@ -86,7 +86,7 @@ class Evaluation:
         whole: False inside a block of `in_blocks`.
         dropped: in a merge, bool [G, P], which places of the axis `dropped` hold an entry.
         generated: kernels that are used in place of torch.
-        asked: node -> what gives its value, once other ranks were asked for its operands.
+        awaited: node -> what gives its value, once other ranks were asked for its operands.
     """
 
     frame: Frame
@@ -102,7 +102,7 @@ class Evaluation:
     whole: bool = True
     dropped: torch.Tensor | None = None
     generated: Generated | None = None
-    asked: dict[Node, Callable[[], Value]] = field(default_factory=dict, init=False)
+    awaited: dict[Node, Callable[[], Value]] = field(default_factory=dict, init=False)
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
@@ -121,7 +121,7 @@ class Evaluation:
         """The value, absent (a set: false) where a KV head has no entry, and after the query."""
         step = self.frame.step
         if step is not None and step.number > 1 and not node.operation.is_window:
-            x = self.frame.asked(x) if {"query", "token"} <= set(x.axes) else x
+            x = self.frame.causal(x) if {"query", "token"} <= set(x.axes) else x
         if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
             return self._of_dropped(x, self.dropped)
         if self.frame.there is None or not {"kv", "token"} <= set(x.axes):
@@ -214,7 +214,7 @@ class Evaluation:
     def of_ranks(self, node: Node) -> Value:
         """The value of a node that looks at KV heads of other ranks."""
         self._ask([node])
-        return self.asked.pop(node)()
+        return self.awaited.pop(node)()
 
     def ask(self, roots: Iterable[Node]) -> None:
         """Asks other ranks for what roots need of their KV heads, if no other answer decides it."""
@@ -246,8 +246,8 @@ class Evaluation:
     def _ask(self, nodes: Iterable[Node]) -> None:
         """Asks other ranks for the operands of the nodes that look at their KV heads."""
         for node in nodes:
-            if self.reaches(node) and node not in self.known and node not in self.asked:
-                self.asked[node] = of_all_heads(node, self.frame, self.given(node))
+            if self.reaches(node) and node not in self.known and node not in self.awaited:
+                self.awaited[node] = of_all_heads(node, self.frame, self.given(node))
 
     def reaches(self, node: Node) -> bool:
         """Whether a node looks across KV heads, also of other ranks, of this layer alone."""

@@ -25,7 +25,7 @@ _HALF = 32
 _LOW = 2**_HALF - 1
 
 
-def said(nodes: Sequence[Node], here: Sequence[Evaluation]) -> torch.Tensor:
+def encoded(nodes: Sequence[Node], here: Sequence[Evaluation]) -> torch.Tensor:
     """The numbers of the layers here as int64 [l, S, PARTS], none negative."""
     rows = [torch.stack([_bits(x.value(node), x) for node in nodes]) for x in here]
     return torch.stack(rows)
@@ -38,11 +38,13 @@ def _bits(x: Value, evaluation: Evaluation) -> torch.Tensor:
     return torch.stack([there.long(), (bits >> _HALF) & _LOW, bits & _LOW])
 
 
-def heard(nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation) -> list[dict[Node, Value]]:
+def decoded(
+    nodes: Sequence[Node], numbers: torch.Tensor, own: Evaluation
+) -> list[dict[Node, Value]]:
     """The numbers of every layer, by node.
 
     Args:
-        numbers: int64 [L, S, PARTS], from `said` of all stages.
+        numbers: int64 [L, S, PARTS], from `encoded` of all stages.
         own: evaluation of a layer here, for axes and masks.
     """
     numbers = numbers.to(own.frame.device)
@@ -65,7 +67,7 @@ def entries_of_layers(bound: Bound, prompt: int, model: Layers) -> list[int]:
 
     Args:
         prompt: N.
-        model: all layers, of a policy for which `apart` of `bind/stages.py` is None.
+        model: all layers, of a policy for which `why_not_apart` of `bind/stages.py` gives None.
     """
     keep = keep_of(bound.lowered.prefill)
     numbers = {node: model.numbers(node) for node in counting(keep) or ()}

@@ -21,13 +21,13 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.execute.across import known_before
-from kvpolicy.dsl.execute.block import AXES, Asked, Block
+from kvpolicy.dsl.execute.block import AXES, Block, LastQueries
 from kvpolicy.dsl.execute.checks import Checks
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.heads import Heads
+from kvpolicy.dsl.execute.keep_stages import KeepStage
 from kvpolicy.dsl.execute.kernels import Entries, Keys
-from kvpolicy.dsl.execute.stages import Stage
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sent
 from kvpolicy.dsl.ir import counts
@@ -43,7 +43,7 @@ class Shown:
         prompts: [B], tokens; generated: [B], decode steps so far, these included; number: T.
         k, v: of all lists; None where nothing reads them.
         q: [B * L * H, T, D], or the last of these, as far as they are read; None where none are.
-        asked: the last queries, the steps' included; None where no step reads earlier ones.
+        last_queries: the last queries, the steps' included; None where no step reads earlier ones.
         heads: `steps.heads`, joined.
     """
 
@@ -56,14 +56,14 @@ class Shown:
     k: Entries | None
     v: Entries | None
     q: torch.Tensor | None
-    asked: Asked | None
+    last_queries: LastQueries | None
     heads: Heads
 
     @cached_property
-    def apart(self) -> dict[Node, Value]:
+    def per_list_values(self) -> dict[Node, Value]:
         """Node -> number of the host per list, where requests or layers differ; sent at once."""
         found = {}
-        for node in self.steps.apart(self.steps.rule(self.prompts[0])):
+        for node in self.steps.per_list_numbers(self.steps.rule(self.prompts[0])):
             layers = "layer" in (self.bound.static.needs(node) or ())
             own = [
                 self.bound.number(node, prompt, layer, generated=generated)
@@ -172,8 +172,8 @@ class Lists:
         return self._chosen(self._by_place(node, [ends] * len(self.shown.prompts), evaluation))
 
     def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
-        """The operations `or` and `fill`, where they are a `Stage`."""
-        stage, there = Stage.of(node), self.shown.block.there
+        """The operations `or` and `fill`, where they are a `KeepStage`."""
+        stage, there = KeepStage.of(node), self.shown.block.there
         if stage is None:
             return None
         taken = evaluation.tensor(stage.taken, AXES)
@@ -182,7 +182,7 @@ class Lists:
         kernel = self.shown.steps.kernels["then"]
         return self._chosen(kernel(taken, score, present, there, number, in_all=stage.in_all))
 
-    def _narrowed(self, stage: Stage, evaluation: Evaluation) -> Evaluation:
+    def _narrowed(self, stage: KeepStage, evaluation: Evaluation) -> Evaluation:
         """An evaluation of a score for which ranks exchange only tokens that compete."""
         frame, among = evaluation.frame, None
         if frame.heads.divided:
@@ -204,7 +204,7 @@ class Lists:
             return score, None
         return score, aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
 
-    def _number(self, stage: Stage, evaluation: Evaluation) -> torch.Tensor:
+    def _number(self, stage: KeepStage, evaluation: Evaluation) -> torch.Tensor:
         """float64 [N], the number of a stage; made once per block if steps do not change it."""
         node, ends, static = stage.number, self.shown.block.ends, self.shown.bound.static
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
@@ -299,7 +299,7 @@ class Lists:
         }
         return Evaluation(
             frame, shown.steps.updates, budget=budget, generated=generated,
-            known=dict(shown.apart) if whole else {},
+            known=dict(shown.per_list_values) if whole else {},
             decided={name: self.part(x) for name, x in block.decided.items()},
             others=alone if whole else known_before, extra=extra if whole else {},
         )  # fmt: skip
@@ -329,7 +329,7 @@ class Lists:
         }
         prompt = shown.prompts[self.request]
         number = max(1, shown.bound.step_queries(prompt)) if steps is None else steps
-        q, places = self._asking(number, later, steps=steps is not None)
+        q, places = self._queries(number, later, steps=steps is not None)
         if q is not None:
             vectors["query"] = q
         places = positions[-number:] if places is None else places
@@ -341,7 +341,7 @@ class Lists:
             kernels=shown.steps.kernels, checks=self.checks, heads=shown.heads,
         )  # fmt: skip
 
-    def _asking(
+    def _queries(
         self, number: int, later: int, *, steps: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The `number` queries before the last `later` ones, and their positions.
@@ -351,19 +351,19 @@ class Lists:
         Args:
             steps: take the queries of these steps alone.
         """
-        q, asked, places, heads = self.shown.q, self.shown.asked, None, self.heads
+        q, last, places, heads = self.shown.q, self.shown.last_queries, None, self.heads
         if q is None:
             return None, None
         first, end = 0, q.shape[1] - later
-        if asked is not None and not steps:
-            q = asked.queries
+        if last is not None and not steps:
+            q = last.queries
             first, end = 0, q.shape[1] - later
             if self.layer is None:
-                places = self._columns(asked.positions[:, max(first, end - number) : end])
+                places = self._columns(last.positions[:, max(first, end - number) : end])
             else:
                 row = self.request * self.shown.block.layers + self.layer
-                first = q.shape[1] - asked.lengths[row]
-                places = asked.positions[row, max(first, end - number) : end]
+                first = q.shape[1] - last.lengths[row]
+                places = last.positions[row, max(first, end - number) : end]
         if self.layer is not None:
             group = self.shown.bound.shape.group
             q = q[heads.start * group : heads.stop * group]

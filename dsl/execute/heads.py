@@ -90,7 +90,7 @@ class Heads:
 ALL = Heads()
 
 
-class _Asked:
+class _Waiting:
     """A request to exchange tensors.
 
     Attributes:
@@ -122,7 +122,7 @@ class Divided(Heads):
         self._holders = max(ranks // total, 1)  # consecutive ranks per KV head
         self.shared = self._holders > 1
         self._exchange, self._agree = exchange, agree
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Waiting] = []
 
     def number(self, total: int) -> int:
         return self._own
@@ -136,13 +136,13 @@ class Divided(Heads):
         return made
 
     def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
-        asked = _Asked(parts)
-        self._waiting.append(asked)
+        waiting = _Waiting(parts)
+        self._waiting.append(waiting)
 
         def found() -> list[torch.Tensor]:
-            if asked.found is None:
+            if waiting.found is None:
                 self._exchange_waiting()
-            return asked.found or []
+            return waiting.found or []
 
         return found
 

@@ -102,7 +102,7 @@ class Prefill:
         read = known & {x for node in nodes for x in operands(node)}
         if any(x.across_layers or "layer" in (static.needs(x) or ()) for x in nodes_of(read)):
             return False
-        return like_heads(nodes, static, _of_any_layer, apart=not self._heads.divided)
+        return like_heads(nodes, static, _of_any_layer, per_layer=not self._heads.divided)
 
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:

@@ -7,7 +7,7 @@ the others, since no number of one request enters another's.
 
 This serves policies that do not compare layers, and whose sums kernels compute (`Steps.rule`).
 Where `keep` takes the ends of a list and the best of the rest (bind/ends.py), one kernel decides;
-else `keep` is evaluated as it is, with a kernel for each further set of entries (stages.py).
+else `keep` is evaluated as it is, with a kernel for each further set of entries (keep_stages.py).
 Numbers that follow from the prompt's length may differ between requests, unless they are sizes or
 a generated kernel takes them (`Steps.same`). All other policies are evaluated one layer of the
 block after the other (follow.py).
@@ -27,10 +27,10 @@ from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.execute.block import (
     AXES,
     HEADS,
-    Asked,
     Block,
     Counts,
     Folded,
+    LastQueries,
     going_on,
     listed,
     of_ranks,
@@ -235,15 +235,15 @@ class _Following:
     def go(self) -> Staying | None:
         block = self._extended(going_on([each.block for each in self.memories]))
         shown = self._shown(block)
-        if shown.asked is not None and min(shown.asked.lengths) < self.window:
+        if shown.last_queries is not None and min(shown.last_queries.lengths) < self.window:
             self.rule = None  # some layers have fewer queries than the window
         if self.advances:
             lists = self._lists(shown, alike=self.steps.states_alike)
             states = [own.advanced() for own in lists]
             block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
             self._note(block, lists)
-        if shown.asked is not None:
-            block.asked = shown.asked.last(self.window)
+        if shown.last_queries is not None:
+            block.last_queries = shown.last_queries.last(self.window)
         decisions: list[_Decision] = []
         staying = None
         if self.leaves:
@@ -295,22 +295,22 @@ class _Following:
         )
 
     def _shown(self, block: Block) -> Shown:
-        steps, k, v, q, asked = self.steps, None, None, None, None
+        steps, k, v, q, last_queries = self.steps, None, None, None, None
         if (self.advances and steps.advancing_reads) or (self.leaves and steps.leaving_reads):
             k, v = self.read(block.there)
         if (
             self.window > 1
-            or (self.advances and steps.advancing_asks)
-            or (self.leaves and steps.leaving_asks)
+            or (self.advances and steps.advancing_reads_queries)
+            or (self.leaves and steps.leaving_reads_queries)
         ):
             q = self.queries()
         if q is not None and self.window > 1:
-            before = block.asked or Asked.none(q, block.positions)
-            asked = before.and_then(q, block.positions)
+            before = block.last_queries or LastQueries.none(q, block.positions)
+            last_queries = before.and_then(q, block.positions)
         return Shown(
             self.bound, steps, block, [each.prompt for each in self.memories],
-            [each.generated + self.number for each in self.memories], self.number, k, v, q, asked,
-            self.heads,
+            [each.generated + self.number for each in self.memories], self.number, k, v, q,
+            last_queries, self.heads,
         )  # fmt: skip
 
     def _lists(self, shown: Shown, *, alike: bool) -> list[Lists]:

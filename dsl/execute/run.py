@@ -16,7 +16,7 @@ from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.checks import Checks
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
-from kvpolicy.dsl.execute.exchange import entries_of_layers, heard, said
+from kvpolicy.dsl.execute.exchange import decoded, encoded, entries_of_layers
 from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Keys, Slots
 from kvpolicy.dsl.execute.layout import shift_of
@@ -24,7 +24,7 @@ from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import Shared, shared
-from kvpolicy.dsl.execute.values import Frame, Value, apart, of_layer, snapped
+from kvpolicy.dsl.execute.values import Frame, Value, of_layer, snapped, with_layer_axis
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
 from kvpolicy.dsl.ir.traverse import state_roots
@@ -172,7 +172,7 @@ class Run:
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
         for node in self._prefill.scored:
             x = evaluation.value(node)
-            self._of_all[node] = apart(x, node.type, len(layers), kv)
+            self._of_all[node] = with_layer_axis(x, node.type, len(layers), kv)
         for place, layer in enumerate(layers):
             own = self._evaluation(self._frame(layer, k.device, self.prompt, None, {}))
             own.known.update({name: of_layer(x, place) for name, x in self._of_all.items()})
@@ -340,24 +340,26 @@ class Run:
             evaluation, known=known, passing=frozenset(), others=alone
         )
 
-    def said(self) -> torch.Tensor:
+    def layer_numbers(self) -> torch.Tensor:
         """int64 [l, S, 3], numbers of the layers that are here for the other stages.
 
         Only where numbers are `exchanged`, once all of these layers have been observed.
         """
-        return said(self.program.exchanged, self._here())
+        return encoded(self.program.exchanged, self._here())
 
-    def hear(self, numbers: torch.Tensor) -> None:
-        """Takes what has been `said` of all layers of the model, before `finish`.
+    def take_layer_numbers(self, numbers: torch.Tensor) -> None:
+        """Takes the `layer_numbers` of all layers of the model, before `finish`.
 
         Args:
             numbers: int64 [L, S, 3], S numbers of each layer in parts, see exchange.py.
         """
         here = self._here()
-        self._compare(here, heard(self.program.exchanged, numbers, here[0]))
+        self._compare(here, decoded(self.program.exchanged, numbers, here[0]))
 
     def entries_kept(self) -> list[int]:
-        """[L] entries that each list of a layer keeps, of all layers of the model, after `hear`.
+        """[L] entries that each list of a layer keeps, of all layers of the model.
+
+        To be called after `take_layer_numbers`.
 
         Raises:
             TypeError: all layers of the model are here.
@@ -379,7 +381,7 @@ class Run:
                 If not, the caller passes what `finite` held to `settle` before it goes on.
 
         Raises:
-            RuntimeError: numbers are `exchanged`, and `hear` has not been called.
+            RuntimeError: numbers are `exchanged`, and `take_layer_numbers` has not been called.
         """
         if not self._kept:
             self._kept = self._finish(wait)
@@ -437,8 +439,8 @@ class Run:
         if self._layers is None:
             if self.program.exchanged:
                 raise RuntimeError("nothing has been heard of other stages' layers")
-            apart = len(each) < layers
-            self._compare(each, [{} for _ in range(layers)] if apart else [])
+            part = len(each) < layers
+            self._compare(each, [{} for _ in range(layers)] if part else [])
         rules, keep = bound.lowered.prefill, keep_of(bound.lowered.prefill)
         self._all_layers.ask([keep, *rules.decided.values()])
         if wait and self.finite is not None:

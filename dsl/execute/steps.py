@@ -107,7 +107,8 @@ class Steps:
         advances: whether states change from step to step.
         at_once: whether several steps advance the states as one sum over their queries.
         advancing_reads, leaving_reads: whether keys or values are read to advance the states, and
-            where entries leave; advancing_asks, leaving_asks: whether queries are.
+            where entries leave.
+        advancing_reads_queries, leaving_reads_queries: whether queries are read there.
         fresh: state, by name -> its value for new entries; NaN if data or the request decide it.
         leaving_merge: whether leaving entries are merged.
         layers: layers of the model that are here.
@@ -166,8 +167,8 @@ class Steps:
         self.leaving_reads = self.leaving_merge or any(
             node.operation.reads_tensors for node in leaving
         )
-        self.advancing_asks = any(node.type.window for node in remembered)
-        self.leaving_asks = any(node.type.window for node in leaving)
+        self.advancing_reads_queries = any(node.type.window for node in remembered)
+        self.leaving_reads_queries = any(node.type.window for node in leaving)
         self.advancing = Generated.of(
             bound, self.advancing_roots, kernels, self.updates, steps=True
         )
@@ -268,7 +269,7 @@ class Steps:
         """
         static = self._bound.static
         reads_too = lambda row: row.reads_tensors or reads(row)  # noqa: E731
-        alike = like_heads(nodes, static, reads_too, apart=True, numbers=numbers)
+        alike = like_heads(nodes, static, reads_too, per_layer=True, numbers=numbers)
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
         if not self.ranks_alike and any(_joins_layer(node) for node in nodes):
@@ -293,7 +294,7 @@ class Steps:
         numbers = [self._bound.number(node, prompt, generated=generated) for node in shared]
         return rule is None, tuple(map(id, self._deciding(rule))), tuple(numbers)
 
-    def apart(self, rule: Ends | Node | None) -> list[Node]:
+    def per_list_numbers(self, rule: Ends | Node | None) -> list[Node]:
         """Numbers of the host that may differ between lists."""
         return self._numbers(rule)[1]
 
@@ -314,15 +315,15 @@ class Steps:
             for node in (() if each is None else each.fusion.inside())
         }
         shared: dict[Node, None] = {}
-        apart = dict.fromkeys(node for node in roots if static.needs(node))
+        per_list = dict.fromkeys(node for node in roots if static.needs(node))
         for node in nodes_of(roots):
             if static.needs(node) is not None or end_of(self._bound, node):
                 continue
             for place, each in enumerate(node.args):
                 if static.needs(each):
                     free = node not in compiled and _takes_any(node, place)
-                    (apart if free else shared)[each] = None
-        return list(shared), [node for node in apart if node not in shared]
+                    (per_list if free else shared)[each] = None
+        return list(shared), [node for node in per_list if node not in shared]
 
     def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
         states = self.updates.values()

@@ -177,9 +177,9 @@ class Frame:
 
     def window(self, node: Node) -> int:
         """How many last queries one `attn`, `logits` or `distance` reads."""
-        return self._asking(str(node.value), node.args[0] if node.args else None)
+        return self._query_number(str(node.value), node.args[0] if node.args else None)
 
-    def _asking(self, kind: str, count: Node | None) -> int:
+    def _query_number(self, kind: str, count: Node | None) -> int:
         if kind == "new" and self.step is not None:
             return self.step.number
         most = self.tokens if self.step is None else self.step.places.shape[-1]
@@ -191,7 +191,9 @@ class Frame:
         """Length of an axis of a type here; not of `dropped` and `channel`."""
         extent = type_.extent(axis)
         if extent is not None and axis == "query":
-            return len(range(self._asking(extent.kind, extent.count))[self.rows or slice(None)])
+            return len(
+                range(self._query_number(extent.kind, extent.count))[self.rows or slice(None)]
+            )
         if extent is not None and extent.count is not None:
             return counts.whole(self.number(extent.count), self.bound.shape.layers)
         shape = self.bound.shape
@@ -204,7 +206,7 @@ class Frame:
             return x
         return self._within(x, self.there, ("kv", "token"))
 
-    def asked(self, x: Value) -> Value:
+    def causal(self, x: Value) -> Value:
         """A value per query and token, absent (a set: false) where the token is after the query."""
         positions = self.query_places[self.rows or slice(None)]
         return self._within(x, self.places <= positions[:, None], ("query", "token"))
@@ -389,7 +391,7 @@ def over_layers(x: Value, layers: int, device: torch.device) -> Value:
     return replace(x, data=data.expand(layers, *data.shape), axes=("layer", *x.axes))
 
 
-def apart(x: Value, type_: Type, layers: int, kv: int) -> Value:
+def with_layer_axis(x: Value, type_: Type, layers: int, kv: int) -> Value:
     """A value over the KV heads of several layers, `kv` each, with the axis `layer` in front.
 
     Args:

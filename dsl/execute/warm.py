@@ -121,7 +121,7 @@ class _Folding:
         self.layers = len(run.program.layers)
         size = (_ROWS, self.bound.shape.head_dim)
         self.pool = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self.asked = torch.zeros(size, dtype=queries, device=like.device)
+        self.query_rows = torch.zeros(size, dtype=queries, device=like.device)
 
     def go(self, memory: Memory, generated: int, *, leaves: bool) -> None:
         """Takes as many steps as a fold does.
@@ -152,7 +152,7 @@ class _Folding:
         """[L * H, T, D] zeros."""
         shape = self.bound.shape
         lists = self.layers * self.kv * shape.group
-        return self.asked.new_zeros(lists, steps, shape.head_dim)
+        return self.query_rows.new_zeros(lists, steps, shape.head_dim)
 
     def _read(
         self, block: Block, layer: int, there: torch.Tensor | None

@@ -17,7 +17,7 @@ from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes
-from kvpolicy.dsl.execute.stages import Stage
+from kvpolicy.dsl.execute.keep_stages import KeepStage
 from kvpolicy.dsl.ir.heads import across_heads, heads_last
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, rules_roots
@@ -101,7 +101,7 @@ def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
     """Node id -> number of entries, for nodes across KV heads that read few entries."""
     found: dict[int, int] = {}
     for node in nodes_of([keep]):
-        stage = Stage.of(node)
+        stage = KeepStage.of(node)
         among = None if stage is None else stage.competing(bound, [length])
         if stage is not None and among is not None:
             across = (x for x in _across([stage.score]) if "token" not in x.axes)

@@ -330,7 +330,7 @@ class _Counting:
 
         def queries() -> torch.Tensor:
             observed.append(Asked(operations=1))  # queries of all steps are joined
-            if not memory.steps.advancing_asks:  # which were not noted step by step
+            if not memory.steps.advancing_reads_queries:  # which were not noted step by step
                 observed.append(Asked(operations=1))
             return asked
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
-from kvpolicy.dsl.bind.stages import apart
+from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
@@ -231,7 +231,7 @@ def check_stages(policy: Policy, bound: Bound) -> None:
     Raises:
         Refused: names the policy and says what it does.
     """
-    why = apart(bound)
+    why = why_not_apart(bound)
     if why is not None:
         raise Refused(f"{policy.option}: `{policy.name}` cannot be served with --pp-size: {why}.")
 

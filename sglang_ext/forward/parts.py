@@ -117,7 +117,7 @@ class Comparing(Part):
 
     def counts(self, said: torch.Tensor) -> torch.Tensor:
         run = self.run
-        run.hear(said.view(len(said), -1, PARTS))
+        run.take_layer_numbers(said.view(len(said), -1, PARTS))
         return torch.tensor(run.entries_kept())[:, None].expand(-1, self.kv_heads).contiguous()
 
     def choose(self) -> tuple[torch.Tensor, Known]:

@@ -335,7 +335,7 @@ class PrefillStep:
 
     def _comparing(self, scored: Scored) -> Comparing:
         finite = scored.run.finite
-        numbers = scored.run.said()
+        numbers = scored.run.layer_numbers()
         parts = [numbers] if finite is None else [numbers, finite]
         numbers, *is_finite = to_host(parts)
         sure = all(map(bool, is_finite))

@@ -265,7 +265,7 @@ def assert_alike(one: Store, other: Store) -> None:
         for name in own:
             torch.testing.assert_close(own[name], also[name], rtol=1e-9, atol=1e-12)
     assert_same_thresholds(a.thresholds(), b.thresholds())
-    assert_same_asked(a, b)
+    assert_same_last_queries(a, b)
 
 
 def assert_same_thresholds(one, other) -> None:
@@ -278,12 +278,12 @@ def assert_same_thresholds(one, other) -> None:
                 torch.testing.assert_close(x.data, y.data, rtol=1e-9, atol=1e-12)
 
 
-def assert_same_asked(one: Memory, other: Memory) -> None:
-    """Checks that the last queries, as many as a step reads, are equal."""
+def assert_same_last_queries(one: Memory, other: Memory) -> None:
+    """Last queries, as many as a step reads."""
     window = one.bound.step_queries(one.prompt)
     if window <= 1:
         return
-    x, y = (own.block[0].left().some([own.block[1]]).asked for own in (one, other))
+    x, y = (own.block[0].left().some([own.block[1]]).last_queries for own in (one, other))
     for layer in range(one.bound.shape.layers):
         number, heads = min(x.lengths[layer], window), one.bound.shape.heads
         assert number == min(y.lengths[layer], window)

@@ -221,8 +221,8 @@ def test_last_queries_are_kept_from_the_prefill_on():
     server.step(12)
     assert server.asked == ["queries"]
     block, _ = server.memory.block
-    assert block.asked.positions.tolist() == [[10, 11, 12]] * SHAPE[0]
-    assert torch.equal(block.asked.queries[:, 2:], server.queries(12))
+    assert block.last_queries.positions.tolist() == [[10, 11, 12]] * SHAPE[0]
+    assert torch.equal(block.last_queries.queries[:, 2:], server.queries(12))
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))

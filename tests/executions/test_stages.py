@@ -6,7 +6,7 @@ import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.kept import keep_of
-from kvpolicy.dsl.bind.stages import apart
+from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -70,7 +70,7 @@ class Stage(TorchProgram):
 
         def heard(**options):
             if self.exchanged:
-                run.hear(self.numbers)
+                run.take_layer_numbers(self.numbers)
             return finish(**options)
 
         run.finish = heard
@@ -83,7 +83,7 @@ class Stage(TorchProgram):
         numbers = None
         if made[0].exchanged:
             runs = (observed(TorchProgram(bound, layers=x.layers, **options), prompt) for x in made)
-            numbers = torch.cat([run.said() for run in runs])
+            numbers = torch.cat([run.layer_numbers() for run in runs])
             assert numbers.shape == (5, len(made[0].exchanged), 3)
             assert (numbers >= 0).all()
         for each in made:
@@ -109,7 +109,7 @@ def kept(program, prompt):
 @pytest.mark.parametrize("deferred", [0, 1 << 20])
 def test_stages_keep_what_the_whole_model_keeps(name, deferred):
     bound = bound_of(load(name), **SETTINGS[name])
-    assert apart(bound) is None
+    assert why_not_apart(bound) is None
     prompt = prompt_of(SHAPE)
     whole = kept(TorchProgram(bound, deferred_bytes=deferred), prompt)
     keeps_all = name == "vatp-snapkv" or keep_of(bound.folded.prefill).op == "all"
@@ -170,7 +170,7 @@ def test_every_stage_knows_how_many_entries_all_layers_keep(name, tokens, lenien
 def test_layers_are_compared_in_stages_as_in_one_process(text):
     text = f"policy: a-test\nlanguage: 1\nabout: a test\n{text}\n"
     bound, prompt = bound_of(load(Source("a-test.yaml", text))), prompt_of(SHAPE)
-    assert apart(bound) is None
+    assert why_not_apart(bound) is None
     whole = kept(TorchProgram(bound), prompt)
     assert not whole.all()
     for program in Stage.all(bound, prompt):
@@ -225,7 +225,7 @@ def decoded_apart(bound, table):
 @pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["layer by layer", "together"])
 def test_stages_keep_while_decoding_what_the_whole_model_keeps(name, table):
     bound = bind(load(name).require(), ModelShape(*LARGE), SETTINGS[name])
-    assert apart(bound) is None
+    assert why_not_apart(bound) is None
     assert decoded_apart(bound, table) == (1 if name == "simlayerkv" else 4)
 
 
@@ -244,7 +244,7 @@ def test_numbers_of_a_layer_are_those_of_the_model(keep, table):
     heat = "state:\n  heat: heat + sum[group, query](attn(new))\n"
     text = f"policy: a-test\nlanguage: 1\nabout: a test\n{heat}keep: all\ndecode:\n  keep: {keep}\n"
     bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(*LARGE), {})
-    assert apart(bound) is None
+    assert why_not_apart(bound) is None
     assert decoded_apart(bound, table) == 4
 
 
@@ -275,7 +275,7 @@ def test_nothing_leaves_any_more_where_tensors_of_another_stage_are_not_finite()
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_stages_cannot_decide_apart_is_said(name):
-    why = apart(bound_of(load(name)))
+    why = why_not_apart(bound_of(load(name)))
     assert why is not None
     assert REFUSED[name] in why
 
@@ -300,5 +300,5 @@ def test_every_shipped_policy_is_one_or_the_other():
 )
 def test_only_looks_at_data_of_other_layers_are_refused(keep, looks):
     text = f"policy: a-test\nlanguage: 1\nabout: a test\nkeep: {keep}\n"
-    why = apart(bound_of(load(Source("a-test.yaml", text))))
+    why = why_not_apart(bound_of(load(Source("a-test.yaml", text))))
     assert why == (looks and f"`{looks}` looks at layers that lie in other stages")

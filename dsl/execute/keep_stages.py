@@ -19,7 +19,7 @@ _TOKEN = ("token",)
 
 
 @dataclass(frozen=True)
-class Stage:
+class KeepStage:
     """Entries that are taken already, and the best of the rest of each list.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stage:
     in_all: bool
 
     @classmethod
-    def of(cls, node: Node) -> Stage | None:
+    def of(cls, node: Node) -> KeepStage | None:
         """The stage that a node stands for; None if it is no stage."""
         found = None
         if node.op == "fill" and node.axes == _TOKEN:
@@ -61,14 +61,14 @@ class Stage:
         return (far, near) if far < MOST else None
 
     @classmethod
-    def _filled(cls, node: Node) -> Stage | None:
+    def _filled(cls, node: Node) -> KeepStage | None:
         score, taken, budget = filling(node)
         if node.args[2].axes != _TOKEN:
             return None
         return cls(taken, score, budget, in_all=True)
 
     @classmethod
-    def _further(cls, taken: Node, top: Node) -> Stage | None:
+    def _further(cls, taken: Node, top: Node) -> KeepStage | None:
         if top.op != "top" or top.axes != _TOKEN:
             return None
         by, number = top.args
