@@ -11,7 +11,7 @@ from cases_scoring import OURS, PROGRAM, Watched
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.across import known_before
-from kvpolicy.dsl.execute.checks import Checks
+from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.kernels import Entries, Kernels
 from kvpolicy.dsl.execute.steps import Steps
@@ -52,7 +52,7 @@ def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
     known = {"heat": Value(before, ("kv", "token"), finite=True)}
 
     def call() -> torch.Tensor:
-        frame.checks = Checks()
+        frame.finite_checks = FiniteChecks()
         made = Evaluation(
             frame, steps.updates, before=known, others=known_before, generated=steps.advancing
         )
@@ -83,7 +83,7 @@ def _states(bench: Bench, entries: int) -> Case:
     def check() -> str:
         mine = _advanced(frame, watched := Watched())()[frame.there] - 1
         assert watched.asked, "no kernel was generated for these states"
-        assert bool(frame.checks.here(frame.kv).all()), "tensors are said not to be finite"
+        assert bool(frame.finite_checks.here(frame.kv).all()), "tensors are said not to be finite"
         exact = _advanced(frame, REFERENCE)()[frame.there] - 1
         vectors = (frame.vectors["query"], frame.vectors["key"].pool)
         longest = math.prod(float(x.double().norm(dim=-1).max()) for x in vectors)

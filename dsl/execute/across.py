@@ -187,7 +187,7 @@ class Layers(Evaluation):
         prompt: N.
         later: nodes known only after the last layer. Where every layer has all tokens, each is
             computed for all layers at once.
-        passing: nodes whose values are not held, see `Evaluation`.
+        unheld_nodes: nodes whose values are not held, see `Evaluation`.
         model: all L layers, with numbers only, where some are on other stages; nodes that look at
             other layers are found there.
     """
@@ -197,19 +197,20 @@ class Layers(Evaluation):
         evaluations: list[Evaluation],
         prompt: int,
         later: Set[Node] = frozenset(),
-        passing: Set[Node] = frozenset(),
+        unheld_nodes: Set[Node] = frozenset(),
         model: Layers | None = None,
     ) -> None:
         first = evaluations[0].frame
         alike = all(x.frame.positions is None for x in evaluations)
         frame = Frame(
             first.bound, prompt, first.device, first.kv, prompt, kernels=first.kernels,
-            heads=first.heads, fixed=first.fixed, memo=first.memo, checks=first.checks,
+            heads=first.heads, fixed=first.fixed, memo=first.memo,
+            finite_checks=first.finite_checks,
         )  # fmt: skip
         if not alike:
             held = [x.frame.tokens for x in evaluations]
             frame.held = Value(sent(torch.tensor(held, device=HOST), first.device), ("layer",))
-        super().__init__(frame, passing=passing if alike else frozenset(), whole=False)
+        super().__init__(frame, unheld_nodes=unheld_nodes if alike else frozenset(), whole=False)
         self.evaluations, self.model = evaluations, model
         self._first = first.layer
         self._together = later if alike else frozenset()

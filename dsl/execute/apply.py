@@ -51,12 +51,12 @@ def apply(
     tokens = k.shape[2]
     made = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
     run, chosen = made.run, made.chosen
-    if made.first.not_finite or run.not_finite:
+    if made.first_run.not_finite or run.not_finite:
         raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
     result = Result([x.numpy() for x in run.finish()], None, None)
     if tokens:
         result = _result(run, chosen, made.vectors, tokens)
-        result = _propagated(result, made.first, len(chosen))
+        result = _propagated(result, made.first_run, len(chosen))
     if steps is not None:
         if not all(np.isfinite(x).all() for x in steps):
             raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
@@ -72,13 +72,13 @@ class Prefilled:
 
     Attributes:
         run: the last prefill, whose entries are cached.
-        first: the prefill before a restart; without one, `run`.
+        first_run: the prefill before a restart; without one, `run`.
         chosen: int64 [n], positions in the recording of the tokens of `run`.
         vectors: per layer float64 keys and values [G, n, D], as they are cached.
     """
 
     run: Run
-    first: Run
+    first_run: Run
     chosen: torch.Tensor
     vectors: Vectors
 
@@ -100,7 +100,7 @@ def prefilled(
     made.run.finish()
     keys, values = (x[:, :, made.tokens] for x in (recording.k, recording.v))
     vectors = _stored(made.run, keys, values, inv_freq)
-    return Prefilled(made.run, made.first, made.tokens, vectors)
+    return Prefilled(made.run, made.first_run, made.tokens, vectors)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _stored(
     """Keys and values as they are cached, float64 [G, n, D] per layer, from [L, G, n, D]."""
     stored: Vectors = []
     layers = list(zip(run.program.layers, k_of_all, v_of_all, strict=True))
-    if run.merges_meet:
+    if run.merges_need_ranks:
         for layer, k, v in layers:
             run.begin_merge(layer, k, v)
     for place, (layer, k, v) in enumerate(layers):
@@ -227,21 +227,21 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
     )
 
 
-def _propagated(result: Result, first: Run, tokens: int) -> Result:
-    bound, propagate = first.program.bound, first.program.bound.folded.propagate
+def _propagated(result: Result, first_run: Run, tokens: int) -> Result:
+    bound, propagate = first_run.program.bound, first_run.program.bound.folded.propagate
     layers = range(bound.shape.layers)
     tested = {
-        name: [_reported(first.tested.get(layer, {}).get(name)) for layer in layers]
-        for name in (bound.tested if first.program.report else ())
+        name: [_reported(first_run.tested.get(layer, {}).get(name)) for layer in layers]
+        for name in (bound.tested if first_run.program.report else ())
     }
     result = replace(result, named={**result.named, **tested})
-    if propagate is None or not first.propagated:
+    if propagate is None or not first_run.propagated:
         return result
-    acted = {layer: x.tolist() for layer, x in first.propagated.items()}
+    acted = {layer: x.tolist() for layer, x in first_run.propagated.items()}
     positions = list(acted.values())[-1]
     return replace(
         result,
-        selected_layer=first.selected_layer,
+        selected_layer=first_run.selected_layer,
         propagated=acted if propagate.repeats else positions,
         positions=list(range(tokens)) if bound.restarts else positions,
     )

@@ -33,8 +33,8 @@ class Landed:
     """How many entries of a request there were and how many stay, on the host.
 
     Attributes:
-        there, kept: int64 [L, G], numbers of entries before and after, of the KV heads of all
-            ranks; equal where nothing leaves.
+        counts_before, counts_after: int64 [L, G], numbers of entries before and after, of the KV
+            heads of all ranks; equal where nothing leaves.
         finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
         left: number of entries that leave, over all lists; fewest: of the list that loses fewest.
         dropped: per layer, most entries that one KV head drops.
@@ -43,8 +43,8 @@ class Landed:
         widest: largest number of positions that a layer keeps, on any rank.
     """
 
-    there: torch.Tensor
-    kept: torch.Tensor
+    counts_before: torch.Tensor
+    counts_after: torch.Tensor
     finite: bool
     left: int
     fewest: int
@@ -58,7 +58,7 @@ class Counts:
     """How many entries of a block's lists stay, as numbers on their way to the host.
 
     Args:
-        numbers: int64 [B * L, 3 + 2 * G] or more columns, from `of_ranks`.
+        numbers: int64 [B * L, 3 + 2 * G] or more columns, from `tally_gathered_later`.
         requests: B; kv: G, of all ranks.
     """
 
@@ -78,7 +78,7 @@ class Counts:
         return self._read
 
 
-def of_ranks(
+def tally_gathered_later(
     heads: Heads, numbers: torch.Tensor, good: torch.Tensor, *, alike: bool
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Results of the kernel "tally" for the KV heads of all ranks, which are asked now.
@@ -97,10 +97,10 @@ def of_ranks(
     if alike:
         counts = [numbers[:, at, None].expand(-1, heads.total(kv)) for at in (_FIRST, _FIRST + kv)]
         return lambda: (torch.cat([numbers[:, :_FIRST], *counts], 1), good)
-    asked = heads.later([(torch.cat([numbers, good[:, None].long()], 1), None)])
+    gathered = heads.gathered_later([(torch.cat([numbers, good[:, None].long()], 1), None)])
 
     def found() -> tuple[torch.Tensor, torch.Tensor]:
-        (every,) = asked()  # [R, S, 4 + 2 * g]
+        (every,) = gathered()  # [R, S, 4 + 2 * g]
         finite, all_good = (every[:, :, at].amin(0) for at in (_FIRST - 1, -1))
         both = every[:, :, _FIRST:-1].split(kv, 2)
         counts = [x.transpose(0, 1).flatten(1) for x in both]
@@ -111,15 +111,15 @@ def of_ranks(
 
 
 def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
-    """The numbers of each request, from those of `of_ranks`; computed for all at once."""
+    """The numbers of each request, from `tally_gathered_later`; computed for all at once."""
     each, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
-    there, stay = each[:, :, _FIRST : _FIRST + kv], each[:, :, _FIRST + kv : end]
+    before, stay = each[:, :, _FIRST : _FIRST + kv], each[:, :, _FIRST + kv : end]
     finite = each[:, :, _FIRST - 1].min(1) > 0
-    kept = np.where(finite[:, None, None], stay, there)
-    left = there - kept
+    after = np.where(finite[:, None, None], stay, before)
+    left = before - after
     widest = np.maximum(each[:, :, 0], each[:, :, end:].max(2, initial=0)).max(1)
     of_requests = zip(
-        *(torch.as_tensor(np.ascontiguousarray(x)).unbind(0) for x in (there, kept)),
+        *(torch.as_tensor(np.ascontiguousarray(x)).unbind(0) for x in (before, after)),
         finite.tolist(), left.sum((1, 2)).tolist(), left.min((1, 2)).tolist(),
         left.max(2).tolist(), each[:, :, 0].tolist(), each[:, :, 1].astype(bool).tolist(),
         widest.tolist(), strict=True,
@@ -162,10 +162,10 @@ class LastQueries:
             [min(n, window) for n in self.lengths],
         )  # fmt: skip
 
-    def some(
+    def select(
         self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> LastQueries:
-        """As `Block.some`; `of` takes these requests from a tensor."""
+        """As `Block.select`; `of` takes these requests from a tensor."""
         lengths = _listed(self.lengths, requests, places)
         return LastQueries(of(self.queries), of(self.positions), lengths)
 
@@ -259,7 +259,7 @@ class Block:
         heads, first = self.where(request, layer)
         return x[heads, first:]
 
-    def left(self) -> Block:
+    def after_leaving(self) -> Block:
         """As in `Folded`; nothing has left."""
         return self
 
@@ -270,7 +270,7 @@ class Block:
             return self.used
         return sent(torch.tensor(self.lengths), self.there.device)
 
-    def some(self, places: Sequence[int]) -> Block:
+    def select(self, places: Sequence[int]) -> Block:
         """The requests at `places`, in this order."""
         if list(places) == list(range(self.requests)):
             return self
@@ -293,7 +293,7 @@ class Block:
             of(self.positions), of(self.there),
             _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
-            last_queries=None if last is None else last.some(self.requests, places, of),
+            last_queries=None if last is None else last.select(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
             since=self.since,
         )  # fmt: skip
@@ -319,7 +319,7 @@ class Folded:
         """As in `Block`; the host waits for the numbers."""
         return self.counts.read()[request].widest
 
-    def left(self) -> Block:
+    def after_leaving(self) -> Block:
         """The block, with gaps for entries that have left; the host waits for the numbers."""
         landed = self.counts.read()
         return replace(
@@ -345,12 +345,12 @@ def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) 
     return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
 
 
-def going_on(parts: Sequence[tuple[Remembered, int]]) -> Block:
-    """One block of requests, given by block and place, in this order; see `Folded.left`."""
+def joined_block(parts: Sequence[tuple[Remembered, int]]) -> Block:
+    """One block of requests, given by block and place, in this order, `after_leaving`."""
     taken = []
     for _, same in itertools.groupby(parts, lambda part: id(part[0])):
         own = list(same)
-        taken.append(own[0][0].left().some([place for _, place in own]))
+        taken.append(own[0][0].after_leaving().select([place for _, place in own]))
     return taken[0] if len(taken) == 1 else _joined(taken)
 
 

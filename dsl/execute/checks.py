@@ -9,26 +9,27 @@ import torch
 from kvpolicy.dsl.execute.heads import Heads
 
 
-class Checks:
+class FiniteChecks:
     """Checks of the tensors read so far, for the KV heads of one layer or of several.
 
     Attributes:
-        own: a tensor per check: bool, 0-d or one per KV head, false if NaN or infinity was read; or
-            a 0-d float that is NaN or infinite itself then. All these are tested in one operation.
+        results: a tensor per check: bool, 0-d or one per KV head, false if NaN or infinity was
+            read; or a 0-d float that is NaN or infinite itself then. All these are tested in one
+            operation.
     """
 
     def __init__(self) -> None:
-        self.own: list[torch.Tensor] = []
+        self.results: list[torch.Tensor] = []
         self._awaited: tuple[int, Callable[[], list[torch.Tensor]]] | None = None
 
     def extend(self, checks: Sequence[torch.Tensor]) -> None:
         """Adds checks."""
-        self.own.extend(checks)
+        self.results.extend(checks)
 
     def here(self, kv: int) -> torch.Tensor | None:
         """Bool [kv], per KV head here whether what was read is finite; None: nothing was read."""
-        each = [x for x in self.own if x.ndim]
-        whole = [x for x in self.own if not x.ndim]
+        each = [x for x in self.results if x.ndim]
+        whole = [x for x in self.results if not x.ndim]
         numbers = [x for x in whole if x.is_floating_point()]
         truths = [x for x in whole if not x.is_floating_point()]
         if numbers:
@@ -39,14 +40,14 @@ class Checks:
 
     def ask(self, heads: Heads, kv: int) -> None:
         """Asks other ranks for their checks, in the next exchange."""
-        own = None if self.told else self.here(kv)
+        own = None if self.all_asked else self.here(kv)
         if own is not None:
-            self._awaited = len(self.own), heads.later([(own, 0)])
+            self._awaited = len(self.results), heads.gathered_later([(own, 0)])
 
     @property
-    def told(self) -> bool:
+    def all_asked(self) -> bool:
         """Whether other ranks have been asked since the last check; True if there are no checks."""
-        return len(self.own) == (0 if self._awaited is None else self._awaited[0])
+        return len(self.results) == (0 if self._awaited is None else self._awaited[0])
 
     def everywhere(self, heads: Heads, kv: int, total: int) -> torch.Tensor | None:
         """As `here`; where other ranks hold KV heads, a layer's result is that of all its heads.

@@ -96,7 +96,7 @@ class Combinations:
         """Puts the inner products among nodes, given arguments first, into the evaluation."""
         for node in nodes:
             if is_product(node, self.side):
-                self.evaluation.put(node, self._product(node.args[0]))
+                self.evaluation.set_value(node, self._product(node.args[0]))
 
     def weights(self, node: Node) -> tuple[Value, Value] | None:
         """a and b of a vector; None if it is no combination."""

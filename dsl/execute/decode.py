@@ -89,7 +89,7 @@ class Memory:
         """The block that holds what is remembered, and the request's place in it."""
         return self._block, self._place
 
-    def together(self, steps: int, *, leaves: bool) -> Hashable:
+    def joint_key(self, steps: int, *, leaves: bool) -> Hashable:
         """A key, equal for requests that can be taken through `steps` steps together.
 
         The host waits for numbers, see `land`.
@@ -100,10 +100,10 @@ class Memory:
         self.land()
         generated = self.generated + steps
         leaves = leaves and self.bound.leaves_at(generated, self.prompt)
-        same = self.steps.same(self.steps.rule(self.prompt), self.prompt, generated)
+        numbers = self.steps.joint_key(self.steps.rule(self.prompt), self.prompt, generated)
         # A block is as wide as its longest list: less than twice what each request needs.
         size = (self.width + steps).bit_length()
-        return id(self.steps), self.not_finite, steps, leaves, same, size
+        return id(self.steps), self.not_finite, steps, leaves, numbers, size
 
     @property
     def width(self) -> int:
@@ -143,7 +143,7 @@ class Memory:
             self._landed = self._block.counts.read()[self._place]
             if not self._landed.finite:
                 self.not_finite = True
-                self._block, self._place = self._block.block.some([self._place]), 0
+                self._block, self._place = self._block.block.select([self._place]), 0
         return self._landed
 
     def withdraw(self, *, finite: bool) -> None:
@@ -153,7 +153,7 @@ class Memory:
             finite: whether the model's tensors were finite; if not, nothing leaves any more.
         """
         if isinstance(self._block, Folded):
-            self._block, self._place = self._block.whole.some([self._place]), 0
+            self._block, self._place = self._block.whole.select([self._place]), 0
         self._landed = None
         self.not_finite |= not finite
 
@@ -215,7 +215,7 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     device, lengths = there[0].device, [len(x) for x in positions]
     width = max(*lengths, 1)
     if told is None:
-        widest = int(run.program.heads.everyone(torch.tensor(width, device=device)).max())
+        widest = int(run.program.heads.per_rank(torch.tensor(width, device=device)).max())
     else:
         widest = max(told.widest, 1)
 
@@ -230,7 +230,7 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     )  # fmt: skip
     shape = bound.shape
     sizes = {"kv": len(whole), "group": shape.group, "token": width, "dim": shape.head_dim}
-    for name, first in steps.fresh.items():
+    for name, first in steps.initial_values.items():
         if name not in block.states and not math.isnan(first):
             axes = union(("kv",), steps.updates[name].type.axes)
             size = [sizes[axis] for axis in axes]

@@ -56,12 +56,12 @@ class Driven:
 
     Attributes:
         run: the last prefill.
-        first: the prefill before a restart; without one, `run`.
+        first_run: the prefill before a restart; without one, `run`.
         tokens: int64 [n], positions in the prompt of the tokens of `run`.
     """
 
     run: Run
-    first: Run
+    first_run: Run
     tokens: torch.Tensor
 
 
@@ -79,7 +79,7 @@ def drive(
         shown: gives the prompt's tensors.
         within: makes a context for each layer, and for scoring all layers after the last one.
     """
-    first = run = program.start(prompt)
+    first_run = run = program.start(prompt)
     chosen = torch.arange(prompt, device=device)
     there = _observed(run, shown, chosen, within)
     if run.restarted:
@@ -90,7 +90,7 @@ def drive(
         with within():
             k, v = shown.entries(program.layers, chosen)
             run.score(k, v if program.bound.needs_values else None)
-    return Driven(run, first, chosen)
+    return Driven(run, first_run, chosen)
 
 
 def _observed(

@@ -78,7 +78,7 @@ class Evaluation:
         before: name -> value before this step; a state without one begins.
         after: name -> value after this step, of the states needed so far.
         known: node -> value, of the nodes computed so far.
-        passing: nodes whose values are not held, because one node alone reads them.
+        unheld_nodes: nodes whose values are not held, because one node alone reads them.
         others: gives the value of a node that looks at other layers.
         extra: operation -> what computes it here, as in a merge; None for a node computed as usual.
         budget: in decode, the prefill's floored budget.
@@ -94,7 +94,7 @@ class Evaluation:
     before: Mapping[str, Value] = field(default_factory=dict)
     after: dict[str, Value] = field(default_factory=dict)
     known: dict[Node, Value] = field(default_factory=dict)
-    passing: Set[Node] = frozenset()
+    unheld_nodes: Set[Node] = frozenset()
     others: Callable[[Node, Evaluation], Value] = alone
     extra: Mapping[str, Callable[[Node, Evaluation], Value | None]] = field(default_factory=dict)
     budget: Value | None = None
@@ -108,16 +108,16 @@ class Evaluation:
         """The value of a node."""
         found = self.known.get(node)
         if found is None:
-            found = self._held(node, self._find(node))
-            if node not in self.passing:
+            found = self._masked(node, self._find(node))
+            if node not in self.unheld_nodes:
                 self.known[node] = found
         return found
 
-    def put(self, node: Node, x: Value) -> None:
+    def set_value(self, node: Node, x: Value) -> None:
         """Sets the value of a node that has been computed elsewhere."""
-        self.known[node] = self._held(node, x)
+        self.known[node] = self._masked(node, x)
 
-    def _held(self, node: Node, x: Value) -> Value:
+    def _masked(self, node: Node, x: Value) -> Value:
         """The value, absent (a set: false) where a KV head has no entry, and after the query."""
         step = self.frame.step
         if step is not None and step.number > 1 and not node.operation.is_window:

@@ -22,7 +22,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.block import AXES, Block, LastQueries
-from kvpolicy.dsl.execute.checks import Checks
+from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.heads import Heads
@@ -35,7 +35,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 @dataclass(frozen=True)
-class Shown:
+class StepInputs:
     """The data of T decode steps of B requests.
 
     Attributes:
@@ -98,21 +98,23 @@ class Lists:
     Attributes:
         heads: rows of these lists in the block; first: their first column.
         cut: whether each list has been cut to at most the number of entries that its rule keeps.
-        checks: whether the model's tensors are finite, per list.
+        finite_checks: whether the model's tensors are finite, per list.
     """
 
-    def __init__(self, shown: Shown, request: int = 0, layer: int | None = None) -> None:
-        self.shown, self.request, self.layer = shown, request, layer
-        self.heads, self.first = slice(0, len(shown.block.there)), 0
+    def __init__(self, inputs: StepInputs, request: int = 0, layer: int | None = None) -> None:
+        self.inputs, self.request, self.layer = inputs, request, layer
+        self.heads, self.first = slice(0, len(inputs.block.there)), 0
         if layer is not None:
-            self.heads, self.first = shown.block.where(request, layer)
+            self.heads, self.first = inputs.block.where(request, layer)
         self.cut = False
-        self.checks = Checks()
-        if shown.heads.divided and shown.block.finite is not None:
-            self.checks.extend([shown.block.finite[self.heads]])  # sent with the next exchange
+        self.finite_checks = FiniteChecks()
+        if inputs.heads.divided and inputs.block.finite is not None:
+            self.finite_checks.extend(
+                [inputs.block.finite[self.heads]]
+            )  # sent with the next exchange
 
     @property
-    def where(self) -> tuple[int, int | None]:
+    def place(self) -> tuple[int, int | None]:
         """The request and layer."""
         return self.request, self.layer
 
@@ -123,31 +125,31 @@ class Lists:
 
     @property
     def finite(self) -> torch.Tensor | None:
-        """Bool per list, as from `Checks`: whether what was read is finite; None: nothing was."""
-        heads, total = self.shown.heads, self.shown.bound.shape.kv_heads
-        if heads.divided and self.checks.told:
-            return self.checks.everywhere(heads, self.number, total)
-        return self.checks.here(self.number)
+        """Bool per list, see `FiniteChecks`: whether what was read is finite; None: nothing was."""
+        heads, total = self.inputs.heads, self.inputs.bound.shape.kv_heads
+        if heads.divided and self.finite_checks.all_asked:
+            return self.finite_checks.everywhere(heads, self.number, total)
+        return self.finite_checks.here(self.number)
 
     def advanced(self) -> dict[str, Value]:
         """Name -> state after the steps."""
-        shown = self.shown
-        steps, number = shown.steps, shown.number
+        inputs = self.inputs
+        steps, number = inputs.steps, inputs.number
         if steps.at_once:
             evaluation = self._evaluation(self._frame(0, steps=number), steps.advancing)
             evaluation.before = self._before()
             return evaluation.states_of(steps.updates)
         states = self._before(number)
-        for later in reversed(range(number)):
-            evaluation = self._evaluation(self._frame(later), steps.advancing)
+        for newer in reversed(range(number)):
+            evaluation = self._evaluation(self._frame(newer), steps.advancing)
             evaluation.before = states
             states = evaluation.states_of(steps.updates)
         return states
 
     def deciding(self) -> Evaluation:
         """The evaluation of the last step, after its states have advanced."""
-        evaluation = self._evaluation(self._frame(0), self.shown.steps.leaving)
-        evaluation.before = {name: self.part(x) for name, x in self.shown.block.states.items()}
+        evaluation = self._evaluation(self._frame(0), self.inputs.steps.leaving)
+        evaluation.before = {name: self.part(x) for name, x in self.inputs.block.states.items()}
         evaluation.after = dict(evaluation.before)
         return evaluation
 
@@ -162,31 +164,31 @@ class Lists:
         if rules[0].score is not None:
             score, present = self._competing(rules[0].score, evaluation)
         self.cut = present is None
-        return self._by_place(self.shown.steps.keep, rules, evaluation, score, present)
+        return self._by_place(self.inputs.steps.keep, rules, evaluation, score, present)
 
     def _top(self, node: Node, evaluation: Evaluation) -> Value | None:
         """The operation `top`, where it takes the first or last entries."""
-        ends = end_of(self.shown.bound, node)
+        ends = end_of(self.inputs.bound, node)
         if ends is None:
             return None
-        return self._chosen(self._by_place(node, [ends] * len(self.shown.prompts), evaluation))
+        return self._chosen(self._by_place(node, [ends] * len(self.inputs.prompts), evaluation))
 
     def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
         """The operations `or` and `fill`, where they are a `KeepStage`."""
-        stage, there = KeepStage.of(node), self.shown.block.there
+        stage, there = KeepStage.of(node), self.inputs.block.there
         if stage is None:
             return None
         taken = evaluation.tensor(stage.taken, AXES)
         score, present = self._competing(stage.score, self._narrowed(stage, evaluation))
         number = self._number(stage, evaluation)
-        kernel = self.shown.steps.kernels["then"]
+        kernel = self.inputs.steps.kernels["then"]
         return self._chosen(kernel(taken, score, present, there, number, in_all=stage.in_all))
 
     def _narrowed(self, stage: KeepStage, evaluation: Evaluation) -> Evaluation:
         """An evaluation of a score for which ranks exchange only tokens that compete."""
         frame, among = evaluation.frame, None
         if frame.heads.divided:
-            among = stage.competing(self.shown.bound, self.shown.prompts)
+            among = stage.competing(self.inputs.bound, self.inputs.prompts)
         if among is None:
             return evaluation
         start, stop = (max(frame.tokens - number, 0) for number in among)
@@ -200,13 +202,13 @@ class Lists:
         """A score per list and column, and where it is present; None: at all entries."""
         x = evaluation.value(node)
         score = spread(x, AXES, evaluation.frame)
-        if x.mask is None or x.mask is self.shown.block.there:
+        if x.mask is None or x.mask is self.inputs.block.there:
             return score, None
         return score, aligned(x.mask, x.mask_axes, AXES).expand(score.shape)
 
     def _number(self, stage: KeepStage, evaluation: Evaluation) -> torch.Tensor:
         """float64 [N], the number of a stage; made once per block if steps do not change it."""
-        node, ends, static = stage.number, self.shown.block.ends, self.shown.bound.static
+        node, ends, static = stage.number, self.inputs.block.ends, self.inputs.bound.static
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
             (node,) = node.args  # the kernel rounds it down
         lasts = static.follows(node, "prompt")
@@ -219,7 +221,7 @@ class Lists:
 
     def _chosen(self, kept: torch.Tensor) -> Value:
         """The set of kept entries as a value."""
-        return Value(kept, AXES, self.shown.block.there, AXES, zero=True, finite=True)
+        return Value(kept, AXES, self.inputs.block.there, AXES, zero=True, finite=True)
 
     def _by_place(
         self,
@@ -235,58 +237,58 @@ class Lists:
             node: selects entries by their place; rules: [B], its rule for each request.
             score, present: from `_competing`; without a score only the ends stay.
         """
-        block = self.shown.block
+        block = self.inputs.block
         if node not in block.ends:
-            block.ends[node] = self._limits(rules, evaluation)
-        limits, kernel = block.ends[node], self.shown.steps.kernels["best"]
-        kept: torch.Tensor = kernel(score, present, block.there, limits)
+            block.ends[node] = self._numbers(rules, evaluation)
+        numbers, kernel = block.ends[node], self.inputs.steps.kernels["best"]
+        kept: torch.Tensor = kernel(score, present, block.there, numbers)
         return kept
 
-    def _limits(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
-        """int64 [N, 3], `limits` of the kernel "best"; N is 1, B, B * L or B * L * G."""
-        shown = self.shown
-        block, pairs = shown.block, zip(rules, shown.prompts, strict=True)
-        own = [each.rows(shown.bound, prompt, shown.steps.layers) for each, prompt in pairs]
+    def _numbers(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
+        """int64 [N, 3], `numbers` of the kernel "best"; N is 1, B, B * L or B * L * G."""
+        inputs = self.inputs
+        block, pairs = inputs.block, zip(rules, inputs.prompts, strict=True)
+        own = [each.rows(inputs.bound, prompt, inputs.steps.layers) for each, prompt in pairs]
         if any(len(rows) > 1 for rows in own):
             own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
         rows = [row for each in own for row in each]
         rows = rows[:1] if all(row == rows[0] for row in rows) else rows
-        limits = sent(torch.tensor(rows), block.there.device)
-        data = rules[0].of_data(shown.bound)
+        numbers = sent(torch.tensor(rows), block.there.device)
+        data = rules[0].of_data(inputs.bound)
         if data:
             limits = limits.repeat_interleave(len(block.there) // len(rows), 0)
         for place, node in data.items():
-            given = shown.steps.kernels["whole"](evaluation.value(node).tensor.double())
+            given = inputs.steps.kernels["whole"](evaluation.value(node).tensor.double())
             # Where the rule does not hold, the row says that all entries stay.
             limits[:, place] = torch.maximum(limits[:, place], given)
         return limits
 
-    def part(self, x: Value, later: int = 0) -> Value:
-        """A value of the block, cut to these lists, without the last `later` columns."""
-        if self.layer is None and not later:
+    def part(self, x: Value, newer: int = 0) -> Value:
+        """A value of the block, cut to these lists, without the last `newer` columns."""
+        if self.layer is None and not newer:
             return x
 
         def columns(own: torch.Tensor, at: int) -> torch.Tensor:
-            return own.narrow(at, self.first, own.shape[at] - self.first - later)
+            return own.narrow(at, self.first, own.shape[at] - self.first - newer)
 
         return x.along("kv", lambda own, at: own[self.heads]).along("token", columns)
 
-    def _before(self, later: int = 0) -> dict[str, Value]:
+    def _before(self, newer: int = 0) -> dict[str, Value]:
         """The states before the steps; without new entries whose first value is not known.
 
         Args:
-            later: number of last columns to leave out of all states.
+            newer: number of last columns to leave out of all states.
         """
-        shown = self.shown
-        fresh, states = shown.steps.fresh, shown.block.states
+        inputs = self.inputs
+        initial, states = inputs.steps.initial_values, inputs.block.states
         return {
-            name: self.part(x, max(later, shown.number if math.isnan(fresh[name]) else 0))
+            name: self.part(x, max(newer, inputs.number if math.isnan(initial[name]) else 0))
             for name, x in states.items()
         }
 
     def _evaluation(self, frame: Frame, generated: Generated | None) -> Evaluation:
-        shown = self.shown
-        block, whole = shown.block, self.layer is None
+        inputs = self.inputs
+        block, whole = inputs.block, self.layer is None
         budget = None
         if block.budgets is not None:
             budget = Value(block.budgets[self.heads], ("kv",))
@@ -298,22 +300,22 @@ class Lists:
             "fill": self._then,
         }
         return Evaluation(
-            frame, shown.steps.updates, budget=budget, generated=generated,
-            known=dict(shown.per_list_values) if whole else {},
+            frame, inputs.steps.updates, budget=budget, generated=generated,
+            known=dict(inputs.per_list_values) if whole else {},
             decided={name: self.part(x) for name, x in block.decided.items()},
             others=alone if whole else known_before, extra=extra if whole else {},
         )  # fmt: skip
 
-    def _frame(self, later: int, steps: int | None = None) -> Frame:
-        """The frame of the step that `later` steps follow, or of all `steps` at once."""
-        shown, block = self.shown, self.shown.block
-        columns = slice(self.first, block.width - later)
+    def _frame(self, newer: int, steps: int | None = None) -> Frame:
+        """The frame of the step that `newer` steps follow, or of all `steps` at once."""
+        inputs, block = self.inputs, self.inputs.block
+        columns = slice(self.first, block.width - newer)
         tokens = columns.stop - columns.start
-        whole = self.layer is None and not later  # keeps the tensor: masks are told by identity
+        whole = self.layer is None and not newer  # keeps the tensor: masks are told by identity
         there: torch.Tensor | None = block.there if whole else block.there[self.heads, columns]
         if self.layer is None:
             # Columns stand for positions: only the order of entries and queries matters.
-            positions = shown.steps.places(block.width, block.there.device)[columns]
+            positions = inputs.steps.places(block.width, block.there.device)[columns]
         else:
             row = self.request * block.layers + self.layer
             positions = block.positions[row, columns]
@@ -324,67 +326,67 @@ class Lists:
                 x.ids[self.heads, columns],
                 None if x.scale is None else x.scale[self.heads],
             )
-            for name, x in (("key", shown.k), ("value", shown.v))
+            for name, x in (("key", inputs.k), ("value", inputs.v))
             if x is not None
         }
-        prompt = shown.prompts[self.request]
-        number = max(1, shown.bound.step_queries(prompt)) if steps is None else steps
-        q, places = self._queries(number, later, steps=steps is not None)
+        prompt = inputs.prompts[self.request]
+        number = max(1, inputs.bound.step_queries(prompt)) if steps is None else steps
+        q, places = self._queries(number, newer, steps=steps is not None)
         if q is not None:
             vectors["query"] = q
         places = positions[-number:] if places is None else places
         return Frame(
-            shown.bound, tokens, block.there.device, self.number, prompt,
-            layer=shown.steps.layers[self.layer or 0], layered=self.layer is None,
+            inputs.bound, tokens, block.there.device, self.number, prompt,
+            layer=inputs.steps.layers[self.layer or 0], layered=self.layer is None,
             vectors=vectors, positions=positions, there=there,
-            step=Step(shown.generated[self.request] - later, places, steps or 1),
-            kernels=shown.steps.kernels, checks=self.checks, heads=shown.heads,
+            step=Step(inputs.generated[self.request] - newer, places, steps or 1),
+            kernels=inputs.steps.kernels, finite_checks=self.finite_checks, heads=inputs.heads,
         )  # fmt: skip
 
     def _queries(
-        self, number: int, later: int, *, steps: bool
+        self, number: int, newer: int, *, steps: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The `number` queries before the last `later` ones, and their positions.
+        """The `number` queries before the last `newer` ones, and their positions.
 
         With all lists at once columns stand for positions. None: the frame's last positions.
 
         Args:
             steps: take the queries of these steps alone.
         """
-        q, last, places, heads = self.shown.q, self.shown.last_queries, None, self.heads
+        q, last, places, heads = self.inputs.q, self.inputs.last_queries, None, self.heads
         if q is None:
             return None, None
-        first, end = 0, q.shape[1] - later
+        first, end = 0, q.shape[1] - newer
         if last is not None and not steps:
             q = last.queries
-            first, end = 0, q.shape[1] - later
+            first, end = 0, q.shape[1] - newer
             if self.layer is None:
                 places = self._columns(last.positions[:, max(first, end - number) : end])
             else:
-                row = self.request * self.shown.block.layers + self.layer
+                row = self.request * self.inputs.block.layers + self.layer
                 first = q.shape[1] - last.lengths[row]
                 places = last.positions[row, max(first, end - number) : end]
         if self.layer is not None:
-            group = self.shown.bound.shape.group
+            group = self.inputs.bound.shape.group
             q = q[heads.start * group : heads.stop * group]
         return q[:, max(first, end - number) : end], places
 
     def _columns(self, positions: torch.Tensor) -> torch.Tensor:
         """int64 [B * L, W], the last column that queries at `positions` see."""
         return (
-            torch.searchsorted(self.shown.block.positions, positions.contiguous(), right=True) - 1
+            torch.searchsorted(self.inputs.block.positions, positions.contiguous(), right=True) - 1
         )
 
     def _position(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `position`; -1 in front of a layer's first entry."""
-        block = self.shown.block
+        block = self.inputs.block
         return Value(block.positions.repeat_interleave(block.kv, 0).double(), AXES, finite=True)
 
     def _drawn(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `uniform`."""
-        block, seed = self.shown.block, counts.seed(evaluation.frame.number(node.args[0]))
-        generated = sent(torch.tensor(list(self.shown.generated)), block.there.device)
-        steps, total = self.shown.steps, self.shown.bound.shape.kv_heads
+        block, seed = self.inputs.block, counts.seed(evaluation.frame.number(node.args[0]))
+        generated = sent(torch.tensor(list(self.inputs.generated)), block.there.device)
+        steps, total = self.inputs.steps, self.inputs.bound.shape.kv_heads
         given = (seed, block.positions, generated, total, steps.layers.start)
         data = steps.heads.part(steps.kernels["draws"](*given), 0)
         return Value(data, AXES, finite=True)

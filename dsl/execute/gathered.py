@@ -37,11 +37,11 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
             there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     parts = [part for x in masked for part in _parts(x)]
     parts += [] if there is None else [(there, 0)]
-    asked = frame.heads.later(parts)
-    frame.checks.ask(frame.heads, frame.kv)
+    exchanged = frame.heads.gathered_later(parts)
+    frame.finite_checks.ask(frame.heads, frame.kv)
 
     def found() -> Value:
-        gathered = iter(asked())
+        gathered = iter(exchanged())
         whole = [x.along("kv", lambda part, at: next(gathered)) for x in masked]
         of_all = _of_all(frame, wanted, None if there is None else next(gathered))
         made = operation(node)(node, of_all, *whole).along("kv", frame.heads.part)

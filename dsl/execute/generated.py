@@ -138,7 +138,7 @@ class Generated:
         numbers = [_number(how, node, frame) for how, node in source.numbers]
         given = _given(bundle, frame, source.order)
         made, checks = run(*given, inputs, numbers, **options)
-        frame.checks.extend(checks)
+        frame.finite_checks.extend(checks)
         return _completed(bundle, source.results, made, frame)
 
     def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:

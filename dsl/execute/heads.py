@@ -49,7 +49,7 @@ class Heads:
         """The same heads with a queue of their own: what waits in it is exchanged together."""
         return self
 
-    def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
+    def gathered_later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
         """A function that gives tensors with the KV heads of all ranks.
 
         The exchange takes place when any waiting result is first needed, and serves all that wait.
@@ -64,8 +64,8 @@ class Heads:
         return lambda: found
 
     def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-        """Tensors with the KV heads of all ranks, exchanged at once; see `later`."""
-        return self.later(parts)()
+        """Tensors with the KV heads of all ranks, exchanged at once; see `gathered_later`."""
+        return self.gathered_later(parts)()
 
     def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         """Tensors with all query heads that read the KV heads held here, in one exchange.
@@ -75,9 +75,9 @@ class Heads:
         """
         return [x for x, _ in parts]
 
-    def everyone(self, x: torch.Tensor) -> torch.Tensor:
+    def per_rank(self, x: torch.Tensor) -> torch.Tensor:
         """[R, ...], the tensor of each rank, once for ranks that hold the same KV head."""
-        return self.later([(x, None)])()[0]
+        return self.gathered_later([(x, None)])()[0]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
         """The KV heads that are here, of a tensor with all KV heads in dimension `at`."""
@@ -94,7 +94,7 @@ class _Waiting:
     """A request to exchange tensors.
 
     Attributes:
-        found: the result of `Heads.later`; None before the exchange.
+        found: the result of `Heads.gathered_later`; None before the exchange.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -135,7 +135,7 @@ class Divided(Heads):
         made._waiting = []
         return made
 
-    def later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
+    def gathered_later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
         waiting = _Waiting(parts)
         self._waiting.append(waiting)
 

@@ -75,7 +75,7 @@ def value(node: Node, frame: Frame) -> Value:
 
 def _cached(vectors: torch.Tensor, frame: Frame) -> Value:
     data = vectors.double()
-    frame.checks.extend([data.sum()])
+    frame.finite_checks.extend([data.sum()])
     return frame.present(Value(data, ("kv", "token", "dim"), finite=True))
 
 
@@ -121,7 +121,7 @@ _ATTENTION_AXES = ("kv", "group", "query", "token")
 def logits(node: Node, frame: Frame) -> Value:
     """Attention before the softmax."""
     data, seen, axes = _window_logits(node, frame)
-    frame.checks.extend([filled(Value(data, _ATTENTION_AXES, seen, axes), 0.0).sum()])
+    frame.finite_checks.extend([filled(Value(data, _ATTENTION_AXES, seen, axes), 0.0).sum()])
     return Value(data, _ATTENTION_AXES, seen, axes, finite=True)
 
 
@@ -137,5 +137,5 @@ def attn(node: Node, frame: Frame) -> Value:
         empty = empty[:, None] if empty.ndim == 2 else empty
         first = first | empty
         data = data.masked_fill(empty[..., None], 0.0)
-    frame.checks.extend([first.all()])
+    frame.finite_checks.extend([first.all()])
     return Value(data, _ATTENTION_AXES, seen, axes, zero=True, finite=True)

@@ -222,7 +222,7 @@ class Merging:
             side, inner = partial(_side, name), cache(partial(self._inner, frame.vectors[name]))
             cosines = [node for node in nodes_of(roots) if _is_cosine(node, side)]
             for node in cosines:
-                self.evaluation.put(node, inner()[3])
+                self.evaluation.set_value(node, inner()[3])
             seen = set(cosines)
             Combinations(self.evaluation, side, inner).prepare(
                 node for root in roots for node in root.walk(seen)

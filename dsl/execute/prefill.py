@@ -34,18 +34,18 @@ class Prefill:
         roots: nodes whose values `Run.result` gives after `finish`.
         tested: name -> reported `let` on which propagation is decided.
         updates, merge_updates: states of the prefill and of its merge, see `updating`.
-        handed: nodes that each layer computes while its tensors are at hand, and keeps.
+        layer_roots: nodes that each layer computes while its tensors are at hand, and keeps.
         later: nodes that are computed after the last layer, or in a merge.
         planned: nodes that the prompt's length decides, see `plannable`.
-        passing: nodes whose values are not held: one other node reads them, nothing else does.
+        unheld_nodes: nodes whose values are not held: one other node reads them, nothing else does.
         looks, early_looks: node that later layers read by `past` or `at` -> nodes of the numbers of
             layers that `past` reads; None: any layer may be read. `early_looks` are read by
             propagation or states, and recorded as long as propagation is tested.
-        meets: whether layers look across KV heads, or propagate tokens, before the last one.
-        merges_meet: whether merges look across KV heads.
+        needs_ranks: whether layers look across KV heads, or propagate tokens, before the last one.
+        merges_need_ranks: whether merges look across KV heads.
         sums: sum state, by name -> R of its `name + R`, a reduction over queries.
         accumulates: whether chunks of a prompt can be summed up, see `Run.accumulate`.
-        scored: nodes of `handed` that the prompt's length does not decide.
+        scored: nodes of `layer_roots` that the prompt's length does not decide.
         layers_alike: whether these may be computed for all layers as for more KV heads of one.
 
     Raises:
@@ -65,33 +65,33 @@ class Prefill:
         self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
         early = propagate_roots(bound.lowered.propagate)
         merge = merge_roots(rules.merge)
-        self.merges_meet = any(map(across_heads, nodes_of(merge)))
+        self.merges_need_ranks = any(map(across_heads, nodes_of(merge)))
         every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
         self._check(every)
-        self.handed = self._handed(self.roots, merge)
+        self.layer_roots = self._layer_roots(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
-        self.everything = [*self.roots, *self.handed, *self.tested.values(), *early]
+        self.everything = [*self.roots, *self.layer_roots, *self.tested.values(), *early]
         remembered = state_roots(self.updates)
         self.everything += remembered
         # What the propagation and the rest read is held for as long as either needs it.
-        looks = _looks([*self.handed, *remembered, *early])
+        looks = _looks([*self.layer_roots, *remembered, *early])
         self.early_looks = {node: looks[node] for node in _looks([*early, *remembered])}
-        self.looks = {node: looks[node] for node in _looks([*self.handed, *remembered])}
+        self.looks = {node: looks[node] for node in _looks([*self.layer_roots, *remembered])}
         computed = list(nodes_of(self.everything))
-        at_once = nodes_of([*self.handed, *remembered, *early])
-        self.meets = bound.propagates or any(map(across_heads, at_once))
+        at_once = nodes_of([*self.layer_roots, *remembered, *early])
+        self.needs_ranks = bound.propagates or any(map(across_heads, at_once))
         self.planned = plannable(bound, computed, self.everything)
         self.later = frozenset(node for node in computed if self._is_later(node))
         readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
         asked = {*self.everything, *self.looks, *self.early_looks}
-        self.passing = frozenset(name for name in readers if readers[name] == 1) - asked
+        self.unheld_nodes = frozenset(name for name in readers if readers[name] == 1) - asked
         self.sums = {} if bound.propagates else self._sums(rules.states)
         # Other nodes that read all queries cannot be computed chunk by chunk.
         whole = [n for n in every if n.operation.is_window and not n.args]
         inside = {n for total in self.sums.values() for n in total.walk()}
         self.accumulates = bool(self.sums) and all(n in inside for n in whole)
         known = {*self.planned}
-        self.scored = [node for node in self.handed if node not in known]
+        self.scored = [node for node in self.layer_roots if node not in known]
         self.layers_alike = self._layers_alike(known)
 
     def _layers_alike(self, known: set[Node]) -> bool:
@@ -113,7 +113,7 @@ class Prefill:
                     f"`{node.op}` is not available at the end of a layer's prefill",
                 )
 
-    def _handed(self, roots: list[Node], merge: list[Node]) -> list[Node]:
+    def _layer_roots(self, roots: list[Node], merge: list[Node]) -> list[Node]:
         """The outermost nodes that need only their own layer and those before it."""
         found = [node for root in roots for node in self._now(root)]
         for root in merge:

@@ -9,7 +9,7 @@ This serves policies that do not compare layers, and whose sums kernels compute 
 Where `keep` takes the ends of a list and the best of the rest (bind/ends.py), one kernel decides;
 else `keep` is evaluated as it is, with a kernel for each further set of entries (keep_stages.py).
 Numbers that follow from the prompt's length may differ between requests, unless they are sizes or
-a generated kernel takes them (`Steps.same`). All other policies are evaluated one layer of the
+a generated kernel takes them (`Steps.joint_key`). All other policies are evaluated one layer of the
 block after the other (follow.py).
 
 Dimensions: B requests, L layers, G KV heads, H query heads, M columns of a block, T steps, D head
@@ -31,15 +31,15 @@ from kvpolicy.dsl.execute.block import (
     Counts,
     Folded,
     LastQueries,
-    going_on,
+    joined_block,
     listed,
-    of_ranks,
     padded,
+    tally_gathered_later,
     without_heads,
 )
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.evaluate import Evaluation, spread
-from kvpolicy.dsl.execute.follow import Lists, Shown
+from kvpolicy.dsl.execute.follow import Lists, StepInputs
 from kvpolicy.dsl.execute.kernels import Entries
 from kvpolicy.dsl.execute.layout import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
@@ -68,7 +68,7 @@ def follow_together(
     those of this one. If it raises, nothing has changed.
 
     Args:
-        memories: of the requests, for which `Memory.together` is equal.
+        memories: of the requests, for which `Memory.joint_key` is equal.
         positions: [B][T] of the steps' tokens, all cached, consecutive.
         newest: int64 [B] on the device, the last position of each request.
         queries: gives [B * L * H, T, D] after RoPE, or those of the last steps that the policy
@@ -118,7 +118,7 @@ class Merges:
     def of(self, request: int, layer: int) -> Merging | None:
         """The merge of a layer of a request; None if that is not among the lists."""
         if self.lists.layer is None:
-            return self.merging.of_some(*self.lists.shown.block.where(request, layer))
+            return self.merging.of_some(*self.lists.inputs.block.where(request, layer))
         return self.merging if (self.lists.request, self.lists.layer) == (request, layer) else None
 
 
@@ -130,15 +130,15 @@ class Staying:
         folded: the block after the steps.
         proceed: bool [B, L], whether numbers of a layer are finite; a request loses entries only if
             all of its values are true.
-        repeats: whether `proceed` also says that each list keeps as many entries as at the last
-            fold.
+        checks_counts: whether `proceed` also says that each list keeps as many entries as at the
+            last fold.
         in_place: whether staying entries may be merged in the pool by `merge` and turned there.
         merges: what leaving entries add to those that stay.
     """
 
     folded: Folded
     proceed: torch.Tensor
-    repeats: bool
+    checks_counts: bool
     in_place: bool
     merges: list[Merges]
 
@@ -233,21 +233,21 @@ class _Following:
         self.window = max(windows) if looks else 0
 
     def go(self) -> Staying | None:
-        block = self._extended(going_on([each.block for each in self.memories]))
-        shown = self._shown(block)
-        if shown.last_queries is not None and min(shown.last_queries.lengths) < self.window:
+        block = self._extended(joined_block([each.block for each in self.memories]))
+        inputs = self._inputs(block)
+        if inputs.last_queries is not None and min(inputs.last_queries.lengths) < self.window:
             self.rule = None  # some layers have fewer queries than the window
         if self.advances:
-            lists = self._lists(shown, alike=self.steps.states_alike)
+            lists = self._lists(inputs, alike=self.steps.states_alike)
             states = [own.advanced() for own in lists]
             block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
             self._note(block, lists)
-        if shown.last_queries is not None:
-            block.last_queries = shown.last_queries.last(self.window)
+        if inputs.last_queries is not None:
+            block.last_queries = inputs.last_queries.last(self.window)
         decisions: list[_Decision] = []
         staying = None
         if self.leaves:
-            lists = self._lists(shown, alike=self.rule is not None)
+            lists = self._lists(inputs, alike=self.rule is not None)
             decisions = [self._decided(own) for own in lists]
             staying = self._staying(block, replace(block), decisions)
         self.heads.agree()
@@ -268,12 +268,12 @@ class _Following:
         plain = {name: x for name, x in old.states.items() if x.axes in (AXES, HEADS)}
         others = {name: x for name, x in old.states.items() if name not in plain}
         given = [x.tensor for x in plain.values()]
-        fresh = [self.steps.fresh[name] for name in plain]
+        initial = [self.steps.initial_values[name] for name in plain]
         if others:  # states that are gathered from the entries' old columns
             places = self.steps.places(old.width, old.there.device)
-            given, fresh = [*given, places.double().expand(lists, -1)], [*fresh, 0.0]
+            given, initial = [*given, places.double().expand(lists, -1)], [*initial, 0.0]
         positions, there, made = self.steps.kernels["carry"](
-            old.there, old.positions, old.on_device, self.newest, given, fresh,
+            old.there, old.positions, old.on_device, self.newest, given, initial,
             steps=number, width=width,
         )  # fmt: skip
         states = {
@@ -281,7 +281,7 @@ class _Following:
             for name, x in zip(plain, made, strict=False)
         }
         for name, x in others.items():
-            states[name] = _moved(x, made[-1], number, self.steps.fresh[name])
+            states[name] = _moved(x, made[-1], number, self.steps.initial_values[name])
         lengths = [n + number for n in old.lengths]
         return replace(
             old,
@@ -294,7 +294,7 @@ class _Following:
             since=None if old.since is None else old.since + number,
         )
 
-    def _shown(self, block: Block) -> Shown:
+    def _inputs(self, block: Block) -> StepInputs:
         steps, k, v, q, last_queries = self.steps, None, None, None, None
         if (self.advances and steps.advancing_reads) or (self.leaves and steps.leaving_reads):
             k, v = self.read(block.there)
@@ -307,19 +307,19 @@ class _Following:
         if q is not None and self.window > 1:
             before = block.last_queries or LastQueries.none(q, block.positions)
             last_queries = before.and_then(q, block.positions)
-        return Shown(
+        return StepInputs(
             self.bound, steps, block, [each.prompt for each in self.memories],
             [each.generated + self.number for each in self.memories], self.number, k, v, q,
             last_queries, self.heads,
         )  # fmt: skip
 
-    def _lists(self, shown: Shown, *, alike: bool) -> list[Lists]:
+    def _lists(self, inputs: StepInputs, *, alike: bool) -> list[Lists]:
         """All lists at once, or, where layers are not alike, those of each layer."""
         if alike:
-            return [Lists(shown)]
-        layers = range(shown.block.layers)
+            return [Lists(inputs)]
+        layers = range(inputs.block.layers)
         requests = range(len(self.memories))
-        return [Lists(shown, request, layer) for request in requests for layer in layers]
+        return [Lists(inputs, request, layer) for request in requests for layer in layers]
 
     def _decided(self, own: Lists) -> _Decision:
         """What stays of lists at the last step."""
@@ -352,7 +352,7 @@ class _Following:
         if there is None:
             there = torch.ones_like(k.ids, dtype=torch.bool)
         # A merge reads keys and values, even if nothing else does.
-        own.checks.extend([self.steps.kernels["finite"](k.pool, v.pool, k.ids, there)])
+        own.finite_checks.extend([self.steps.kernels["finite"](k.pool, v.pool, k.ids, there)])
         known = {
             name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)
         }
@@ -385,9 +385,9 @@ class _Following:
         merges: list[Merges] = []
         if at_once:
             # The exchange of ranks for a merge of all lists takes the numbers along.
-            read = [len(own.checks.own) for own in lists]
+            read = [len(own.finite_checks.results) for own in lists]
             merges = self._merges(block, decisions, None)
-            if read != [len(own.checks.own) for own in lists]:
+            if read != [len(own.finite_checks.results) for own in lists]:
                 tallied = self._tallied(block, before, kept, lists)
         of_all, good = tallied()
         counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
@@ -397,15 +397,18 @@ class _Following:
         if not at_once:
             # Merges layer by layer need the numbers: how many entries leave each layer.
             merges = self._merges(block, decisions, counts)
-        merge, repeats = self.steps.rules.merge, before is not None
+        merge, checks_counts = self.steps.rules.merge, before is not None
         # Merged keys would be rounded twice, before they turn and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
-        return Staying(folded, good.view(block.requests, -1), repeats, not turns, merges)
+        proceed = good.view(block.requests, -1)
+        return Staying(folded, proceed, checks_counts, not turns, merges)
 
     def _tallied(
         self, block: Block, before: torch.Tensor | None, kept: torch.Tensor, lists: list[Lists]
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Counts the staying entries of this rank's lists, and asks other ranks; see `of_ranks`.
+        """Counts the staying entries of this rank's lists, and asks other ranks.
+
+        See `tally_gathered_later`.
 
         Args:
             before: the numbers of the last fold; None at the first.
@@ -413,8 +416,8 @@ class _Following:
         self._note(block, lists)
         given = (kept, block.there, block.finite, before, block.kv)
         block.numbers, good = self.steps.kernels["tally"](*given)
-        alike = self.steps.ranks_alike and all(own.checks.told for own in lists)
-        return of_ranks(self.heads, block.numbers, good, alike=alike)
+        alike = self.steps.ranks_alike and all(own.finite_checks.all_asked for own in lists)
+        return tally_gathered_later(self.heads, block.numbers, good, alike=alike)
 
     def _merges(
         self, block: Block, decisions: list[_Decision], counts: Counts | None
@@ -466,11 +469,11 @@ class _Following:
     def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
         """Takes over the merge's states of the layers that have merged."""
         before, lists = block.merge_states, [each.lists for each in decisions]
-        merged = {each.lists.where: each for each in made}
+        merged = {each.lists.place: each for each in made}
         if not before or not merged:
             return
         after = [
-            merged[each.where].states(before, block.kv) if each.where in merged
+            merged[each.place].states(before, block.kv) if each.place in merged
             else {name: each.part(x) for name, x in before.items()}
             for each in lists
         ]  # fmt: skip
@@ -484,7 +487,7 @@ def _together(lists: list[Lists], values: list[Value]) -> Value:
     values = [replace(x, mask=None, mask_axes=()) for x in values]
     if len(lists) == 1 and lists[0].layer is None:
         return values[0]
-    return listed(values, [own.number for own in lists], lists[0].shown.block.there.device)
+    return listed(values, [own.number for own in lists], lists[0].inputs.block.there.device)
 
 
 def _moved(x: Value, columns: torch.Tensor, number: int, first: float) -> Value:

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
-from kvpolicy.dsl.execute.checks import Checks
+from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.exchange import decoded, encoded, entries_of_layers
@@ -68,7 +68,7 @@ class Run:
     selected_layer: int | None = None
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
     tested: dict[int, dict[str, Value]] = field(default_factory=dict)
-    _checks: Checks = field(default_factory=Checks)
+    _finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
     _found: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Run:
             self._sums.pop(layer).finish(evaluation)
         deeper = self._propagate(evaluation)
         if not self._scores_later():
-            self._hand_over(evaluation)
+            self._finish_layer(evaluation)
             self._remember_queries([layer], q[None])
         return deeper
 
@@ -181,9 +181,9 @@ class Run:
         self._noted = {}
 
     @property
-    def meets(self) -> bool:
+    def needs_ranks(self) -> bool:
         """Whether ranks exchange anything, or have to decide alike, while layers are observed."""
-        return self.program.heads.divided and self._prefill.meets
+        return self.program.heads.divided and self._prefill.needs_ranks
 
     def accumulate(
         self,
@@ -231,7 +231,11 @@ class Run:
     ) -> Frame:
         planned = self._planned(device).frame
         frame = replace(
-            planned, layer=layer, vectors=vectors, checks=self._checks, heads=self._heads
+            planned,
+            layer=layer,
+            vectors=vectors,
+            finite_checks=self._finite_checks,
+            heads=self._heads,
         )
         if tokens == self.prompt:
             return frame
@@ -248,7 +252,8 @@ class Run:
         prefill, plan = self._prefill, self._planned(frame.device)
         return Evaluation(
             frame, prefill.updates, known=dict(plan.values[frame.layer]),
-            passing=prefill.passing, others=self._others, generated=self.program.generated,
+            unheld_nodes=prefill.unheld_nodes, others=self._others,
+            generated=self.program.generated,
         )  # fmt: skip
 
     def _others(self, node: Node, evaluation: Evaluation) -> Value:
@@ -324,20 +329,20 @@ class Run:
     def _computed_here(self) -> list[Node]:
         """Nodes that each layer computes while its tensors are at hand."""
         states = state_roots(self._prefill.updates)
-        return [*self._prefill.handed, *states]
+        return [*self._prefill.layer_roots, *states]
 
-    def _hand_over(self, evaluation: Evaluation) -> None:
+    def _finish_layer(self, evaluation: Evaluation) -> None:
         """Computes what needs the layer's tensors, and releases them."""
         prefill, frame = self._prefill, evaluation.frame
         known = dict(self._planned(frame.device).values[frame.layer])
         evaluation.ask(self._computed_here)
-        known.update({node: evaluation.value(node) for node in prefill.handed})
+        known.update({node: evaluation.value(node) for node in prefill.layer_roots})
         evaluation.states_of(self.program.bound.lowered.prefill.states)
         for x, numbers in prefill.looks.items():
             self._history.record(x, evaluation, _read(numbers, evaluation))
         frame.vectors = {}  # the frame is this layer's alone
         self._evaluations[frame.layer] = replace(
-            evaluation, known=known, passing=frozenset(), others=alone
+            evaluation, known=known, unheld_nodes=frozenset(), others=alone
         )
 
     def layer_numbers(self) -> torch.Tensor:
@@ -393,10 +398,10 @@ class Run:
 
         Ranks that hold other KV heads are asked for theirs.
         """
-        number, total = len(self._checks.own), self.program.bound.shape.kv_heads
+        number, total = len(self._finite_checks.results), self.program.bound.shape.kv_heads
         if number and (self._found is None or self._found[0] != number):
             heads = self._heads
-            found = self._checks.everywhere(heads, heads.number(total), total)
+            found = self._finite_checks.everywhere(heads, heads.number(total), total)
             if found is not None:
                 self._found = number, found.all()
         return None if self._found is None else self._found[1]
@@ -427,8 +432,8 @@ class Run:
             for evaluation, numbers in zip(each, known, strict=True):
                 evaluation.known.update(numbers)
             later = prefill.later - {*self.program.exchanged}
-            model = Layers(each, self.size, later, prefill.passing)
-        self._layers = Layers(here, self.size, prefill.later, prefill.passing, model)
+            model = Layers(each, self.size, later, prefill.unheld_nodes)
+        self._layers = Layers(here, self.size, prefill.later, prefill.unheld_nodes, model)
         self._layers.known.update(self._of_all)
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
@@ -509,9 +514,9 @@ class Run:
         return shift_of(kept, torch.ones_like(kept))
 
     @property
-    def merges_meet(self) -> bool:
+    def merges_need_ranks(self) -> bool:
         """Whether merges need other ranks, so that `begin_merge` of all layers comes first."""
-        return self.program.heads.divided and self._prefill.merges_meet
+        return self.program.heads.divided and self._prefill.merges_need_ranks
 
     def begin_merge(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
@@ -572,7 +577,7 @@ class Run:
         if evaluation.frame.positions is not None:
             kept = kept[:, evaluation.frame.positions]
         if most is None:
-            most = int(self.program.heads.everyone((~kept).sum(-1).max()).max())
+            most = int(self.program.heads.per_rank((~kept).sum(-1).max()).max())
         if not most:
             return None
         frame = replace(evaluation.frame, vectors=dict(vectors))

@@ -90,7 +90,7 @@ def _one(
     kernels = evaluation.frame.kernels
     inner = kernels["gram"](vectors["below"], vectors["own"])
     # NaN or infinity decides nothing: both vectors stay.
-    finite = evaluation.frame.heads.everyone(inner.isfinite().all()).all()
+    finite = evaluation.frame.heads.per_rank(inner.isfinite().all()).all()
     products = [Value(x, _AXES) for x in inner]
     combinations = Combinations(evaluation, side_of_share, lambda: products)
     combinations.prepare(nodes_of([direction, exceptions]))

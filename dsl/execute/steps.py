@@ -109,7 +109,8 @@ class Steps:
         advancing_reads, leaving_reads: whether keys or values are read to advance the states, and
             where entries leave.
         advancing_reads_queries, leaving_reads_queries: whether queries are read there.
-        fresh: state, by name -> its value for new entries; NaN if data or the request decide it.
+        initial_values: state, by name -> its value for new entries; NaN if data or the request
+            decide it.
         leaving_merge: whether leaving entries are merged.
         layers: layers of the model that are here.
         kernels: table of kernels, see `execute/kernels.py`.
@@ -157,9 +158,9 @@ class Steps:
             _check_ranks(bound, [*remembered, *leaving])
         sums = SumStates(bound.static)
         states = self.updates.values()
-        self.fresh = self._fresh(bound)
+        self.initial_values = self._initial_values(bound)
         self.advances = any(x.next is not None for x in states)
-        self.advances |= any(map(math.isnan, self.fresh.values()))
+        self.advances |= any(map(math.isnan, self.initial_values.values()))
         self.at_once = all(map(sums.state, states))
         self.fixed_size = FixedSize(bound, states_present=self.at_once)
         self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
@@ -175,7 +176,7 @@ class Steps:
         # States are known by then.
         self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
         # What reads tensors needs the order of the entries, not their positions.
-        known = not any(map(math.isnan, self.fresh.values()))
+        known = not any(map(math.isnan, self.initial_values.values()))
         self.states_alike = (
             self.at_once
             and known
@@ -191,8 +192,8 @@ class Steps:
         """Whether generated kernels do all reads that advance the states."""
         return self.advancing is not None and not self.advancing.fusion.reasons
 
-    def _fresh(self, bound: Bound) -> dict[str, float]:
-        """The attribute `fresh`."""
+    def _initial_values(self, bound: Bound) -> dict[str, float]:
+        """The attribute `initial_values`."""
         found = {}
         for name, state in self.updates.items():
             first = 0.0
@@ -285,7 +286,7 @@ class Steps:
             self._places = torch.arange(max(width, 1024) * 2, device=device)
         return self._places[:width]
 
-    def same(self, rule: Ends | Node | None, prompt: int, generated: int) -> Hashable:
+    def joint_key(self, rule: Ends | Node | None, prompt: int, generated: int) -> Hashable:
         """A key that is equal for requests that may be taken through a step together.
 
         It holds the rule, and the numbers of the host that all lists of a computation share.

@@ -16,7 +16,7 @@ from typing import overload
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.execute.checks import Checks
+from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels, Keys, dense, installed
 from kvpolicy.dsl.ir import counts
@@ -123,7 +123,7 @@ class Frame:
         heads: the model's KV heads that are here, and exchange with ranks that hold others.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
         memo: what was made of `fixed` tensors.
-        checks: whether the model's tensors are finite.
+        finite_checks: whether the model's tensors are finite.
     """
 
     bound: Bound
@@ -146,7 +146,7 @@ class Frame:
     heads: Heads = ALL
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
     memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
-    checks: Checks = field(default_factory=Checks)
+    finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
 
     def read(self, name: str) -> torch.Tensor:
         """`vectors[name]` as a dense tensor; gathered from a pool once."""

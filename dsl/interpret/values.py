@@ -98,7 +98,7 @@ class Values:
         """The value of a node at a layer; absent where a KV head does not hold an entry."""
         key = (node, layer, self.updating if self._reads_old(node) else None)
         if key not in self.known:
-            self.known[key] = self._held(self._compute(node, layer), layer)
+            self.known[key] = self._masked(self._compute(node, layer), layer)
         return self.known[key]
 
     def _compute(self, node: Node, layer: int) -> Array:
@@ -153,7 +153,7 @@ class Values:
         for key in [k for k, x in self.known.items() if k[1] == layer and "query" in x.axes]:
             del self.known[key]
 
-    def _held(self, x: Array, layer: int) -> Array:
+    def _masked(self, x: Array, layer: int) -> Array:
         if layer not in self.layers or not self.layers[layer].ragged:
             return x
         if not {"kv", "token"} <= set(x.axes):
@@ -263,7 +263,7 @@ class Values:
         sizes = {"kv": self.kv, "token": self.candidates(layer)}
         shape = tuple(sizes[axis] for axis in axes)
         data, present = x.to(axes)
-        return self._held(
+        return self._masked(
             Array.of(axes, np.broadcast_to(data, shape), np.broadcast_to(present, shape)), layer
         )
 
@@ -276,7 +276,7 @@ class Values:
         sizes = {axis: self.size(axis, type_, layer) for axis in missing} | dict(_sizes(x))
         shape = tuple(sizes[axis] for axis in axes)
         data, present = (np.broadcast_to(each, shape) for each in x.to(axes))
-        return self._held(Array.of(axes, data, present), layer)
+        return self._masked(Array.of(axes, data, present), layer)
 
     def size(self, axis: str, type_: Type, layer: int) -> int:
         """Length of an axis of a type at a layer."""

@@ -107,7 +107,7 @@ def copy_kept(
         there = [run.there(layer).numel() for layer in arena.own]
         leaving = [n - int(counts[layer].min()) for n, layer in zip(there, arena.own, strict=True)]
     for place, most in enumerate(leaving):
-        if most and run.merges_meet:
+        if most and run.merges_need_ranks:
             run.begin_merge(arena.own[place], *_numbers(arena, place, slots), most)
     for place, (start, most) in enumerate(zip(layout.layer_starts, leaving, strict=True)):
         layer = arena.own[place]

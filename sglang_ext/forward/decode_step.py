@@ -215,7 +215,7 @@ class DecodeStep:
                     state.pending.clear()
                     continue
                 member = Member(request, state, length, state.pending_positions(length))
-                group = memory.together(len(member.positions), leaves=leaves)
+                group = memory.joint_key(len(member.positions), leaves=leaves)
                 found.append(((group, leaves), member))
         return found
 

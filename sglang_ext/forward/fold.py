@@ -57,7 +57,7 @@ class Left:
     @classmethod
     def of(cls, landed: Landed) -> Left:
         """From the device's numbers, if there is only one stage."""
-        return cls(landed.kept, landed.left, landed.fewest)
+        return cls(landed.counts_after, landed.left, landed.fewest)
 
     @classmethod
     def between(cls, there: torch.Tensor, kept: torch.Tensor) -> Left:

@@ -159,7 +159,7 @@ class GroupFold:
         started, members = time.perf_counter(), self.members
         failures, staying = self._services.failures, self._staying
         # All are in one block: the numbers of one arrive with those of the others.
-        waits = staying.in_place and staying.repeats and not members[0].memory.landed()
+        waits = staying.in_place and staying.checks_counts and not members[0].memory.landed()
         fixed: list[int] = []
         for place, each in enumerate(members):
             with failures.contained(each.request, FOLD):

@@ -75,7 +75,7 @@ def check_last_fold(services: Services, request: Any, state: State) -> None:
     landed, private, own = state.memory.land(), state.private, services.arena.own
     if landed is None or not landed.finite or private is None or not private.every_list_lost:
         return
-    if landed.kept.tolist() != private.laid_out[own.start : own.stop]:
+    if landed.counts_after.tolist() != private.laid_out[own.start : own.stop]:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 

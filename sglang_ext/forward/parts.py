@@ -133,5 +133,5 @@ class Comparing(Part):
             )
         layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
         widest = held[:, 0].max().to(kept.device)
-        (of_ranks,) = to_host([run.program.heads.everyone(widest)])
-        return kept, Known(layers, int(of_ranks.max()))
+        (per_rank,) = to_host([run.program.heads.per_rank(widest)])
+        return kept, Known(layers, int(per_rank.max()))

@@ -205,7 +205,7 @@ class PrefillStep:
         for scored in self.scored:
             rows = self._frame.rows(scored.request)
             if rows is not None and not scored.state.broken:
-                joint = scored.run.meets or (shared and scored.queries > 0)
+                joint = scored.run.needs_ranks or (shared and scored.queries > 0)
                 with (
                     failures.contained(scored.request, SCORING, joint=joint),
                     timed(scored.state),

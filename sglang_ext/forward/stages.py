@@ -95,7 +95,7 @@ class Outcome:
     def _lists_of(self, landed: Landed | None) -> torch.Tensor:
         """int64 [1 + L * G] of a request that may lose entries: not finite, and what stays."""
         not_finite = torch.tensor([landed is not None and not landed.finite])
-        kept = None if landed is None else landed.kept
+        kept = None if landed is None else landed.counts_after
         return torch.cat([not_finite, self._of_model(kept, self._services.store.kv_heads)])
 
     def _of_model(self, here: torch.Tensor | None, size: int) -> torch.Tensor:

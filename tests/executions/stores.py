@@ -198,7 +198,7 @@ def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
             slots=each.memory.bound.positions == "slots",
         )  # fmt: skip
         each.memory.land()
-        assert each.memory.not_finite != bool(staying.proceed[i].all()) or staying.repeats
+        assert each.memory.not_finite != bool(staying.proceed[i].all()) or staying.checks_counts
         for layer, choice in enumerate(choices if not each.memory.not_finite else ()):
             each.leave(layer, choice)
         made.append(choices)
@@ -283,7 +283,9 @@ def assert_same_last_queries(one: Memory, other: Memory) -> None:
     window = one.bound.step_queries(one.prompt)
     if window <= 1:
         return
-    x, y = (own.block[0].left().some([own.block[1]]).last_queries for own in (one, other))
+    x, y = (
+        own.block[0].after_leaving().select([own.block[1]]).last_queries for own in (one, other)
+    )
     for layer in range(one.bound.shape.layers):
         number, heads = min(x.lengths[layer], window), one.bound.shape.heads
         assert number == min(y.lengths[layer], window)

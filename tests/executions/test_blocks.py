@@ -115,7 +115,7 @@ def test_attention_of_all_queries_is_never_whole(monkeypatch):
 def test_no_attention_is_held_between_layers(name, report):
     program = TorchProgram(bind(load(name).require(), ModelShape(*SHAPE)), report=report)
     for prompt in (1000, 10**9):  # one for which layers choose together, and one too long for it
-        held = program.prefill(prompt).handed
+        held = program.prefill(prompt).layer_roots
         assert not any("query" in node.type.axes for node in held)
 
 

@@ -94,10 +94,10 @@ def claims(bound, seed: int) -> int:
             continue
         landed = store.memory.land()
         if expected is not None and landed.finite:
-            assert landed.kept.tolist() == expected
+            assert landed.counts_after.tolist() == expected
             right += 1
-        counts = landed.kept.tolist()
-        full = bool((landed.there > landed.kept).all())
+        counts = landed.counts_after.tolist()
+        full = bool((landed.counts_before > landed.counts_after).all())
         expected = counts if full and store.memory.keeps_size(counts) else None
     return right
 

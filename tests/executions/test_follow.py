@@ -154,7 +154,7 @@ def test_nothing_waits_before_the_numbers_land(name):
     waited = ["arriving.py:read numpy"]
     for number in (1, 4, 16):
         memory.land()
-        memory.block[0].left()  # as far as that was read
+        memory.block[0].after_leaving()  # as far as that was read
         with HostWaits() as waits:
             staying = begun([store], number)
         found = [each for each in waits.found if not each.startswith("stores.py")]
@@ -168,7 +168,7 @@ def test_nothing_waits_before_the_numbers_land(name):
         assert waits.found == ([] if at_once else waited)
         ((*choices,),) = finished(staying, [store])
         for layer, choice in enumerate(choices):
-            assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist()
+            assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist()
 
 
 def test_what_landed():
@@ -182,8 +182,8 @@ def test_what_landed():
         landed = store.memory.land()
         assert landed.finite
         for layer, ((positions, own), choice) in enumerate(zip(before, choices, strict=True)):
-            assert landed.there[layer].tolist() == (own.sum(-1) + number).tolist()
-            assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
+            assert landed.counts_before[layer].tolist() == (own.sum(-1) + number).tolist()
+            assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
             assert (choice.there is None) == bool(own.all())
             assert choice.kept.shape[1] == len(positions) + number
     assert not before[0][1].all()
@@ -217,7 +217,7 @@ def test_numbers_that_are_not_finite(name):
             continue
         landed = store.memory.land()
         assert not landed.finite
-        assert torch.equal(landed.kept, landed.there)
+        assert torch.equal(landed.counts_after, landed.counts_before)
         assert store.memory.not_finite
         store.follow(3)
         for i, own in enumerate(before):

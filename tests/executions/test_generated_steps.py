@@ -16,7 +16,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.across import known_before
-from kvpolicy.dsl.execute.checks import Checks
+from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.kernels import Entries, Keys
@@ -174,10 +174,10 @@ def both(frame: Frame, node: Node) -> tuple[Value, Value]:
     assert all(made.serves(bundle, frame) for bundle in made.fusion.bundles)
     values = []
     for given in (None, made):
-        frame = replace(frame, checks=Checks())
+        frame = replace(frame, finite_checks=FiniteChecks())
         values.append(evaluated(frame, node, given))
-        assert frame.checks.own
-        assert all(bool(each.all()) for each in frame.checks.own)
+        assert frame.finite_checks.results
+        assert all(bool(each.all()) for each in frame.finite_checks.results)
     return values[0], values[1]
 
 
@@ -321,9 +321,9 @@ def test_not_finite(score, wrong):
         for number, finite in ((0.5, True), (wrong, False)):
             x.pool[x.ids[1, row]] = 0.5
             x.pool[x.ids[1, row], column] = number
-            frame.checks = Checks()
+            frame.finite_checks = FiniteChecks()
             evaluated(frame, node, made)
-            assert all(bool(each.all()) for each in frame.checks.own) == finite
+            assert all(bool(each.all()) for each in frame.finite_checks.results) == finite
 
 
 def test_entries_are_gathered_only_for_torch():

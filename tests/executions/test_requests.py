@@ -69,7 +69,7 @@ def groups(stores, number, leaves=True):
     """Stores that can be taken together; their widths may differ."""
     found = {}
     for each in stores:
-        *same, _ = each.memory.together(number, leaves=leaves)
+        *same, _ = each.memory.joint_key(number, leaves=leaves)
         found.setdefault(tuple(same), []).append(each)
     return list(found.values())
 
@@ -114,7 +114,7 @@ def test_each_gets_what_it_gets_alone(name):
             if choices and turn == 2:
                 for layer, choice in enumerate(choices):
                     landed = other.memory.land()
-                    assert landed.kept[layer].tolist() == choice.kept.sum(-1).tolist()
+                    assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist()
     assert all(each.done == 25 for each in crowd)
 
 

@@ -151,7 +151,7 @@ class World:
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
         left = there - kept if finite else there - there
         landed = SimpleNamespace(
-            there=there, kept=there - left, finite=finite, left=int(left.sum()),
+            counts_before=there, counts_after=there - left, finite=finite, left=int(left.sum()),
             fewest=int(left.min()),
         )  # fmt: skip
         waits = []
@@ -174,7 +174,7 @@ class World:
         ]
         staying = SimpleNamespace(
             kept=side_by_side([each.kept for each in choices]), there=side_by_side(held),
-            proceed=(kept == same).all(1)[None] & finite, repeats=True,
+            proceed=(kept == same).all(1)[None] & finite, checks_counts=True,
             in_place=all(each.rows[0] is None for each in choices),
             merge=lambda proceed: None, choices=lambda place, read, slots: choices,
         )  # fmt: skip

@@ -50,7 +50,7 @@ class Stage:
         self.request = SimpleNamespace(kv=SimpleNamespace(holds_kv=True))
         self.request.kv_policy_state = self.state
         self.batch = SimpleNamespace(reqs=[self.request])
-        landed = SimpleNamespace(kept=torch.tensor(kept), finite=finite)
+        landed = SimpleNamespace(counts_after=torch.tensor(kept), finite=finite)
         own = SimpleNamespace(request=self.request, landed=landed)
         fold = SimpleNamespace(members=[own], carry_out=self.carry_out)
         leaving = Leaving(self.request, self.state, LENGTH)
