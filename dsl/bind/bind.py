@@ -213,7 +213,7 @@ class Bound:
         return propagate is not None and propagate.restart is not None
 
     @cached_property
-    def tested(self) -> tuple[str, ...]:
+    def propagation_lets(self) -> tuple[str, ...]:
         """Names of the reported lets that `first` or `every` of `propagate` reads."""
         if self.folded.propagate is None:
             return ()

@@ -64,7 +64,7 @@ class Bounds:
         """Bounds on the entries that the prefill keeps."""
         return self.size(keep_of(self._bound.lowered.prefill))
 
-    def granted(self, fill: Node) -> int:
+    def total_budget(self, fill: Node) -> int:
         """Upper bound on the budgets of a `fill`, summed over layers and KV heads.
 
         Entries that its sized terms take beyond a budget that data decide are not counted.
@@ -244,8 +244,8 @@ class Bounds:
             return upper(args[0]) + upper(args[1])
         if node.op == "subtract":
             return upper(args[0]) - lower(args[1])
-        if node.operation.raises is not None:
-            return upper(args[0]) + values * node.operation.raises
+        if node.operation.rounds_up_by is not None:
+            return upper(args[0]) + values * node.operation.rounds_up_by
         if node.operation.scales:
             turns = node.operation.commutative
             factor, x = (

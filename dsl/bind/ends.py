@@ -53,7 +53,7 @@ class Ends:
                 return None
             keep, where, _ = keep.args
         made = ends_of(keep)
-        if made is None or not all(_lasts(bound, node) for node in made.numbers if node):
+        if made is None or not all(_is_constant(bound, node) for node in made.numbers if node):
             return None
         return replace(made, where=where)
 
@@ -94,13 +94,13 @@ def ends_of(keep: Node) -> Ends | None:
     return None if own is None else Ends(own.first, own.last, score, budget)
 
 
-def _lasts(bound: Bound, node: Node) -> bool:
+def _is_constant(bound: Bound, node: Node) -> bool:
     """Whether a number is the same at every step of a request."""
     if bound.static.needs(node) is not None:
         return bound.static.follows(node, *_BEFORE)
     if node.op in ("budget", "decided"):
         return set(node.type.axes) <= {"kv"} and not node.type.absent
-    return node.operation.elementwise and all(_lasts(bound, each) for each in node.args)
+    return node.operation.elementwise and all(_is_constant(bound, each) for each in node.args)
 
 
 def _ends_alone(taken: Node) -> Ends | None:

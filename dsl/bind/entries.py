@@ -16,12 +16,12 @@ from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.host import Number
 
 
-def counting(keep: Node) -> list[Node] | None:
+def deciding_numbers(keep: Node) -> list[Node] | None:
     """Numbers and conditions that decide how many entries lists keep; None: these alone do not."""
     if keep.op == "all":
         return []
     if keep.op == "choose":
-        one, other = (counting(each) for each in keep.args[::2])
+        one, other = (deciding_numbers(each) for each in keep.args[::2])
         return None if one is None or other is None else [keep.args[1], *one, *other]
     ends = ends_of(keep)
     if ends is None:
@@ -35,9 +35,9 @@ def entries_kept(keep: Node, prompt: int, number: Callable[[Node], Number]) -> i
     """Number of entries that each list of a layer keeps of a prompt, if tensors are finite.
 
     Args:
-        keep: a selection for which `counting` is not None.
+        keep: a selection for which `deciding_numbers` is not None.
         prompt: N tokens.
-        number: gives the layer's value of a node of `counting(keep)`.
+        number: gives the layer's value of a node of `deciding_numbers(keep)`.
 
     Raises:
         TypeError: numbers alone do not decide it.
@@ -63,7 +63,7 @@ def known_counts(bound: Bound, prompt: int) -> list[int] | None:
     policies that propagate or share.
     """
     keep = keep_of(bound.lowered.prefill)
-    numbers = counting(keep)
+    numbers = deciding_numbers(keep)
     if bound.propagates or bound.program.share is not None or numbers is None:
         return None
     if not all(bound.static.follows(node, "prompt", "layer") for node in numbers):

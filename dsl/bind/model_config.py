@@ -42,25 +42,25 @@ class ModelConfig:
 
     Attributes:
         name: the folder or file that it was read from.
-        hidden, intermediate: widths of the residual stream and of the MLP (for a mixture of
+        hidden, used_mlp_width: widths of the residual stream and of the MLP (for a mixture of
             experts: summed over the experts that one token uses).
-        experts: width summed over all experts of a layer; without a mixture, `intermediate`.
+        total_mlp_width: that width summed over all experts of a layer; without a mixture, the same.
         embeddings: weights of the embedding and of the output head, counted once if tied.
         vocabulary: number of tokens.
         dtype: as SGLang serves it by default.
-        kv_bytes: bytes of one number of the weights or the cache.
+        element_bytes: bytes of one number of the weights or the cache.
         matrices: number of matrices of an MLP: 3 with a gate, else 2.
     """
 
     name: str
     shape: ModelShape
     hidden: int
-    intermediate: int
-    experts: int
+    used_mlp_width: int
+    total_mlp_width: int
     embeddings: int
     vocabulary: int
     dtype: str
-    kv_bytes: int
+    element_bytes: int
     matrices: int = 3
 
     @property
@@ -71,18 +71,18 @@ class ModelConfig:
 
     def _used(self) -> int:
         """Number of weights of a layer that one token is multiplied by."""
-        return self._attention + self.matrices * self.hidden * self.intermediate
+        return self._attention + self.matrices * self.hidden * self.used_mlp_width
 
     def _read(self, tokens: int) -> float:
         """Expected number of weights of a layer that tokens read, each with random experts."""
-        missed = (1 - self.intermediate / self.experts) ** tokens
-        return self._attention + self.matrices * self.hidden * self.experts * (1 - missed)
+        missed = (1 - self.used_mlp_width / self.total_mlp_width) ** tokens
+        return self._attention + self.matrices * self.hidden * self.total_mlp_width * (1 - missed)
 
     @property
     def weights_size(self) -> int:
         """Bytes of all weights."""
-        layer = self._attention + self.matrices * self.hidden * self.experts
-        return self.kv_bytes * (self.shape.layers * layer + self.embeddings)
+        layer = self._attention + self.matrices * self.hidden * self.total_mlp_width
+        return self.element_bytes * (self.shape.layers * layer + self.embeddings)
 
     def layer_work(self, tokens: int) -> Work:
         """Work of a layer of a prefill: matrices, causal attention, weights read once."""
@@ -90,7 +90,7 @@ class ModelConfig:
         return Work(
             matrix=2.0 * tokens * self._used() + 4.0 * self.shape.head_dim * pairs,
             vector=SOFTMAX * pairs,
-            moved=float(self._read(tokens) * self.kv_bytes),
+            moved=float(self._read(tokens) * self.element_bytes),
         )
 
     def prefill_work(self, tokens: int) -> Work:
@@ -110,13 +110,13 @@ class ModelConfig:
             matrix=2.0 * requests * (shape.layers * self._used() + head)
             + 4.0 * shape.head_dim * asked,
             vector=SOFTMAX * asked,
-            moved=self.kv_bytes * (shape.layers * self._read(requests) + head)
+            moved=self.element_bytes * (shape.layers * self._read(requests) + head)
             + requests * entries * self.kv_size(1),
         )
 
     def kv_size(self, entries: int) -> int:
         """Bytes of `entries` entries, each a key and a value of one layer and KV head."""
-        return entries * 2 * self.shape.head_dim * self.kv_bytes
+        return entries * 2 * self.shape.head_dim * self.element_bytes
 
 
 def read_config(path: str | Path) -> ModelConfig:

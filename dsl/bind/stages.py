@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.entries import counting
+from kvpolicy.dsl.bind.entries import deciding_numbers
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.ir.nodes import Node, When, brackets
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, rules_roots, state_roots
@@ -30,7 +30,7 @@ def why_not_apart(bound: Bound) -> str | None:
     found = found or next((x for x in nodes_of(_decoding(bound)) if _looks(x)), None)
     if found is not None:
         return f"`{found.op}{brackets(found.axes)}` looks at layers that lie in other stages"
-    numbers = counting(keep_of(bound.lowered.prefill))
+    numbers = deciding_numbers(keep_of(bound.lowered.prefill))
     if exchanged(bound) and (numbers is None or not all(map(_is_number, numbers))):
         return "layers are compared, and only its own data say how many entries a layer keeps then"
     return None
@@ -42,7 +42,7 @@ def exchanged(bound: Bound) -> tuple[Node, ...]:
     if not compared:
         return ()
     found = {id(x): x for node in compared for x in _own(node)}
-    for number in counting(keep_of(bound.lowered.prefill)) or ():
+    for number in deciding_numbers(keep_of(bound.lowered.prefill)) or ():
         found.update((id(x), x) for x in _own(number))
     return tuple(found.values())
 

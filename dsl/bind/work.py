@@ -108,7 +108,7 @@ class Sizes:
             return 1
         return self.bound.window(node, self.prompt, self.layer, self.tokens)
 
-    def of(self, node: Node) -> float:
+    def elements(self, node: Node) -> float:
         """Number of elements of a value; pairs of a query and a later token do not count."""
         axes = set(node.type.axes)
         size = float(math.prod(self.axes.get(axis, 1) for axis in axes - {"query", "token"}))
@@ -125,7 +125,7 @@ class Sizes:
 
     def work(self, node: Node) -> Work:
         """Work of computing a value at one layer from its arguments."""
-        own, inner = self.of(node), max(map(self.of, node.args), default=0.0)
+        own, inner = self.elements(node), max(map(self.elements, node.args), default=0.0)
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
         row = node.operation
         if row.reads_queries:
@@ -141,7 +141,7 @@ class Sizes:
         inside = _INSIDE & set(node.type.axes)
         if row.sorts:
             return Work(vector=inner * self._order(node), moved=_PASSES * _VALUE * inner)
-        read = sum(self.of(x) for x in node.args if not _INSIDE & set(x.type.axes))
+        read = sum(self.elements(x) for x in node.args if not _INSIDE & set(x.type.axes))
         steps = own * self._width(node) if row.kind is Kind.POOL else max(own, inner)
         return Work(vector=steps, moved=0.0 if inside else _VALUE * (own + read))
 

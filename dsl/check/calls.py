@@ -251,8 +251,8 @@ def _attention_node(site: Site, value: str, args: tuple[Node, ...], written: Exp
         raise typer.error("phase", message, call.span, "use `new` or a state")
     # In the prefill all tokens are new.
     kind = "all" if value == "new" and phase == "prefill" else value
-    meaning = typer.graph.meaning(args[0]) if args else None
-    window = Extent(kind, meaning, typer.shown(written), *args)
+    definition_id = typer.graph.definition_id(args[0]) if args else None
+    window = Extent(kind, definition_id, typer.shown(written), *args)
     node = site.make(
         *args, axes=site.row.result_axes, unit=None if site.function.unit == "none" else "tokens",
         absent=True, value=value, when=typer.context.base, extent=window,
@@ -278,7 +278,7 @@ def past(site: Site) -> Node:
     return site.make(
         x, n, kind=x.type.kind, axes=("past", *x.type.axes), unit=x.type.unit, absent=True,
         when=typer.context.base,
-        extent=Extent("past", typer.graph.meaning(n), typer.shown(written), n),
+        extent=Extent("past", typer.graph.definition_id(n), typer.shown(written), n),
     )  # fmt: skip
 
 

@@ -349,7 +349,7 @@ def share(scope: Scope) -> Share | None:
     if when is None or direction is None:
         return None
     for node in nodes_of([direction, exceptions]):
-        if node.across_layers or node.operation.fleeting:
+        if node.across_layers or node.operation.gone_after_layer:
             scope.unserved(f"`{'[layer]' if 'layer' in node.axes else node.op}` in `share`")
     return Share(when, direction, exceptions, _applied(block))
 

@@ -103,7 +103,7 @@ class Fusion:
 
     Attributes:
         bundles: in an order in which each needs only those before it.
-        of: output -> its bundle.
+        bundle_of: output -> its bundle.
         reasons: reduction that stays with torch -> why; of those over `query` or `dim`, or of
             attention over `token`.
     """
@@ -135,7 +135,7 @@ class Fusion:
         made = self._grouped(nodes)
         outputs = self._outputs(made)
         self.bundles = [each for each in (self._needed(x, outputs) for x in made) if each.outputs]
-        self.of = {node: each for each in self.bundles for node in each.outputs}
+        self.bundle_of = {node: each for each in self.bundles for node in each.outputs}
 
     def inside(self) -> Iterator[Node]:
         """Nodes that kernels compute, or read as numbers of the host."""
@@ -150,11 +150,11 @@ class Fusion:
         waiting = list(self.roots)
         while waiting:
             node = waiting.pop()
-            if node not in found and node not in self.of:
+            if node not in found and node not in self.bundle_of:
                 found[node] = None
                 waiting.extend(() if node.operation.is_window else node.args)
-            elif node in self.of:
-                waiting.extend(x for x in self.of[node].inputs if x not in found)
+            elif node in self.bundle_of:
+                waiting.extend(x for x in self.bundle_of[node].inputs if x not in found)
         return list(found)
 
     # What a kernel can compute.

@@ -39,7 +39,7 @@ class Output:
 class Parts:
     """The parts of one file."""
 
-    def __init__(self, bundle: Bundle, bound: Bound, single: bool, steps: bool) -> None:
+    def __init__(self, bundle: Bundle, bound: Bound, float32: bool, steps: bool) -> None:
         self.bundle, self.bound, self.steps = bundle, bound, steps
         self.arguments = Arguments(steps)
         self.results: list[Output] = []
@@ -54,7 +54,7 @@ class Parts:
         self.window = self._window()
         simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
         few = steps and self.window is None
-        self.tiles = TileShape.of(bound.shape, self.window, single, simple, few)
+        self.tiles = TileShape.of(bound.shape, self.window, float32, simple, few)
         # Otherwise a program goes over the queries of its block of keys tile by tile.
         self.one_tile = self.tiles.one_tile
 

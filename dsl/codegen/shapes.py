@@ -42,27 +42,27 @@ class TileShape:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, window: int | None, single: bool, simple: bool, few: bool = False
+        cls, shape: ModelShape, window: int | None, float32: bool, simple: bool, few: bool = False
     ) -> TileShape:
         """The tiles for a window.
 
         Args:
             window: number of queries; None: it depends on the prompt or the layer.
-            single: whether keys are float32, which tensor cores take in two parts; else two bytes.
+            float32: whether keys are float32, which tensor cores take in two parts; else two bytes.
             simple: whether so little is computed per tile that registers hold a large one.
             few: whether queries are hardly more than one tile holds, and so much is computed of
                 them that registers hold only a small one.
         """
         group, dim = _power(shape.group), max(16, _power(shape.head_dim))
-        size = dim * (8 if single else 2)
+        size = dim * (8 if float32 else 2)
         most, least = _QUERIES // size, max(1, 16 // group)  # a product of tiles has 16 rows
         fit = max(least, _power(window or 1))
         one_tile = window is not None and group * fit <= min(most, _MOST_ROWS)
         rows = min(most, _LOOP_ROWS if few else _LONG_ROWS)
-        query_tile = fit if one_tile else max(least, rows // group)
-        rows = group * query_tile
-        large = not (one_tile or few) and simple and dim <= 128
-        small = single or few or rows > _LONG_ROWS or (dim > 128 and not simple)
+        width = fit if whole else max(least, rows // group)
+        rows = group * width
+        large = not (whole or few) and simple and dim <= 128
+        small = float32 or few or rows > _LONG_ROWS or (dim > 128 and not simple)
         block = 32 if small else 128 if large else 64
         warps = 8 if rows * block >= 8192 else 4
         stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))

@@ -49,15 +49,15 @@ class GeneratedFile:
 
 
 def generate(
-    bundle: Bundle, bound: Bound, *, single: bool = False, steps: bool = False
+    bundle: Bundle, bound: Bound, *, float32: bool = False, steps: bool = False
 ) -> GeneratedFile:
     """The source of a bundle.
 
     Args:
-        single: whether queries and keys are float32, else of two bytes.
+        float32: whether queries and keys are float32, else of two bytes.
         steps: whether for decode steps, else for a prefill.
     """
-    return Generator(bundle, bound, single, steps).source()
+    return Generator(bundle, bound, float32, steps).source()
 
 
 _LOOP = ("start", "tile", "store")

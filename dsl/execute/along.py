@@ -11,7 +11,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 def cumsum(node: Node, frame: Frame, x: Value) -> Value:
     """Cumulative sums; absent values add nothing."""
-    data = (x.tensor if x.zero else filled(x, 0.0)).cumsum(x.axes.index(node.axes[0]))
+    data = (x.tensor if x.zero_where_absent else filled(x, 0.0)).cumsum(x.axes.index(node.axes[0]))
     if not x.finite:
         data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
     return Value(data, x.axes, x.mask, x.mask_axes, finite=x.finite)

@@ -222,7 +222,7 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
         named={
             name: [_reported(x) for x in run.result(node)]
             for name, node in rules.lets.items()
-            if report and name not in bound.tested
+            if report and name not in bound.propagation_lets
         },
     )
 
@@ -230,11 +230,11 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
 def _propagated(result: Result, first_run: Run, tokens: int) -> Result:
     bound, propagate = first_run.program.bound, first_run.program.bound.folded.propagate
     layers = range(bound.shape.layers)
-    tested = {
-        name: [_reported(first_run.tested.get(layer, {}).get(name)) for layer in layers]
-        for name in (bound.tested if first_run.program.report else ())
+    lets = {
+        name: [_reported(first_run.propagation_lets.get(layer, {}).get(name)) for layer in layers]
+        for name in (bound.propagation_lets if first_run.program.report else ())
     }
-    result = replace(result, named={**result.named, **tested})
+    result = replace(result, named={**result.named, **lets})
     if propagate is None or not first_run.propagated:
         return result
     acted = {layer: x.tolist() for layer, x in first_run.propagated.items()}

@@ -238,7 +238,7 @@ class _Partial:
     def of(cls, node: Node, frame: Frame, x: Value) -> _Partial:
         dims = [x.axes.index(axis) for axis in node.axes]
         if node.op == "sum":
-            data = (x.tensor if x.zero else filled(x, 0.0)).sum(dims)
+            data = (x.tensor if x.zero_where_absent else filled(x, 0.0)).sum(dims)
             return cls("sum", _without(x.axes, node.axes), data, x.finite)
         if not node.operation.averages:
             made = reduce(node, frame, x)

@@ -138,7 +138,9 @@ def compare(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
         rounded = [Value(single(x.data), x.axes, x.mask, x.mask_axes) for x in (a, b)]
         result = plain(node, frame, *rounded)
         data = filled(result, False)
-        return Value(data, result.axes, result.mask, result.mask_axes, zero=True, finite=True)
+        return Value(
+            data, result.axes, result.mask, result.mask_axes, zero_where_absent=True, finite=True
+        )
 
     return apply
 
@@ -150,8 +152,8 @@ def logic(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
         present = [Value(x.data if x.mask is None else filled(x, False), x.axes) for x in args]
         made, first = plain(node, frame, *present), args[0]
-        if len(args) > 1 and all(x.zero and x.mask is first.mask for x in args):
-            return replace(made, mask=first.mask, mask_axes=first.mask_axes, zero=True)
+        if len(args) > 1 and all(x.zero_where_absent and x.mask is first.mask for x in args):
+            return replace(made, mask=first.mask, mask_axes=first.mask_axes, zero_where_absent=True)
         return made
 
     return apply
@@ -172,7 +174,7 @@ def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
     if axes != x.axes:
         sizes = sizes_of(x, condition)
         data = data.expand(tuple(sizes[axis] for axis in axes))
-    if x.mask is not None and not (condition.zero and condition.mask is x.mask):
+    if x.mask is not None and not (condition.zero_where_absent and condition.mask is x.mask):
         kept, kept_axes = frame.conjunction(x.mask, x.mask_axes, kept, kept_axes)
     return Value(data, axes, kept, kept_axes, finite=x.finite)
 
@@ -187,7 +189,14 @@ def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Va
     data = _where(at, aligned(x.data, x.axes, axes), aligned(y.data, y.axes, axes), frame)
     finite = x.finite and y.finite
     if x.mask is y.mask:
-        return Value(data, axes, x.mask, x.mask_axes, zero=x.zero and y.zero, finite=finite)
+        return Value(
+            data,
+            axes,
+            x.mask,
+            x.mask_axes,
+            zero_where_absent=x.zero_where_absent and y.zero_where_absent,
+            finite=finite,
+        )
     there = _where(
         at,
         aligned(True if x.mask is None else x.mask, x.mask_axes, axes),

@@ -137,7 +137,7 @@ class Evaluation:
         mask, mask_axes = dropped, own
         if x.mask is not None:
             mask, mask_axes = self.frame.conjunction(x.mask, x.mask_axes, mask, own)
-        return replace(x, mask=mask, mask_axes=mask_axes, zero=False)
+        return replace(x, mask=mask, mask_axes=mask_axes, zero_where_absent=False)
 
     def number(self, node: Node) -> Fraction | float | bool:
         """A scalar as the host's number, exact where no data decide it; may wait for the device."""
@@ -333,7 +333,7 @@ class Evaluation:
 def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:
     """Data repeated along the axes, of `kv` and `token`, that they lack; a set: false if absent."""
     data = as_tensor(x.data, frame)
-    if data.dtype == torch.bool and x.mask is not None and not x.zero:
+    if data.dtype == torch.bool and x.mask is not None and not x.zero_where_absent:
         data = data & aligned(x.mask, x.mask_axes, x.axes)
     sizes = {"kv": frame.kv, "token": frame.tokens}
     return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.entries import counting, entries_kept
+from kvpolicy.dsl.bind.entries import deciding_numbers, entries_kept
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import Layers
 from kvpolicy.dsl.execute.evaluate import Evaluation
@@ -70,7 +70,7 @@ def entries_of_layers(bound: Bound, prompt: int, model: Layers) -> list[int]:
         model: all layers, of a policy for which `why_not_apart` of `bind/stages.py` gives None.
     """
     keep = keep_of(bound.lowered.prefill)
-    numbers = {node: model.numbers(node) for node in counting(keep) or ()}
+    numbers = {node: model.numbers(node) for node in deciding_numbers(keep) or ()}
 
     def of_layer(layer: int) -> int:
         return entries_kept(keep, prompt, lambda node: numbers[node][layer])

@@ -211,17 +211,17 @@ class Lists:
         node, ends, static = stage.number, self.inputs.block.ends, self.inputs.bound.static
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
             (node,) = node.args  # the kernel rounds it down
-        lasts = static.follows(node, "prompt")
-        if lasts and node in ends:
+        constant = static.follows(node, "prompt")
+        if constant and node in ends:
             return ends[node]
         data = as_tensor(evaluation.value(node).data, evaluation.frame).double().reshape(-1)
-        if lasts:
+        if constant:
             ends[node] = data
         return data
 
     def _chosen(self, kept: torch.Tensor) -> Value:
         """The set of kept entries as a value."""
-        return Value(kept, AXES, self.inputs.block.there, AXES, zero=True, finite=True)
+        return Value(kept, AXES, self.inputs.block.there, AXES, zero_where_absent=True, finite=True)
 
     def _by_place(
         self,

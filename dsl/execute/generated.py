@@ -79,11 +79,11 @@ class Generated:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes that the kernels write per token and KV head."""
-        return sum(self._file(each, single=False).token_bytes for each in self.fusion.bundles)
+        return sum(self._file(each, float32=False).token_bytes for each in self.fusion.bundles)
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that computes a node; None if there is none, or it cannot serve the frame."""
-        found = self.fusion.of.get(node)
+        found = self.fusion.bundle_of.get(node)
         return found if found is not None and self.serves(found, frame) else None
 
     def covers(self, node: Node, frame: Frame) -> bool:
@@ -101,8 +101,8 @@ class Generated:
             if each in seen:
                 continue
             seen.add(each)
-            if each in self.fusion.of:
-                found.append(self.fusion.of[each])
+            if each in self.fusion.bundle_of:
+                found.append(self.fusion.bundle_of[each])
             elif each.operation.reads_tensors:
                 return []
             else:
@@ -132,8 +132,8 @@ class Generated:
             options: for the source's `run`.
         """
         vectors = frame.vectors
-        single = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
-        source, run = self._source(bundle, single)
+        float32 = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
+        source, run = self._source(bundle, float32)
         inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
         given = _given(bundle, frame, source.order)
@@ -167,17 +167,17 @@ class Generated:
                 for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
                     self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
-    def _file(self, bundle: Bundle, *, single: bool) -> GeneratedFile:
-        key = (id(bundle), single)
+    def _file(self, bundle: Bundle, *, float32: bool) -> GeneratedFile:
+        key = (id(bundle), float32)
         if key not in self._files:
             steps = self.fusion.steps
-            self._files[key] = generate(bundle, self.bound, single=single, steps=steps)
+            self._files[key] = generate(bundle, self.bound, float32=float32, steps=steps)
         return self._files[key]
 
-    def _source(self, bundle: Bundle, single: bool) -> tuple[GeneratedFile, Run]:
-        key = (id(bundle), single)
+    def _source(self, bundle: Bundle, float32: bool) -> tuple[GeneratedFile, Run]:
+        key = (id(bundle), float32)
         if key not in self._sources:
-            source = self._file(bundle, single=single)
+            source = self._file(bundle, float32=float32)
             run = self.compiled(self.bound.program.name, source.text)
             self._sources[key] = (source, run)
         return self._sources[key]

@@ -138,4 +138,4 @@ def attn(node: Node, frame: Frame) -> Value:
         first = first | empty
         data = data.masked_fill(empty[..., None], 0.0)
     frame.finite_checks.extend([first.all()])
-    return Value(data, _ATTENTION_AXES, seen, axes, zero=True, finite=True)
+    return Value(data, _ATTENTION_AXES, seen, axes, zero_where_absent=True, finite=True)

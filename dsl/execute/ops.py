@@ -44,7 +44,9 @@ def _of_each_layer(x: Value, heads: int) -> Value:
     if mask is not None and "kv" in axes:
         mask, axes = mask.unflatten(0, (-1, heads)), ("layer", *axes)
     data = torch.as_tensor(x.data).unflatten(0, (-1, heads))
-    return Value(data, ("layer", *x.axes), mask, axes, zero=x.zero, finite=x.finite)
+    return Value(
+        data, ("layer", *x.axes), mask, axes, zero_where_absent=x.zero_where_absent, finite=x.finite
+    )
 
 
 def _for_each_head(x: Value, heads: int) -> Value:

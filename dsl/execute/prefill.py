@@ -32,7 +32,7 @@ class Prefill:
 
     Attributes:
         roots: nodes whose values `Run.result` gives after `finish`.
-        tested: name -> reported `let` on which propagation is decided.
+        propagation_lets: name -> reported `let` on which propagation is decided.
         updates, merge_updates: states of the prefill and of its merge, see `updating`.
         layer_roots: nodes that each layer computes while its tensors are at hand, and keeps.
         later: nodes that are computed after the last layer, or in a merge.
@@ -59,8 +59,12 @@ class Prefill:
         if rules.budget is not None and (report or reads_budget(bound)):
             self.roots.append(rules.budget)
         self.roots += [rules.score] if report and rules.score is not None else []
-        self.tested = {name: rules.lets[name] for name in bound.tested} if report else {}
-        self.roots += [rules.lets[n] for n in rules.lets if n not in bound.tested] if report else []
+        self.propagation_lets = (
+            {name: rules.lets[name] for name in bound.propagation_lets} if report else {}
+        )
+        self.roots += (
+            [rules.lets[n] for n in rules.lets if n not in bound.propagation_lets] if report else []
+        )
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
         early = propagate_roots(bound.lowered.propagate)
@@ -70,7 +74,7 @@ class Prefill:
         self._check(every)
         self.layer_roots = self._layer_roots(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
-        self.everything = [*self.roots, *self.layer_roots, *self.tested.values(), *early]
+        self.everything = [*self.roots, *self.layer_roots, *self.propagation_lets.values(), *early]
         remembered = state_roots(self.updates)
         self.everything += remembered
         # What the propagation and the rest read is held for as long as either needs it.
@@ -121,7 +125,7 @@ class Prefill:
             found += [
                 node
                 for node in self._now(root)
-                if any(each.operation.fleeting for each in node.walk())
+                if any(each.operation.gone_after_layer for each in node.walk())
             ]
         return list(dict.fromkeys(found))
 

@@ -56,8 +56,8 @@ class Run:
             returned.
         selected_layer: first layer at which `propagate.first` held; None if at none so far.
         propagated: layer that propagated -> int64 [m] positions of the tokens that went deeper.
-        tested: layer -> name -> value of the reported `let`s on which propagation was decided
-            there.
+        propagation_lets: layer -> name -> value of the reported `let`s on which propagation was
+            decided there.
     """
 
     program: Compiled
@@ -67,7 +67,7 @@ class Run:
     restarted: bool = False
     selected_layer: int | None = None
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
-    tested: dict[int, dict[str, Value]] = field(default_factory=dict)
+    propagation_lets: dict[int, dict[str, Value]] = field(default_factory=dict)
     _finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
     _found: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
     _plan: Plan | None = None
@@ -286,7 +286,8 @@ class Run:
         propagate = self._tested()
         if propagate is None:
             return None
-        self.tested[frame.layer] = {n: evaluation.value(x) for n, x in prefill.tested.items()}
+        lets = prefill.propagation_lets
+        self.propagation_lets[frame.layer] = {name: evaluation.value(x) for name, x in lets.items()}
         chosen = None
         if evaluation.holds(propagate.moment):
             # One exchange with other ranks for what goes deeper and for what stays.

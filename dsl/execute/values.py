@@ -40,7 +40,7 @@ class Value:
         axes: names in the order of `ORDER`.
         mask: bool tensor, false where the value is absent; None: present everywhere.
         mask_axes: axes of `mask`, among `axes`.
-        zero: `data` are 0, or false, where absent, so that no more masking is needed.
+        zero_where_absent: `data` are 0, or false, where absent, so that no more masking is needed.
         finite: no present value is infinite, so that sums and products cannot be NaN.
     """
 
@@ -48,7 +48,7 @@ class Value:
     axes: tuple[str, ...] = ()
     mask: torch.Tensor | None = None
     mask_axes: tuple[str, ...] = ()
-    zero: bool = False
+    zero_where_absent: bool = False
     finite: bool = False
 
     @property
@@ -202,7 +202,7 @@ class Frame:
 
     def present(self, x: Value) -> Value:
         """A value per token, absent (a set: false) where a KV head does not hold the token."""
-        if self.there is None or (x.zero and x.mask is self.there):
+        if self.there is None or (x.zero_where_absent and x.mask is self.there):
             return x
         return self._within(x, self.there, ("kv", "token"))
 
@@ -218,7 +218,7 @@ class Frame:
         if data.dtype == torch.bool:
             data = data & aligned(there, own, axes)
             if x.mask is None:
-                return Value(data, axes, there, own, zero=True, finite=True)
+                return Value(data, axes, there, own, zero_where_absent=True, finite=True)
             return Value(data, axes, x.mask, x.mask_axes, finite=True)
         mask, mask_axes = there, own
         if x.mask is not None and x.mask is not there:
@@ -334,7 +334,7 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     Raises:
         TypeError: the value is a number of the host that is present.
     """
-    if x.mask is None or (x.zero and not filler):
+    if x.mask is None or (x.zero_where_absent and not filler):
         return x.tensor
     mask = aligned(x.mask, x.mask_axes, x.axes)
     return mask & x.tensor if filler is False else torch.where(mask, x.data, filler)
@@ -379,8 +379,8 @@ def stacked(values: Sequence[Value], device: torch.device) -> Value:
     if any(x.mask is not mask for x in values):
         masks = [spread(True if x.mask is None else x.mask, x.mask_axes) for x in values]
         mask, mask_axes = torch.stack(masks), ("layer", *axes)
-    zero, finite = all(x.zero for x in values), all(x.finite for x in values)
-    return Value(data, ("layer", *axes), mask, mask_axes, zero=zero, finite=finite)
+    zero, finite = all(x.zero_where_absent for x in values), all(x.finite for x in values)
+    return Value(data, ("layer", *axes), mask, mask_axes, zero_where_absent=zero, finite=finite)
 
 
 def over_layers(x: Value, layers: int, device: torch.device) -> Value:

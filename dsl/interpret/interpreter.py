@@ -80,7 +80,7 @@ class Prompt:
         tokens = k.shape[2]
         first = _Pass(bound, q, k, v, tokens)
         acted = first.run(bound.propagates)
-        tested = first.tested(acted)
+        lets = first.propagation_lets(acted)
         self._chosen, self._last, self._inv_freq = np.arange(tokens), first, inv_freq
         if bound.restarts and acted:
             self._chosen = chosen = next(iter(acted.values()))
@@ -89,7 +89,7 @@ class Prompt:
             self._last.run(propagate=False)
         self._last.decide(inv_freq)
         result = _result(self._last, self._chosen, tokens)
-        result = replace(result, named={**result.named, **tested} if tokens else {})
+        result = replace(result, named={**result.named, **lets} if tokens else {})
         propagate = bound.program.propagate
         if acted and propagate is not None:
             positions = list(acted.values())[-1].tolist()
@@ -167,7 +167,7 @@ class _Pass:
                     return acted
         return acted
 
-    def tested(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
+    def propagation_lets(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
         """Reported `let`s on which `propagate` is decided, at the layers where it is tested."""
         lets, rules = self.e.rules.lets, self.bound.program.propagate
         first = rules is not None and not rules.repeats
@@ -177,7 +177,7 @@ class _Pass:
                 reported(self.e.value(lets[name], layer) if layer <= last else None)
                 for layer in self.e.every_layer
             ]
-            for name in self.bound.tested
+            for name in self.bound.propagation_lets
         }
 
     def _layer(self, layer: int, there: np.ndarray) -> Layer:
@@ -294,7 +294,7 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
     named = {
         name: [reported(e.value(let, layer)) for layer in e.every_layer]
         for name, let in lets.items()
-        if name not in bound.tested
+        if name not in bound.propagation_lets
     }
     if tokens == 0:
         return Result([np.zeros((kv, 0), np.bool_) for _ in kept], None, None)

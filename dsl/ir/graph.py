@@ -114,13 +114,13 @@ class Graph:
             return None
 
     @once
-    def meaning(self, node: Node) -> int:
+    def definition_id(self, node: Node) -> int:
         """A number that expressions of the same definition share.
 
         Literals are computed; names of lets and the order of commutative arguments do not matter.
-        Two parameters never mean the same, because they may be set apart.
+        Two parameters never share it, because they may be set apart.
         """
-        parts = [self.meaning(each) for each in node.args]
+        parts = [self.definition_id(each) for each in node.args]
         if node.operation.commutative:
             parts.sort()
         key: tuple[object, ...] = (node.op, type(node.value), node.value, node.axes, *parts)

@@ -49,13 +49,13 @@ class Extent:
 
     Attributes:
         kind: "recent", "all" or "new" for a window; "past" for layers.
-        meaning: `Graph.meaning` of the count, equal for counts of the same definition.
+        definition_id: `Graph.definition_id` of the count, equal for counts of the same definition.
         text: as the author wrote it, for messages.
         count: number of queries or layers; None: all.
     """
 
     kind: str
-    meaning: int | None
+    definition_id: int | None
     text: str = field(compare=False)
     count: Node | None = field(compare=False, repr=False, default=None)
 

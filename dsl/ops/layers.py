@@ -14,7 +14,7 @@ _SHARED = (
 )
 
 
-_look = partial(called, kind=Kind.LOOK, group="Across layers", unit="first", fleeting=True)
+_look = partial(called, kind=Kind.LOOK, group="Across layers", unit="first", gone_after_layer=True)
 _partition = partial(
     called, kind=Kind.PARTITION, group="Across layers", axes="layer", result="number"
 )
@@ -30,12 +30,12 @@ ROWS = (
     _partition("split", "across", _SHARED,
                "whole numbers for the layers that add up to floor(total), in proportion to the "
                "weights; no layer gets more than max", "O(L log L)", shape="number tokens",
-               takes="number", exact=True, shares_out=True, by_hand=True,
+               takes="number", exact=True, shares_out=True, has_small_kernel=True,
                interpret="layers.split"),
     _partition("cascade", "across", _SHARED,
                "`split` made after every layer among the layers so far; each layer has the least "
                "that any of these gave it, because what left does not come back", "O(L^2 log L)",
-               shape="number tokens", takes="number", shares_out=True, by_hand=True,
+               shape="number tokens", takes="number", shares_out=True, has_small_kernel=True,
                interpret="layers.cascade"),
     _partition("cluster", "across", (Parameter("x"), Parameter("k")),
                "optimal k-means of one number per layer; the label of this layer, 0 for the lowest "

@@ -81,10 +81,10 @@ ROWS = (
               "tokens"))),
     Operation("data", Kind.MODEL, meaning="delivered with the model", value="tensor"),
     Operation("state", Kind.REMEMBERED, meaning="before this step's update inside its own `next`, "
-              "after it elsewhere", value="state", per_head=True, fleeting=True,
+              "after it elsewhere", value="state", per_head=True, gone_after_layer=True,
               interpret="leaves.state"),
     Operation("before", Kind.REMEMBERED, meaning="of a state, before this step's update",
-              value="state", made_by_lowering=True, per_head=True, fleeting=True),
+              value="state", made_by_lowering=True, per_head=True, gone_after_layer=True),
     Operation("budget", Kind.REMEMBERED, meaning="the numbers of the section `budget` of the "
               "enclosing rules, or of `propagate`", value="rules", per_head=True,
               interpret="select.budget"),
@@ -106,9 +106,10 @@ ROWS = (
     _hidden("hidden_mid", "residual stream after attention, before the MLP"),
     _window("attn", "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent "
             "where the token comes after the query", "O(w N D); all queries: O(N^2 D)", _HEADS,
-            keeps_present=True, tensors=_SCORED, softmax=True, fleeting=True, interval=SHARE),
+            keeps_present=True, tensors=_SCORED, softmax=True, gone_after_layer=True,
+            interval=SHARE),
     _window("logits", "the same before the softmax", "O(w N D)", _HEADS, tensors=_SCORED,
-            fleeting=True),
+            gone_after_layer=True),
     _window("distance", "position of the query minus position of the token; absent where negative",
             "O(w N)", ("query", "token"), "tokens", whole=True, of_tokens_there=True),
     called("uniform", "uniform", (Parameter("seed"),),

@@ -28,8 +28,8 @@ ROWS = (
          host=host.total, interval=ranges.total, interpret="total", torch="total",
          triton="tl.sum"),
     _row("mean", "average", "mean of the present values; 0 of none", linear=True, keeps_finite=True,
-         averages=True, by_hand=True, host=host.mean, interval=ranges.with_zero, interpret="mean",
-         torch="averaged"),
+         averages=True, has_small_kernel=True, host=host.mean, interval=ranges.with_zero,
+         interpret="mean", torch="averaged"),
     _row("max", "take the maximum", "largest present value; -inf of none. `max(a, b)`, without "
          "axes, is elementwise", of_none=-math.inf, of_two="maximum",
          host=partial(max, default=-math.inf), interpret="largest", torch="extreme",
@@ -39,8 +39,8 @@ ROWS = (
          host=partial(min, default=math.inf), interpret="smallest", torch="extreme",
          triton="tl.min"),
     _row("var", "take the variance", "variance, divided by the number of present values; 0 of "
-         "none", "none", keeps_finite=True, averages=True, by_hand=True, host=host.variance,
-         interval=ranges.POSITIVE, interpret="variance", torch="averaged"),
+         "none", "none", keeps_finite=True, averages=True, has_small_kernel=True,
+         host=host.variance, interval=ranges.POSITIVE, interpret="variance", torch="averaged"),
     _row("any", "look", "whether it is true anywhere", "none", of="truth", takes="truth",
          result="truth", always_finite=True, keeps_finite=True, host=any, interpret="anywhere",
          torch="anywhere",

@@ -27,11 +27,11 @@ ROWS = (
             "order of the axes as written, lower index first. Without n, in last place of `keep` "
             "and `propagate.tokens`: as many as the budget still misses", "select",
             axes="optional", shape="truth, axes of x", result="truth", takes="number", sorts=True,
-            by_hand=True, per_head=True, interpret="select.top", torch="select.top",
+            has_small_kernel=True, per_head=True, interpret="select.top", torch="select.top",
             triton="leaves.end"),
     _choice("rank", "along", _X, "1 for the highest along a, ties by index; absent stays absent",
             "sort", axes="optional", shape="as x", result="number", takes="number", exact=True,
-            whole=True, sorts=True, by_hand=True, per_head=True, interpret="along.rank",
+            whole=True, sorts=True, has_small_kernel=True, per_head=True, interpret="along.rank",
             torch="select.rank"),
     _choice("index", "index", _X, "0, 1, ... along axis a of x", axes="required", shape="number[a]",
             result="number", always_finite=True, whole=True, interpret="along.index",
@@ -43,7 +43,7 @@ ROWS = (
     _lowered("remaining", least=1, most=1, meaning="taken: candidates left over, of all who "
              "compete", result="number", whole=True, torch="select.remaining"),
     _lowered("fill", least=4, most=4, meaning="x, taken, n, left: taken, and the n best of the "
-             "rest by x", result="truth", sorts=True, by_hand=True, torch="select.fill"),
+             "rest by x", result="truth", sorts=True, has_small_kernel=True, torch="select.fill"),
     _along_tokens("avgpool", "pool", _POOLED,
                   "sum of the present neighbours along `token`, divided by the width; centred, "
                   "stride 1, odd width; absent stays absent", kind=Kind.POOL,

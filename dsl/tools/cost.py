@@ -104,7 +104,7 @@ def cost(
     layer = [node for node in chosen if nodes.phases.of(node) == Phase.LAYER]
     ends = [node for node in chosen if nodes.phases.of(node) == Phase.END]
     late = {x for node in ends for x in node.args}
-    held = sum(sizes.of(node) * _VALUE for node in layer if node in late)
+    held = sum(sizes.elements(node) * _VALUE for node in layer if node in late)
     return Cost(
         tuple(sorted(nodes.parts(), key=lambda part: -part.seconds)),
         gpu.seconds(config.prefill_work(prompt)),
@@ -138,7 +138,7 @@ class _Nodes:
     def __init__(
         self, bound: Bound, config: ModelConfig, prompt: int, gpu: Gpu, attended: bool
     ) -> None:
-        self.bound, self.prompt, self.element = bound, prompt, config.kv_bytes
+        self.bound, self.prompt, self.element = bound, prompt, config.element_bytes
         self.gpu, self.attended = gpu, attended
         self.phases = Phases(bound.propagates)
         self._lengths = [high for _, high in lengths(bound, prompt)]
@@ -272,14 +272,14 @@ def _read(nodes: list[Node], sizes: Sizes) -> int:
 def _peak(nodes: list[Node], sizes: Sizes) -> int:
     """The most bytes alive at once, computing nodes in order and freeing at the last use."""
     last = {x: place for place, node in enumerate(nodes) for x in node.args}
-    maps = [sizes.of(node) * _VALUE for node in nodes if "query" in node.type.axes]
+    maps = [sizes.elements(node) * _VALUE for node in nodes if "query" in node.type.axes]
     blocks = max(1, min(sizes.axes["kv"], math.ceil(max(maps, default=0) / _BLOCK)))
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"] * _VALUE
     alive: dict[Node, float] = {}
     peak = 0.0
     for place, node in enumerate(nodes):
         large = {"query", "dim"} & set(node.type.axes)
-        size = sizes.of(node) * (1 if node.type.kind == "truth" else _VALUE)
+        size = sizes.elements(node) * (1 if node.type.kind == "truth" else _VALUE)
         # A map too large even for one KV head is made for some queries at a time.
         alive[node] = min(size // blocks, _BLOCK) if large else size
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.

@@ -84,8 +84,8 @@ def reasons(found: Sequence[Fusion]) -> Iterator[str]:
         for node, reason in each.reasons.items():
             yield f"torch   {_short(node)}: {reason}"
     names = {pair for each in found for pair in _small(each)}
-    for by, by_hand in (("kernel  hand-written,", True), ("torch  ", False)):
-        chosen = sorted(name for name, own in names if own == by_hand)
+    for by, has_kernel in (("kernel  hand-written,", True), ("torch  ", False)):
+        chosen = sorted(name for name, own in names if own == has_kernel)
         if chosen:
             yield f"{by} on small tensors: {', '.join(chosen)}"
 
@@ -107,11 +107,12 @@ def _small(found: Fusion) -> set[tuple[str, bool]]:
         elif row.elementwise or row.reads_tensors or row.kind in (Kind.MERGE, Kind.REMEMBERED):
             continue
         elif row.is_reduction and (
-            not row.by_hand or _LARGE & set(node.args[0].type.axes)  # listed with its reason
+            not row.has_small_kernel
+            or _LARGE & set(node.args[0].type.axes)  # listed with its reason
         ):
             continue
         elif node.op != "past" or node in read:
-            names.add((node.op, row.by_hand))
+            names.add((node.op, row.has_small_kernel))
     return names
 
 

@@ -30,14 +30,14 @@ _COLUMNS = 2  # numbers per list after a fold: entries before it, and entries th
 
 def exchanged(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     """Lines on the bytes exchanged in a prefill, in a fold, and of queries."""
-    prompt = prefill_bytes(bound, length, config.kv_bytes)
-    model = _SUMS * config.shape.layers * length * config.hidden * config.kv_bytes
+    prompt = prefill_bytes(bound, length, config.element_bytes)
+    model = _SUMS * config.shape.layers * length * config.hidden * config.element_bytes
     yield f"  {'prefill':<10} {size_text(prompt):>10}  {_share(prompt, model)} a prefill"
     if bound.folded.decode is not None:
-        fold = fold_bytes(bound, length, config.kv_bytes)
-        model = _SUMS * config.shape.layers * config.hidden * config.kv_bytes
+        fold = fold_bytes(bound, length, config.element_bytes)
+        model = _SUMS * config.shape.layers * config.hidden * config.element_bytes
         yield f"  {'fold':<10} {size_text(fold):>10}  {_share(fold, model)} a decode step"
-    prompt, step = query_bytes(bound, length, config.kv_bytes)
+    prompt, step = query_bytes(bound, length, config.element_bytes)
     if prompt or step:
         more = f", and {size_text(step)} of a decode step that it reads" if step else ""
         why = f"of a prefill besides, where there are more ranks than KV heads{more}"
@@ -126,5 +126,5 @@ def _across(roots: Iterable[Node | None]) -> list[Node]:
 def _bytes(nodes: list[Node], sizes: Sizes) -> int:
     """Bytes of all arguments with the axis `kv`, counted once for each node that reads them."""
     given = [each for node in nodes for each in node.args if "kv" in each.type.axes]
-    each = (sizes.of(x) * (_TRUTH if x.type.kind == "truth" else _NUMBER) for x in given)
+    each = (sizes.elements(x) * (_TRUTH if x.type.kind == "truth" else _NUMBER) for x in given)
     return int(sum(each))

@@ -87,7 +87,7 @@ def decode(
             yield f"  {'state':<8} {name}: {written(state.next)}  : {state.type}"
     if bound.folded.prefill.merge is None and rules.merge is not None:
         yield from merging(rules.merge, written)
-    states, queries = memory_of_decode(bound, length, config.kv_bytes)
+    states, queries = memory_of_decode(bound, length, config.element_bytes)
     if states:
         yield f"  {'states':<8} {size_text(states)} per request"
     if queries:

@@ -235,7 +235,7 @@ class _Policy(_Way):
     @property
     def request_bytes(self) -> float:
         return super().request_bytes + sum(
-            memory_of_decode(self.bound, self.prompt, self.config.kv_bytes)
+            memory_of_decode(self.bound, self.prompt, self.config.element_bytes)
         )
 
     def fold(self, requests: int) -> Fold | None:
@@ -271,7 +271,7 @@ def _assumptions(full: _Way, own: _Policy) -> list[str]:
         f"{MEMORY_REACHED:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s are reached; "
         f"{1e6 * gpu.gap:.1f} us between kernels of a graph, {LAYER_KERNELS} per layer",
         f"{MEMORY_SHARE:.0%} of {gpu.memory / 2**30:.0f} GiB for weights and KV cache; weights of "
-        f"{own.config.kv_bytes} bytes, {own.config.weights_size / 2**30:.1f} GiB",
+        f"{own.config.element_bytes} bytes, {own.config.weights_size / 2**30:.1f} GiB",
         "TTFT: one request on an idle server, its prompt not in the radix cache; without HTTP, "
         "tokenizer and queue",
         f"answers of {own.new:,} tokens; a decode step reads weights and entries once, and takes "

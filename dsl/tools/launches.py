@@ -178,8 +178,8 @@ class _Zeros(Generated):
         super().__init__(*given)
         self._watch = watch
 
-    def _source(self, bundle: Bundle, single: bool) -> tuple[GeneratedFile, Run]:
-        source, _ = super()._source(bundle, single)
+    def _source(self, bundle: Bundle, float32: bool) -> tuple[GeneratedFile, Run]:
+        source, _ = super()._source(bundle, float32)
         steps, shape = self.fusion.steps, self.bound.shape
 
         def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:

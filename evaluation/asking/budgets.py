@@ -74,7 +74,7 @@ def _size(bounds: Bounds, keep: Node) -> int:
     size = bounds.size(keep).total
     if keep.op == "choose":
         return min(size, *(_size(bounds, branch) for branch in keep.args[::2]))
-    return min(size, bounds.granted(keep)) if keep.op == "fill" else size
+    return min(size, bounds.total_budget(keep)) if keep.op == "fill" else size
 
 
 def solve(

@@ -401,7 +401,7 @@ def _sglang(
     kind = str(info.get("dtype")) if kind == "auto" else kind
     config = setup.config or _config_of(info)
     if config is not None:
-        size = 1 if kind.startswith("fp8") else _BYTES.get(kind, config.kv_bytes)
+        size = 1 if kind.startswith("fp8") else _BYTES.get(kind, config.element_bytes)
         shape = config.shape
         server["bytes_per_token"] = shape.layers * shape.kv_heads * 2 * shape.head_dim * size
     named = found.policies is not None

@@ -290,8 +290,8 @@ def _llama(layers, heads, hidden, vocabulary, kind="llama", **more):
 def test_sizes_of_models_as_their_authors_say_them(values, kv_heads, billions, used):
     found = config_of("a model", values)
     assert found.shape.kv_heads == kv_heads
-    assert found.weights_size / found.kv_bytes / 1e9 == pytest.approx(billions, rel=5e-3)
-    token = found.weights_size / found.kv_bytes - found.shape.layers * found.matrices * (
-        found.hidden * (found.experts - found.intermediate)
+    assert found.weights_size / found.element_bytes / 1e9 == pytest.approx(billions, rel=5e-3)
+    token = found.weights_size / found.element_bytes - found.shape.layers * found.matrices * (
+        found.hidden * (found.total_mlp_width - found.used_mlp_width)
     )
     assert token / 1e9 == pytest.approx(used, rel=5e-3)
