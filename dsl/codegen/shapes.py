@@ -59,9 +59,9 @@ class TileShape:
         fit = max(least, _power(window or 1))
         one_tile = window is not None and group * fit <= min(most, _MOST_ROWS)
         rows = min(most, _LOOP_ROWS if few else _LONG_ROWS)
-        width = fit if whole else max(least, rows // group)
-        rows = group * width
-        large = not (whole or few) and simple and dim <= 128
+        query_tile = fit if one_tile else max(least, rows // group)
+        rows = group * query_tile
+        large = not (one_tile or few) and simple and dim <= 128
         small = float32 or few or rows > _LONG_ROWS or (dim > 128 and not simple)
         block = 32 if small else 128 if large else 64
         warps = 8 if rows * block >= 8192 else 4

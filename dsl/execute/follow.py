@@ -239,13 +239,13 @@ class Lists:
         """
         block = self.inputs.block
         if node not in block.ends:
-            block.ends[node] = self._numbers(rules, evaluation)
-        numbers, kernel = block.ends[node], self.inputs.steps.kernels["best"]
-        kept: torch.Tensor = kernel(score, present, block.there, numbers)
+            block.ends[node] = self._limits(rules, evaluation)
+        limits, kernel = block.ends[node], self.inputs.steps.kernels["best"]
+        kept: torch.Tensor = kernel(score, present, block.there, limits)
         return kept
 
-    def _numbers(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
-        """int64 [N, 3], `numbers` of the kernel "best"; N is 1, B, B * L or B * L * G."""
+    def _limits(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
+        """int64 [N, 3], `limits` of the kernel "best"; N is 1, B, B * L or B * L * G."""
         inputs = self.inputs
         block, pairs = inputs.block, zip(rules, inputs.prompts, strict=True)
         own = [each.rows(inputs.bound, prompt, inputs.steps.layers) for each, prompt in pairs]
@@ -253,7 +253,7 @@ class Lists:
             own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
         rows = [row for each in own for row in each]
         rows = rows[:1] if all(row == rows[0] for row in rows) else rows
-        numbers = sent(torch.tensor(rows), block.there.device)
+        limits = sent(torch.tensor(rows), block.there.device)
         data = rules[0].of_data(inputs.bound)
         if data:
             limits = limits.repeat_interleave(len(block.there) // len(rows), 0)

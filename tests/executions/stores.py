@@ -279,7 +279,7 @@ def assert_same_thresholds(one, other) -> None:
 
 
 def assert_same_last_queries(one: Memory, other: Memory) -> None:
-    """Last queries, as many as a step reads."""
+    """Checks that the last queries, as many as a step reads, are equal."""
     window = one.bound.step_queries(one.prompt)
     if window <= 1:
         return
