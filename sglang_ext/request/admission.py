@@ -71,7 +71,7 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     # with its output later. Where both have no room, the prompt is compacted within its slots.
     for in_place in (False, True) if may_move else (False,):
         state.in_place, needs = in_place, _peak_slots(slots, own, grows, in_place=in_place)
-        if needs + page < _room(adder):
+        if needs + page < _room(adder) - _pinned(adder, req):
             break
         at_prefill_end = _slots_at_prefill_end(slots, own, in_place=in_place)
         everything = _borrowed_reserve(adder, req, at_prefill_end + page, slots + grows + page)
@@ -135,11 +135,10 @@ def _borrowed_reserve(adder: Any, req: Any, now: int, later: int) -> int | None:
     alone = all(each is req for each in adder.can_run_list)
     if not alone or req.output_ids or asked.is_scoring(req):
         return None
-    # SGLang pins what the request found in the radix cache before it looks at its budget.
-    pinned = 0 if adder.can_run_list else req.prefix_len
+    pinned = _pinned(adder, req)
     total = int(adder.memory_budget.remaining_total) - pinned
     current = int(adder.memory_budget.remaining_current) - pinned
-    if later >= total or now >= current:
+    if later >= total + pinned or now >= current:  # its prefix may leave when its prefill has ended
         return None
     tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
     chunk = tokens if adder.rem_chunk_tokens is None else max(adder.rem_chunk_tokens, 1)
@@ -169,6 +168,15 @@ def _peak_slots(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
 def _slots_at_prefill_end(slots: int, prompt: int, *, in_place: bool) -> int:
     """Slots that a request holds when its prefill ends; arguments as in `_peak_slots`."""
     return prompt + IN_FLIGHT + (0 if in_place else slots)
+
+
+def _pinned(adder: Any, req: Any) -> int:
+    """Slots that SGLang keeps from eviction before it looks at its budget: the prefix of a request.
+
+    Those of a request behind others in a pass are not counted; at worst it waits for the next pass.
+    """
+    prefix: int = req.prefix_len
+    return 0 if adder.can_run_list else prefix
 
 
 def _room(adder: Any) -> int:

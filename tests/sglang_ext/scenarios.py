@@ -210,6 +210,19 @@ def tight(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         [(f"{i}", tokens, "sinks-recent", output) for i, tokens in enumerate(prompts)]
     )
     result["different"] = [rid for rid, tokens in together.items() if tokens != alone[rid].tokens]
+    # Only the prefix that a prompt has in the radix cache could make room for it.
+    for name, first, longer, new in (
+        ("longer prompt", "sinks-recent", prompts[0] + prompts[1][:50], 8),
+        ("same prompt, long output", "none", prompts[0], length + kept - 300),
+    ):
+        driver.flush()
+        for rid, tokens, policy, ahead in (
+            (f"before the {name}", prompts[0], first, 8), (name, longer, "sinks-recent", new)
+        ):  # fmt: skip
+            driver.send(rid, tokens, policy=policy, max_new_tokens=ahead)
+            driver.run_until(lambda rid=rid: driver.answers[rid].finish is not None, 400)
+        result[name] = "entries_kept" in driver.answers[name].facts
+    driver.flush()
     return result | driver.left_over()
 
 

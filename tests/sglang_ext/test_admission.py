@@ -102,6 +102,13 @@ def test_what_comes_later_must_fit_too():
     assert not admits(many, request())[0]
 
 
+@pytest.mark.parametrize(("prefix", "room", "moves"), [(60, 55, True), (90, 40, False)])
+def test_a_prompt_whose_prefix_fills_the_pool_does_not_wait_for_ever(prefix, room, moves):
+    """SGLang pins the prefix before it looks at its budget; it may leave after the prefill."""
+    fits, _, state = admits(Adder(prefix + room, running=0), request(prefix), may_move=moves)
+    assert (fits, state.in_place) == (True, moves)
+
+
 def test_folds_keep_their_slots():
     free = NOW + MEANWHILE + 1
     assert not admits(Adder(free, running=4, folds=True), request())[0]

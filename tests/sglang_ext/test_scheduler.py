@@ -96,6 +96,8 @@ def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags)
     seen = run("tight", **flags)
     assert seen["compressed"] == 6  # prompt, copy and output together do not fit
     assert seen["different"] == []
+    assert seen["longer prompt"]  # they do not wait for their own prefix to leave
+    assert seen["same prompt, long output"]
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
