@@ -302,6 +302,17 @@ def captures_hidden_states(options: Any) -> bool:
     return bool(getattr(options, "enable_return_aux_hidden_states", False))
 
 
+def divides_tokens(options: Any) -> str | None:
+    """The option by which each rank has some of the tokens between layers; None: all have all."""
+    if options.tp_size == 1:
+        return None
+    if getattr(options, "enable_layernorm_sp", False):  # 0.5.23
+        return "--enable-layernorm-sp"
+    if options.moe_a2a_backend != "none":
+        return f"--moe-a2a-backend {options.moe_a2a_backend}"
+    return "--moe-dense-tp-size 1" if options.moe_dense_tp_size == 1 else None
+
+
 def captured_requests(options: Any) -> int:
     """Requests of the largest decode batch to be captured, the pool permitting; 0 if none is."""
     from sglang.srt.model_executor.cuda_graph_config import Backend

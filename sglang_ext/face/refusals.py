@@ -27,7 +27,7 @@ OPTIONS = (
     ("disaggregation_mode", "null", "a compressed request's row cannot be transferred"),
     ("attn_cp_size", 1, "keys of one request would be spread over ranks"),
     ("dcp_size", 1, "keys of one request would be spread over ranks"),
-    ("enable_dp_attention", False, "decode steps may be computed as prefills"),
+    ("attn_dp_size", 1, "its ranks hold different requests (--enable-dp-attention sets it, too)"),
     ("enable_lmcache", False, "it stores whole rows, and freed slots are no longer in them"),
     ("enable_flexkv", False, "it stores whole rows, and freed slots are no longer in them"),
     ("enable_hisparse", False, "it keeps its own tables of a request's slots"),
@@ -246,12 +246,26 @@ def check_propagation(options: Any, names: Sequence[str]) -> None:
     Raises:
         Refused: names the option and the policies.
     """
-    if compat.captures_hidden_states(options):
-        listed = ", ".join(f"`{name}`" for name in names)
-        raise Refused(
-            f"--enable-return-aux-hidden-states cannot be combined with --kv-policy: {listed} "
-            "propagates chosen tokens only, and the others have no hidden states in deeper layers."
-        )
+    listed = ", ".join(f"`{name}`" for name in names)
+    divides = compat.divides_tokens(options)
+    for present, what, why in (
+        (
+            compat.captures_hidden_states(options),
+            "--enable-return-aux-hidden-states",
+            "the others have no hidden states in deeper layers",
+        ),
+        (
+            options.cpu_offload_gb > 0,
+            f"--cpu-offload-gb {options.cpu_offload_gb}",
+            "SGLang undoes after a forward what makes tokens leave between offloaded layers",
+        ),
+        (divides is not None, divides, "each rank has only some of the tokens between layers"),
+    ):
+        if present:
+            raise Refused(
+                f"{what} cannot be combined with --kv-policy: {listed} propagates chosen tokens "
+                f"only, and {why}."
+            )
 
 
 def check_layers(layers: list[Any], shape: ModelShape, own: range) -> None:

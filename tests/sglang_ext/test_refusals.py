@@ -1,5 +1,6 @@
 """Options and models that cannot be combined with a policy: one sentence each."""
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.server_args import ServerArgs
 
 HARMLESS = {name: value for name, value, _ in refusals.OPTIONS} | {
     "kv_cache_dtype": "auto",
@@ -154,11 +156,43 @@ def test_the_table_of_options_says_what_is_served_and_where_it_is_tested():
             assert any(each in text for each in (field, flag, value or flag)), (shown, file)
 
 
-def test_hidden_states_of_all_tokens_are_not_there_where_few_go_on():
-    chosen = SimpleNamespace(enable_return_aux_hidden_states=True)
-    with pytest.raises(Refused, match=r"^--enable-return-aux-hidden-states .*: `asl`, `fastkv` "):
-        refusals.check_propagation(chosen, ["asl", "fastkv"])
-    refusals.check_propagation(SimpleNamespace(), ["asl"])  # 0.5.22 has no such option
+def propagating(**changes):
+    """Options of a model whose policies propagate; 0.5.22 has only these."""
+    harmless = {"tp_size": 2, "cpu_offload_gb": 0}
+    of_experts = {"moe_a2a_backend": "none", "moe_dense_tp_size": None}
+    return SimpleNamespace(**(harmless | of_experts | changes))
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("--enable-return-aux-hidden-states", {"enable_return_aux_hidden_states": True}),
+        ("--cpu-offload-gb 4", {"cpu_offload_gb": 4}),
+        ("--enable-layernorm-sp", {"enable_layernorm_sp": True}),
+        ("--moe-a2a-backend deepep", {"moe_a2a_backend": "deepep"}),
+        ("--moe-dense-tp-size 1", {"moe_dense_tp_size": 1}),
+    ],
+)
+def test_what_policies_that_propagate_cannot_be_combined_with(what, change):
+    refusals.check_propagation(propagating(), ["asl"])
+    with pytest.raises(Refused, match=rf"^{what} cannot be .*: `asl`, `fastkv` .* and \w.*\.$"):
+        refusals.check_propagation(propagating(**change), ["asl", "fastkv"])
+    if not any(each.startswith("enable_return") or each.startswith("cpu") for each in change):
+        refusals.check_propagation(propagating(tp_size=1, **change), ["asl"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--dp-size", "2", "--enable-dp-attention"], ["--attn-dp-size", "2"]]
+)
+def test_attention_of_several_replicas_is_refused_as_sglang_resolves_it(words):
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    model = ["--model-path", str(ROOT / "examples" / "model-small"), "--device", "cpu"]
+    given = [*model, "--attention-backend", "torch_native", "--tp-size", "2", *words]
+    server_args = ServerArgs.from_cli_args(parser.parse_args(given))
+    server_args.resolve_once()
+    with pytest.raises(Refused, match=r"^--attn-dp-size 2 cannot be combined"):
+        refusals.check_options(compat.resolved(server_args))
 
 
 @pytest.mark.parametrize("prefill", BACKENDS)
