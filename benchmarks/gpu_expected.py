@@ -38,7 +38,7 @@ def text(facts: dict) -> list[str]:
     try:
         rows = list(_rows(facts, gpu))
     except Exception as error:  # measured figures are shown in any case
-        return [f"What is expected could not be reckoned: {type(error).__name__}: {error}"]
+        return [f"What is expected could not be estimated: {type(error).__name__}: {error}"]
     if not rows:
         return ["Nothing was measured of which something is expected."]
     shown = [

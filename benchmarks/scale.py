@@ -5,7 +5,7 @@
 
 `queue` runs SGLang's own scheduler on a small model, stock and with policies, with a pool that is
 full and requests that wait, and times what the scheduler does for one decode step; `lengths` what
-is reckoned for a request when it arrives; `policies` their checks at the start; `fleet` is
+is computed for a request when it arrives; `policies` their checks at the start; `fleet` is
 `kvpolicy fleet status` over HTTP, `experiment` what many replicas say of one, pooled; `ranks` what
 the ranks of one replica exchange (scale_ranks.py). Each part checks what it timed: that as many
 requests waited as were sent, that answers came, that bounds hold, that the replica that differs is
@@ -160,7 +160,7 @@ def of_lengths(options: argparse.Namespace) -> Rows:
     from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Load, forecast, pool_of
 
     config, gpu = config_of("Llama 3.1 8B", LLAMA), GPUS["h200"]
-    head = ("policy", "prompt", "bound of a request, us", "reckoning of its cost, ms",
+    head = ("policy", "prompt", "bound of a request, us", "estimate of its cost, ms",
             "entries at most", "TTFT, s", "of it the policy, %")  # fmt: skip
     rows, data = [], {}
     for name in tqdm(("snapkv", "lava", "h2o", "fastkv", "pyramidinfer"), desc="lengths"):
@@ -197,7 +197,7 @@ def of_policies(options: argparse.Namespace) -> Rows:
     config, names = config_of("Llama 3.1 8B", LLAMA), list(shipped())
     head = (
         "policies",
-        "checked, bound, reckoned and tried, s",
+        "checked, bound, estimated and tried, s",
         "for each, ms",
         "/server_info, KiB",
     )

@@ -130,7 +130,7 @@ class Runtime:
         return max(min(matched, most), 0)
 
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
-        """Slots that a request needs at its admission beyond those that SGLang reckons.
+        """Slots that a request needs at its admission beyond those that SGLang counts.
 
         Negative where folds let its output hold fewer slots than it has tokens.
 

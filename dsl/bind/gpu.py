@@ -1,4 +1,4 @@
-"""GPUs for which costs are reckoned.
+"""GPUs for which costs are estimated.
 
 Memory is what the driver reports. Rates per second are from NVIDIA's data sheets: bytes of memory,
 dense bfloat16 operations of tensor cores, and float32 operations of other cores.

@@ -76,7 +76,7 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
         print(explain_gpu.document(found, served, config, gpu, asked))
         return 0
     print("\n".join(explanation(checked, bound, config, args.length, gpu)))
-    print(f"\nExpected on {gpu.name} (reckoned; see docs/performance/README.md)")
+    print(f"\nExpected on {gpu.name} (estimated; see docs/performance/README.md)")
     print("\n".join(explain_gpu.expected(found, asked.batch)))
     return 0
 

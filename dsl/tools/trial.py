@@ -51,7 +51,7 @@ def trial(bound: Bound) -> None:
     """
     with torch.no_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tried = _carried_out(bound, "the reckoning of its entries", "", lambda: list(cases(bound)))
+        tried = _carried_out(bound, "the bound on its entries", "", lambda: list(cases(bound)))
         for number, case in enumerate(tried):
             _Attempt(bound, case, number).go()
 
@@ -91,9 +91,7 @@ class _Attempt:
             )
             raise _refused(self.bound, message, self._deciding(found))
         kept = sum(int(x.sum()) for x in actual.kept)
-        most = self._made(
-            "the reckoning of its entries", lambda: max_entries(case.bound, case.tokens)
-        )
+        most = self._made("the bound on its entries", lambda: max_entries(case.bound, case.tokens))
         if kept > most:
             message = f"keeps {kept} entries{self.prompt}, but {most} are reserved for it"
             raise _refused(self.bound, message, case.bound.folded.prefill.keep)

@@ -39,7 +39,7 @@ def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
 
 
 def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None) -> int:
-    """Slots that a request needs beyond those that SGLang reckons; see `Runtime.reserve`."""
+    """Slots that a request needs beyond those that SGLang counts; see `Runtime.reserve`."""
     slots = store.whole_pages(state.slots) if state.wanted else 0
     page = adder.per_req_token_overhead
     if req.kv.holds_kv:
@@ -79,7 +79,7 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
             needs = everything - page
             break
     if extend is not None and prefix + extend < tokens:
-        return needs - extend  # SGLang reckons with this chunk alone
+        return needs - extend  # SGLang counts this chunk alone
     return needs - (tokens - prefix + output)
 
 
@@ -100,7 +100,7 @@ def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
     """Whether a prompt's next chunk has room; the pass is cut to the room that there is.
 
     SGLang goes on with a prompt that it has begun even without room, and the server ends. Running
-    requests may have taken the slots that it reckoned with, for their copies or in batches of other
+    requests may have taken the slots that it counted on, for their copies or in batches of other
     stages, which it does not see. The prompt waits for them.
 
     Args:

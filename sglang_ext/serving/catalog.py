@@ -64,7 +64,7 @@ class Catalog:
         ]
 
     async def check(self, name: str, text: str, settings: Mapping[str, str]) -> Policy:
-        """A policy as it would be served: checked, bound, its cost reckoned, tried out.
+        """A policy as it would be served: checked, bound, its cost estimated, tried out.
 
         Raises:
             Refused: it cannot be served; the message says why.

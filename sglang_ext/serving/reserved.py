@@ -1,4 +1,4 @@
-"""What the plugin holds on the device beside SGLang's KV pool, reckoned before the pool is sized.
+"""What the plugin holds on the device beside SGLang's KV pool, computed before the pool is sized.
 
 SGLang gives the pool what `--mem-fraction-static` leaves beside the weights. Tables and buffers of
 the plugin are allocated later and stay, so they are taken off the pool; otherwise they would come
@@ -48,7 +48,7 @@ def size_pool(
     """
     sizes = original(budget)
     options = compat.resolved(configurator.server_args)
-    parts = reckon(services, configurator, options, sizes.max_total_num_tokens)
+    parts = bytes_by_part(services, configurator, options, sizes.max_total_num_tokens)
     held = sum(parts.values())
     given, before = options.max_total_tokens, sizes.max_total_num_tokens
     if given is not None and before >= given // options.page_size * options.page_size:
@@ -69,7 +69,9 @@ def size_pool(
     return sizes
 
 
-def reckon(services: Services, configurator: Any, options: Any, tokens: int) -> dict[str, int]:
+def bytes_by_part(
+    services: Services, configurator: Any, options: Any, tokens: int
+) -> dict[str, int]:
     """Bytes of each part of the plugin beside a pool of `tokens`; a smaller pool needs no more.
 
     Args:

@@ -138,7 +138,7 @@ def test_what_is_expected_on_a_gpu(model, capsys):
     assert explain(model, "h2o", "--set", "heavy=60", "--set", "window=40", *words) == 0
     lines = section(
         capsys.readouterr().out,
-        "Expected on H200 SXM (reckoned; see docs/performance/README.md)",
+        "Expected on H200 SXM (estimated; see docs/performance/README.md)",
     )
     assert lines[0].split() == ["full", "KV", "policy"]
     names = [re.split(r"  +", line)[0] for line in lines]

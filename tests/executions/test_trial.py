@@ -118,13 +118,13 @@ def test_the_interpreter_raises(monkeypatch):
     assert message.splitlines()[0].endswith("KV heads): FloatingPointError")
 
 
-def test_the_reckoning_raises(monkeypatch):
+def test_the_bound_on_entries_raises(monkeypatch):
     def size(self, node):
         raise KeyError("a node")
 
     monkeypatch.setattr("kvpolicy.dsl.bind.bounds.Bounds.size", size)
     message = refusal(policy("snapkv"))
-    assert "`snapkv` makes the reckoning of its entries fail: KeyError: 'a node'" in message
+    assert "`snapkv` makes the bound on its entries fail: KeyError: 'a node'" in message
 
 
 def test_another_score(monkeypatch):

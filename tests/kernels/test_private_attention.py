@@ -261,7 +261,7 @@ def test_what_is_reserved_is_room_for_what_is_allocated():
         attention = PrivateAttention(given.storage, 4, given.q.dtype, WORKSPACE, tensor_cores=cores)
         attention.reserve(16)
         held = (attention._listed, attention._lists, attention._schedules)
-        reckoned = reserved_bytes(layers, padded, kv_heads, 2, 16, given.storage.device)
-        # It is reckoned for whichever kernel's schedules are longer.
+        expected = reserved_bytes(layers, padded, kv_heads, 2, 16, given.storage.device)
+        # It is computed for whichever kernel's schedules are longer.
         spare = layers * (max(schedules.values()) - schedule)
-        assert sum(each.nbytes for each in held) == reckoned - spare
+        assert sum(each.nbytes for each in held) == expected - spare

@@ -210,8 +210,10 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
     KVCacheConfigurator._profile_available_bytes = lambda self, before: budget
     compat.captured_requests = lambda options: captured
-    reckoned, reckon = [], reserved.reckon
-    reserved.reckon = lambda *given: reckoned.append((given[-1], reckon(*given))) or reckoned[-1][1]
+    computed, compute = [], reserved.bytes_by_part
+    reserved.bytes_by_part = lambda *given: (
+        computed.append((given[-1], compute(*given))) or computed[-1][1]
+    )
     driver = scenarios.start(model, flags)
     runner = driver.scheduler.tp_worker.model_runner
     backend, store = runner.attn_backend, driver.store
@@ -223,7 +225,7 @@ def memory(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "queries": reader._services.queries.captured.nbytes,
     }
     return {
-        "reckoned": reckoned,
+        "computed": computed,
         "held": held,
         "pool": store.arena.storage.nbytes,
         "slot": store.arena.slot_bytes,

@@ -138,7 +138,7 @@ def test_a_further_chunk_takes_what_is_free(free, running, others, goes, chunk):
     assert adder.rem_chunk_tokens == chunk
 
 
-def test_nothing_is_reckoned_before_sglang_has_looked_at_a_request():
+def test_nothing_is_reserved_before_sglang_has_looked_at_a_request():
     """SGLang asks so early what an urgent request needs that it does not know its prompt."""
     asking = request()
     asking.full_untruncated_fill_ids = []

@@ -203,7 +203,7 @@ def test_everything_stays_where_tensors_of_one_stage_are_not_finite():
         assert each.store.held == 0
 
 
-def test_a_stage_that_keeps_more_than_others_reckoned_fails(monkeypatch):
+def test_a_stage_that_keeps_more_than_others_expect_fails(monkeypatch):
     def wrong(stages):
         run = stages[0].part.run
         monkeypatch.setattr(run, "entries_kept", lambda: [13] * 5)

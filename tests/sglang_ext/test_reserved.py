@@ -120,10 +120,10 @@ def test_pool_and_what_lies_beside_it_fit_in_the_budget(budget, page, options, r
 
 
 @pytest.mark.parametrize(("propagates", "scratch"), [(False, 0), (True, reserved.SCRATCH)])
-def test_tables_are_reckoned_to_the_byte(propagates, scratch):
+def test_tables_are_computed_to_the_byte(propagates, scratch):
     configurator = Configurator(requests=9)
     runtime = serving(propagates=propagates)
-    parts = reserved.reckon(runtime, configurator, configurator.server_args, 4000)
+    parts = reserved.bytes_by_part(runtime, configurator, configurator.server_args, 4000)
     rows = 9 + 1 + scratch  # row 0 is SGLang's padding
     tables = DeviceTables.empty(rows, LAYERS, KV_HEADS, 4000, "cpu", pairs=False)
     assert parts["tables"] == tables.bytes
@@ -134,7 +134,7 @@ def test_lists_for_flashinfer_are_taken_off_the_pool(monkeypatch, captured):
     configurator = Configurator(requests=9, captured=captured, decode="flashinfer")
     for asked, reads in (("auto", False), ("triton", False), ("flashinfer", True)):
         monkeypatch.setenv("SGLANG_KV_POLICY_ATTENTION", asked)
-        parts = reserved.reckon(serving(), configurator, configurator.server_args, 4000)
+        parts = reserved.bytes_by_part(serving(), configurator, configurator.server_args, 4000)
         assert ("lists for FlashInfer" in parts) == reads
     assert parts["lists for FlashInfer"] > 4 * LAYERS * 4000
 
@@ -171,7 +171,7 @@ def test_one_line_says_how_much_for_what(caplog):
     with caplog.at_level(logging.INFO):
         tokens = size(configurator, 40_000_000, noted=True)
     (record,) = caplog.records
-    parts = reserved.reckon(
+    parts = reserved.bytes_by_part(
         serving(noted=True),
         configurator,
         configurator.server_args,
@@ -211,13 +211,13 @@ def test_a_servers_pool_leaves_room_for_what_is_allocated(scenario, page):
         attention_backend="triton",
         max_running_requests=100,
     )
-    ((tokens, reckoned),) = found["reckoned"]
+    ((tokens, computed),) = found["computed"]
     assert tokens == budget // found["slot"] // page * page
     beside = found["held"]
-    assert beside["decode attention"] == reckoned["decode attention"]
-    assert beside["queries"] * (1 + LONGEST) == reckoned["queries"]
-    # Reckoned for the tokens that the pool would have had without it.
-    assert 0 <= reckoned["tables"] - beside["tables"] <= 8 * (tokens - found["tokens"])
+    assert beside["decode attention"] == computed["decode attention"]
+    assert beside["queries"] * (1 + LONGEST) == computed["queries"]
+    # Computed for the tokens that the pool would have had without it.
+    assert 0 <= computed["tables"] - beside["tables"] <= 8 * (tokens - found["tokens"])
     assert found["tokens"] < tokens
     assert found["tokens"] * found["slot"] + sum(beside.values()) <= budget
     # SGLang's pool has a page more than it has tokens, for padding.
