@@ -72,6 +72,7 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.SLOT_RESERVE, "after", _after_reserve(runtime)),
         (compat.RUNNING_NEEDS, "after", lambda n, _, req: runtime.still_needs(req, n)),
         (compat.MATCH_PREFIX, "around", _around_match_prefix),
+        (compat.PREFETCH, "around", _around_prefetch),
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.PREFILL_STATS, "around", _around_prefill_stats),
@@ -316,6 +317,11 @@ def _around_match_prefix(original: Function, tree: Any, params: Any) -> Any:
     return compat.found_unnoticed(tree, params.key)
 
 
+def _around_prefetch(original: Function, scheduler: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    """Around Scheduler._prefetch_kvcache; for internal requests nothing is fetched from storage."""
+    return None if asked.is_scoring(req) else original(scheduler, req, *args, **kw)
+
+
 def _around_prefill_stats(
     original: Function, reporter: Any, batch: Any, *args: Any, **kw: Any
 ) -> None:
@@ -391,6 +397,7 @@ def _after_internal_state(runtime: Runtime) -> Function:
         answer.internal_state["kv_policy_inspection"] = runtime.inspection
         answer.internal_state["kv_policy_version"] = version("kvpolicy")
         answer.internal_state["kv_policy_dp_rank"] = compat.dp_rank()
+        answer.internal_state["kv_policy_token_bytes"] = runtime.services.reports.token_bytes
         return answer
 
     return after

@@ -138,18 +138,16 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
                 "SGLANG_HTTP_SERVER_APP_PATH is not set."
             )
         if compat.has_tokenizer():
-            token_bytes = compat.slot_bytes(config, resolved.kv_cache_dtype)
-            _serve_clients(policies, config, token_bytes, resolved.tokenizer_worker_num)
+            _serve_clients(policies, config, resolved.tokenizer_worker_num)
     except Refused as error:
         raise _stop(error, command_line=_command_line) from None
 
 
-def _serve_clients(policies: Sequence[Any], config: Any, token_bytes: int, workers: int) -> None:
+def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
     """Install the plugin's part in a process that talks to clients.
 
     Args:
         config: SGLang's model config.
-        token_bytes: KV memory of one token in all layers, in bytes.
         workers: number of processes that talk to clients.
     """
     from kvpolicy.sglang_ext import frontend
@@ -166,7 +164,7 @@ def _serve_clients(policies: Sequence[Any], config: Any, token_bytes: int, worke
     allowed = Allowed(catalog, options.allowed_to_set())
     labels = compat.allowed_labels()
     traffic = Traffic(catalog.policies, options.override(), live, allowed, labels)
-    server = Server(traffic, token_bytes=token_bytes, context=config.context_len)
+    server = Server(traffic, context=config.context_len)
     frontend.install(server)
     if workers == 1:  # several processes would have to be switched together
         Control(server, catalog).install()

@@ -212,7 +212,7 @@ class Block:
         numbers: int64 [B * L, 3 + 2 * G], kernel "tally" at the last fold; None before the first.
         used: int64 [B * L], `lengths` on the device, if entries that left are gaps; None: no gaps.
         since: steps since every list was cut to at most what its rule keeps; None: unknown.
-        ends: made so far, for all steps: int64 [N, 3] `numbers` of the kernel "best" by node that
+        ends: made so far, for all steps: int64 [N, 3] `limits` of the kernel "best" by node that
             selects entries by their place, and float64 [N] by number of a `KeepStage`.
     """
 

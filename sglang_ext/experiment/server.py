@@ -27,16 +27,16 @@ class Server:
         live: the experiment, if there is one.
     """
 
-    def __init__(self, traffic: Traffic, *, token_bytes: int, context: int) -> None:
+    def __init__(self, traffic: Traffic, *, context: int) -> None:
         """
         Args:
-            token_bytes: KV memory of one token with full KV, in bytes.
             context: tokens of the model's context.
         """
         self.traffic = traffic
         self.live: Live | None = traffic.live
         self.shadows: Shadows | None = None
-        self._token_bytes, self._context = token_bytes, context
+        self._context = context
+        self._token_bytes = 0  # KV memory of one token with full KV, once schedulers have said it
         self._began = False
         self._noted: set[tuple[str, type]] = set()
         self._watching: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class Server:
             )
         if not self._began:
             self._began = True
-            self._begin(manager)
+            await self._begin(manager)
         try:
             # SGLang's warm-up takes no part.
             draws = not compat.is_starting(manager)
@@ -75,7 +75,7 @@ class Server:
             self._noted.add(kind)
             logger.error("KV-cache experiment: %s.", what, exc_info=error)
 
-    def _begin(self, manager: Any) -> None:
+    async def _begin(self, manager: Any) -> None:
         labels = compat.front_end_labels(manager)
         if labels is not None:
             # SGLang has set the multiprocess folder by now; imported earlier, the library
@@ -93,6 +93,10 @@ class Server:
                 self.live.series.export(labels)
             self.shadows = Shadows(self.live, manager, self._context)
             self._watching = asyncio.get_running_loop().create_task(self._watch(self.live))
+            try:
+                self._token_bytes = await compat.token_bytes(manager)
+            except Exception as error:
+                self._note("what full KV takes is not known, and is counted as nothing", error)
 
     def apply(self, on: bool) -> bool:
         """Switch policies on or off from the next request on. Returns whether that is new."""

@@ -80,6 +80,7 @@ MATCH_PREFIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match
 LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
 END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+PREFETCH = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 CONTROL = "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control"
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 CAN_RUN_GRAPH = (
@@ -274,6 +275,11 @@ def has_recurrent_layers(config: Any) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(config) is not None
+
+
+def uses_ray() -> bool:
+    """Whether this process starts schedulers as Ray's actors."""
+    return "sglang.srt.ray.engine" in sys.modules
 
 
 def uses_rust_server() -> bool:
@@ -974,15 +980,14 @@ def has_step_outputs() -> bool:
     return find_spec("sglang.srt.managers.auxiliary_output") is not None
 
 
-def slot_bytes(config: Any, cache_dtype: str) -> int:
-    """KV memory of one token in all layers, in bytes, from SGLang's model config.
+async def token_bytes(manager: Any) -> int:
+    """KV memory of one token in all layers, in bytes, as the plugin in the scheduler says it.
 
-    Args:
-        cache_dtype: `--kv-cache-dtype`; `auto` is taken for the model's own.
+    The front end does not know it: `--kv-cache-dtype auto` is what the checkpoint says.
     """
-    number = {"auto": config.dtype.itemsize, "fp8_e4m3": 1, "fp8_e5m2": 1}.get(cache_dtype, 2)
-    entry = 2 * config.head_dim * number  # a key and a value
-    return config.num_hidden_layers * config.get_total_num_kv_heads() * entry
+    states = await manager.get_internal_state()
+    found: int = states[0]["kv_policy_token_bytes"]
+    return found
 
 
 def manager() -> Any:

@@ -52,6 +52,10 @@ OPTIONS = (
     ("kv_canary", "none", "it follows a request's row to slots that were freed"),
     ("smg_grpc_mode", False, "requests say in HTTP by which policy they are served"),
     ("grpc_port", None, "requests say in HTTP by which policy they are served"),
+    ("use_ray", False, "its schedulers load no plugins, and would serve full KV"),
+    ("radix_cache_backend", None, "it may store whole rows, and freed slots are no longer in them"),
+    ("enable_nvidia_megakernel", False, "it replaces the model's decode steps"),
+    ("enable_amd_monokernel", False, "it replaces the model's decode steps"),
 )
 
 
@@ -77,7 +81,7 @@ def check_options(options: Any) -> None:
         Refused: names the option and why.
     """
     for name, harmless, why in OPTIONS:
-        value = getattr(options, name)
+        value = getattr(options, name, harmless)  # not every version has all
         if value != harmless and not (value is None and harmless == "null"):
             raise _refusal(name, value, why)
     if options.kv_cache_dtype not in CACHE_DTYPES:
@@ -107,6 +111,11 @@ def check_options(options: Any) -> None:
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"
         raise _refusal("cuda_graph_backend_prefill", "full", why)
+    if compat.uses_ray():
+        raise Refused(
+            "sglang.srt.ray cannot be combined with --kv-policy: its schedulers load no plugins, "
+            "and would serve full KV."
+        )
     if compat.uses_rust_server():
         raise Refused("SGLANG_RUST_SERVER cannot be combined with --kv-policy: it is not tested.")
     if compat.post_capture_sizing():

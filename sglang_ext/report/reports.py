@@ -20,7 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Reports:
-    """The reports of one scheduler."""
+    """The reports of one scheduler.
+
+    Attributes:
+        token_bytes: KV memory of one token in all layers of the model, in bytes.
+    """
 
     def __init__(self, arena: Arena, metrics: Metrics, ranks: Ranks) -> None:
         self._metrics = metrics
@@ -28,7 +32,7 @@ class Reports:
         self._kv_heads = ranks.heads.total(arena.kv_heads)
         self._layers = arena.model_layers
         of_layer = arena.slot_bytes // (arena.layers * arena.kv_heads) * self._kv_heads
-        self._slot_bytes = of_layer * self._layers
+        self.token_bytes = of_layer * self._layers
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
         """Note, when a request arrives, whether it asks which positions are kept."""
@@ -88,8 +92,8 @@ class Reports:
             "prompt_tokens": state.prompt,
             "entries_before": self._layers * self._kv_heads * state.prompt,
             "entries_kept": entries,
-            "kv_bytes_before": self._slot_bytes * state.prompt,
-            "kv_bytes_after": self._slot_bytes * after,
+            "kv_bytes_before": self.token_bytes * state.prompt,
+            "kv_bytes_after": self.token_bytes * after,
             "slots_freed": state.prompt - after,
             "compression_seconds": round(state.reported.seconds, 6),
         }

@@ -207,7 +207,7 @@ def control(fleet, tmp_path, monkeypatch):
     found = reading.read(file.read_text(), "file").require()
     live = Live(found, file, {"first": {}, "second": {}})
     monkeypatch.setattr(compat, "manager", lambda: None)
-    server = Server(Traffic(catalog.policies, "any", live), token_bytes=1, context=1)
+    server = Server(Traffic(catalog.policies, "any", live), context=1)
     return Control(server, catalog), live
 
 

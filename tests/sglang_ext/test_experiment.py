@@ -237,7 +237,12 @@ def test_breaches_are_told_of_and_seen(server):
     assert evidence > 3
     assert [v for k, v in values.items() if "_state{" in k and '"running"' in k] == [1]
     assert [v for k, v in values.items() if "state_saved" in k] == [1]
-    assert found["analysis"]["arms"]["tight"]["tallies"]["kv_bytes_per_prompt_token"][0] > 0
+    arms = found["analysis"]["arms"]
+    assert arms["tight"]["tallies"]["kv_bytes_per_prompt_token"][0] > 0
+    info = server.session.get(server.url + "/server_info", headers=ADMIN, timeout=60).json()
+    full = info["internal_states"][0]["kv_policy_token_bytes"]
+    number, total = arms["control"]["tallies"]["kv_bytes_per_prompt_token"]
+    assert total == number * full > 0
 
 
 def test_what_a_client_may_not_do(server):
@@ -489,9 +494,11 @@ def test_scoring_makes_way_for_what_wants_an_idle_server(server):
         for path in ("flush_cache", "release_memory_occupation", "resume_memory_occupation"):
             response = post(server, f"/{path}", {}, **ADMIN)
             assert response.status_code == 200, response.text
-    after = settled(server)
     arms = ("control", "same", "tight")
-    assert sum(compared(after, arm) - compared(before, arm) for arm in arms) == 12
+    until(
+        server,
+        lambda after: sum(compared(after, arm) - compared(before, arm) for arm in arms) == 12,
+    )
 
 
 def test_answers_of_other_weights_are_not_compared(server, model):
@@ -505,10 +512,15 @@ def test_answers_of_other_weights_are_not_compared(server, model):
     update = {"model_path": model}
     assert post(server, "/update_weights_from_disk", update, **ADMIN).json()["success"]
     assert post(server, "/resume_memory_occupation", tags, **ADMIN).status_code == 200
-    after = settled(server)["shadow"]
-    for arm, outcomes in after.items():
-        left_out = outcomes["not_comparable"] - before[arm]["not_comparable"]
-        assert left_out == arms.count(arm), arm
+
+    def left_out(found):
+        return {
+            arm: outcomes["not_comparable"] - before[arm]["not_comparable"]
+            for arm, outcomes in found["shadow"].items()
+        }
+
+    found = until(server, lambda found: sum(left_out(found).values()) == len(arms))
+    assert left_out(found) == {arm: arms.count(arm) for arm in found["shadow"]}
 
 
 def until(server, holds, seconds=PATIENCE):

@@ -5,12 +5,14 @@ import inspect
 import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
 from kvpolicy.sglang_ext.face import compat, refusals
+from kvpolicy.sglang_ext.face.asked import ASSIGNED
 from kvpolicy.sglang_ext.face.errors import Refused
 
 SIGNATURES = {
@@ -47,6 +49,7 @@ SIGNATURES = {
     compat.SAMPLE_LOGITS: ["self", "logits_output", "forward_batch"],
     compat.SAMPLE: ["self", "logits_output", "sampling_info"],
     compat.MATCH_PREFIX: ["self", "params"],
+    compat.PREFETCH: ["self", "req", "storage_hit_end"],
     compat.LOGPROBS: [
         "self",
         "logprobs",
@@ -147,7 +150,9 @@ def test_refused_options_exist():
     from sglang.srt.server_args import ServerArgs
 
     fields = set(inspect.signature(ServerArgs).parameters)
-    assert {name for name, _, _ in refusals.OPTIONS} | {"kv_cache_dtype"} <= fields
+    newer = {"enable_nvidia_megakernel", "enable_amd_monokernel"}  # than 0.5.22
+    asked_for = {name for name, _, _ in refusals.OPTIONS} | {"kv_cache_dtype"}
+    assert asked_for - fields == (newer if compat.installed_version() == "0.5.22" else set())
 
 
 def test_the_plugin_is_light():
@@ -158,3 +163,15 @@ def test_the_plugin_is_light():
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_internal_requests_fetch_nothing_from_storage(scores):
+    from kvpolicy.sglang_ext import hooks
+
+    fetched = []
+    req = SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params={ASSIGNED: {"scores": scores}})
+    )
+    hooks._around_prefetch(lambda scheduler, own: fetched.append(own), None, req)
+    assert fetched == ([] if scores else [req])

@@ -1,6 +1,7 @@
 """Options and models that cannot be combined with a policy: one sentence each."""
 
 import argparse
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,13 @@ def test_flashinfer_reads_only_where_sglang_decodes_by_it(monkeypatch):
         refusals.check_options(options(**chosen))
 
 
+def test_schedulers_without_plugins_are_refused(monkeypatch):
+    """Ray's engine, in a program of its own, sets no option."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.ray.engine", SimpleNamespace())
+    with pytest.raises(Refused, match=r"^sglang\.srt\.ray cannot be combined with --kv-policy: "):
+        refusals.check_options(options())
+
+
 def test_harmless_options_are_served():
     refusals.check_options(options())
     refusals.check_options(options(dp_size=2, enable_mixed_chunk=True))
@@ -89,6 +97,7 @@ REFUSED = {
 } | {
     "dllm_algorithm": "LowConfidence",
     "grpc_port": 40000,
+    "radix_cache_backend": "flexkv",
     "kv_cache_dtype": "mxfp8",
     "attention_backend": "flex_attention",
     "decode_attention_backend": "trtllm_mha",

@@ -166,7 +166,7 @@ def test_what_asks_for_no_token_takes_no_part(live):
 )
 def test_what_generated_nothing_is_not_counted(live, why, counted):
     assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), token_bytes=8, context=99)
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     obj = SimpleNamespace(sampling_params={"custom_params": {asked.ASSIGNED: assigned}})
     stats = SimpleNamespace(first_token_time=0, finished_time=0)
 
@@ -189,7 +189,7 @@ def test_what_generated_nothing_is_not_counted(live, why, counted):
 )
 def test_what_ends_in_the_queue_is_counted(live, monkeypatch, why, outcomes):
     assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), token_bytes=8, context=99)
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     obj = SimpleNamespace(sampling_params={"custom_params": {asked.ASSIGNED: assigned}})
     seen = Counter()
     monkeypatch.setattr(live.series, "finished", lambda arm, outcome: seen.update([outcome]))
@@ -403,7 +403,7 @@ def test_where_it_stands_is_written_again_and_again(stepping, monkeypatch, tmp_p
     monkeypatch.setattr("kvpolicy.sglang_ext.experiment.server.POLL", 0.01)
 
     async def watch():
-        server = Server(Traffic({}, live=live), token_bytes=8, context=99)
+        server = Server(Traffic({}, live=live), context=99)
         watching = asyncio.create_task(server._watch(live))
         now[0] = 61.0
         while state_file.load(tmp_path / "state.json")["elapsed"] < 61:
@@ -502,7 +502,7 @@ def test_the_budget_of_shadows():
 
 
 def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplog):
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), token_bytes=8, context=99)
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     state = SimpleNamespace(time_stats=None)
 
     def broken(*_, **__):
@@ -531,10 +531,37 @@ def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplo
     assert caplog.text.count("a request that has ended was not counted") == 1
 
 
+def test_full_kv_takes_what_schedulers_say(live, monkeypatch):
+    """A checkpoint may ask for a cache of 8 bits, which the front end does not see."""
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
+    found = []
+    monkeypatch.setattr(live.series, "memory", lambda arm, *sizes: found.append(sizes))
+    monkeypatch.setattr(compat, "is_starting", lambda _: False)
+    monkeypatch.setattr(compat, "latencies", lambda _: (None, None))
+
+    async def states():
+        return [{"kv_policy_token_bytes": 24}]
+
+    async def serve():
+        manager = SimpleNamespace(
+            enable_lora=False, enable_metrics=False, get_internal_state=states
+        )
+        for i in range(20):
+            obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
+            obj.sampling_params = {}
+            await server.arrived(manager, obj, request({"x-key": f"{i}"}))
+            meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 5}
+            server.ended(SimpleNamespace(obj=obj), meta, {}, None)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(serve())
+    assert set(found) == {(5 * 24, 5 * 24)}
+
+
 @pytest.fixture
 def arrive(live, monkeypatch):
     """Sends a request to a server on which clients may name no policy; returns the result."""
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, "none", live), token_bytes=8, context=99)
+    server = Server(Traffic({"snapkv": 0, "lava": 0}, "none", live), context=99)
 
     def run(rid, params, path, starting):
         obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
