@@ -67,7 +67,7 @@ def run(tmp_path, setting, policy=str(ROOT / "policies" / "snapkv.yaml"), text=S
         **more,
     }
     words = [sys.executable, "-P", str(script)]
-    return forked.run(words, env={**os.environ, **variables}, timeout=200)
+    return forked.run(words, env={**os.environ, **variables}, timeout=600)
 
 
 def test_the_environment_names_the_policy(tmp_path):
