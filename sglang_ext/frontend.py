@@ -127,11 +127,11 @@ async def _around_change_weights(
 
 async def _around_release_memory(original: Function, manager: Any, obj: Any, *args: Any) -> None:
     """Around TokenizerControlMixin.release_memory_occupation."""
-    shadows = _shadows_of(manager)
-    if shadows is not None:
-        shadows.released |= compat.memory_tags(obj)
     async with _without_scoring(manager):
         await original(manager, obj, *args)
+        shadows = _shadows_of(manager)
+        if shadows is not None:
+            shadows.released |= compat.memory_tags(obj)
 
 
 async def _around_resume_memory(original: Function, manager: Any, obj: Any, *args: Any) -> None:
