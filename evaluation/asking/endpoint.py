@@ -23,6 +23,7 @@ class Endpoint:
         policies: name, path and settings of each policy; None without kvpolicy.
         inspection: whether it allows inspection: requests for kept positions and forced output.
         models: names of the models of an OpenAI-compatible server.
+        token_bytes: KV memory of one token in all layers, in bytes; None without kvpolicy.
     """
 
     url: str
@@ -31,6 +32,7 @@ class Endpoint:
     policies: Sequence[Mapping[str, Any]] | None = None
     inspection: bool = False
     models: tuple[str, ...] = ()
+    token_bytes: int | None = None
 
     def require_inspection(self, what: str) -> None:
         """Refuse a server that has policies but does not allow inspection.
@@ -82,8 +84,14 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
         info = probe.json(path, tried)
         if info is not None and isinstance(info.get("internal_states"), list):
             state = (info["internal_states"] or [{}])[0]
-            policies, inspection = state.get("kv_policy"), state.get("kv_policy_inspection")
-            return Endpoint(base, "sglang", info, policies, bool(inspection))
+            return Endpoint(
+                base,
+                "sglang",
+                info,
+                state.get("kv_policy"),
+                bool(state.get("kv_policy_inspection")),
+                token_bytes=state.get("kv_policy_token_bytes"),
+            )
     if api != "sglang":
         models = probe.json("/v1/models", tried)
         if models is not None and isinstance(models.get("data"), list):

@@ -7,7 +7,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -396,17 +396,24 @@ def _sglang(
     setup: Setup, found: Endpoint, key: str | None = None, admin_key: str | None = None
 ) -> tuple[Client, Memory]:
     """A client of SGLang, and the model's sizes; sets `bytes_per_token` in the plan."""
-    info, server = found.info, setup.plan.server
-    kind = str(info.get("kv_cache_dtype") or "auto")
-    kind = str(info.get("dtype")) if kind == "auto" else kind
-    config = setup.config or _config_of(info)
-    if config is not None:
-        size = 1 if kind.startswith("fp8") else _BYTES.get(kind, config.element_bytes)
-        shape = config.shape
-        server["bytes_per_token"] = shape.layers * shape.kv_heads * 2 * shape.head_dim * size
+    config = setup.config or _config_of(found.info)
+    expected = None if config is None else _token_bytes(found.info, config)
+    setup.plan.server["bytes_per_token"] = found.token_bytes or expected
     named = found.policies is not None
     client = SGLang(found.url, setup.tokens, named=named, key=key, admin_key=admin_key)
     return client, _memory(setup)
+
+
+def _token_bytes(info: Mapping[str, Any], config: ModelConfig) -> int:
+    """KV memory of one token that SGLang's options ask for, in bytes.
+
+    Only a server itself knows what a checkpoint asks for (`--kv-cache-dtype auto`).
+    """
+    kind = str(info.get("kv_cache_dtype") or "auto")
+    kind = str(info.get("dtype")) if kind == "auto" else kind
+    size = 1 if kind.startswith("fp8") else _BYTES.get(kind, config.element_bytes)
+    shape = config.shape
+    return shape.layers * shape.kv_heads * 2 * shape.head_dim * size
 
 
 def _memory(setup: Setup) -> Memory:

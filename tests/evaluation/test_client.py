@@ -145,12 +145,15 @@ def test_completions(tokens):
 
 def test_what_listens():
     policies = [{"name": "lava", "path": "p", "settings": {}, "default": True}]
-    info = {"internal_states": [{"kv_policy": policies}], "version": "1"}
+    state = {"kv_policy": policies, "kv_policy_token_bytes": 640}
+    info = {"internal_states": [state], "version": "1"}
     with listening(FakeSGLang(info=info)) as url:
         found = find(url + "/", None, None)
         assert (found.api, found.policies, found.url) == ("sglang", policies, url)
+        assert found.token_bytes == 640
     with listening(FakeSGLang()) as url:
-        assert find(url.removeprefix("http://"), "sglang", None).policies is None
+        bare = find(url.removeprefix("http://"), "sglang", None)
+        assert (bare.policies, bare.token_bytes) == (None, None)
     with listening(Completions(("a", "b"), key="secret")) as url:
         found = find(url + "/v1", None, "secret")
         assert (found.api, found.models) == ("openai", ("a", "b"))
