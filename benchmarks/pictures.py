@@ -12,6 +12,7 @@ from timing import summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -31,6 +32,19 @@ def panels(path: Path, rows: int, columns: int, size: tuple[float, float]):
     from matplotlib import pyplot
 
     return pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+
+
+def grid(path: Path, number: int) -> tuple[Figure, list[Axes]] | None:
+    """A figure of up to two panels side by side, or four; None if there is nothing to draw on."""
+    rows, columns = -(-number // 2), min(number, 2)
+    drawn = panels(path, rows, columns, (5.5 * columns, 4 * rows)) if number else None
+    if drawn is None:
+        return None
+    figure, made = drawn
+    flat = list(made.flat)
+    for unused in flat[number:]:
+        unused.remove()
+    return figure, flat[:number]
 
 
 def draw(axes: Axes, lines: Lines) -> None:
@@ -80,59 +94,73 @@ def _share(case: dict, call: dict) -> tuple[float, float, float] | None:
 
 
 def kernels(facts: dict, path: Path) -> None:
-    """Draw four panels: scoring, decode attention, compaction, and shares of a prefill."""
-    drawn = panels(path, 2, 2, (11, 8))
-    if drawn is None:
-        return
-    figure, ((scoring, attention), (compaction, prefill)) = drawn
+    """Draw scoring, decode attention, compaction and shares of a prefill; none without cases."""
     cases = facts["cases"]
 
     def of(topic: str) -> list[dict]:
         return [case for case in cases if case["topic"] == topic]
 
-    one = [case for case in of("scoring") if case["layers"] == 1]
-    compaction.axhline(60, **LINE)
-    for axes, own, title in (
-        (scoring, one, "Window scoring of one layer"),
-        (compaction, of("compaction"), "Compaction, all layers (dashed: target)"),
-    ):
-        draw(axes, _lines(own, _share))
-        axes.set(title=title, ylabel="% of copy bandwidth")
-        axes.set_ylim(bottom=0)
-        token_axis(axes, own)
     batches = sorted({case["batch"] for case in of("decode attention")})
     batch = 16 if 16 in batches else (batches or [0])[-1]
-    own = [case for case in of("decode attention") if case["batch"] == batch]
-    draw(attention, _lines(own, _time))
-    attention.set(title=f"Decode attention of one layer, batch {batch}", ylabel="microseconds")
-    attention.set_yscale("log")
-    token_axis(attention, own)
-    draw(prefill, _prefill(cases))
-    prefill.axhline(0.5, **LINE)
-    prefill.set(title="All layers, as called (dashed: target of scoring)", ylabel="% of prefill")
-    prefill.set_yscale("log")
-    token_axis(prefill, [case for case in cases if _added(case) is not None])
+    parts = [
+        (_copied, [case for case in of("scoring") if case["layers"] == 1], "Scoring of one layer"),
+        (_attended, [case for case in of("decode attention") if case["batch"] == batch],
+         f"Decode attention of one layer, batch {batch}"),
+        (_compacted, of("compaction"), "Compaction, all layers (dashed: target)"),
+        (_added_to_prefill, [case for case in cases if _added(case)],
+         "All layers, as called (dashed: target of scoring)"),
+    ]  # fmt: skip
+    drawn = grid(path, len(parts := [part for part in parts if part[1]]))
+    if drawn is None:
+        return
+    figure, places = drawn
+    for axes, (draw_part, own, title) in zip(places, parts, strict=True):
+        draw_part(axes, own)
+        axes.set_title(title)
+        token_axis(axes, own)
     device = facts["machine"].split(",")[0]
     figure.suptitle(f"Kernels on {device}; bars: 10th to 90th percentile", fontsize=10)
     save(figure, path)
 
 
-def _added(case: dict) -> dict | None:
-    """Our call of a case that is part of every prefill; None for others and for duplicates."""
-    call = next(iter(case["calls"].values()))
+def _copied(axes: Axes, cases: list[dict]) -> None:
+    draw(axes, _lines(cases, _share))
+    axes.set_ylabel("% of copy bandwidth")
+    axes.set_ylim(bottom=0)
+
+
+def _compacted(axes: Axes, cases: list[dict]) -> None:
+    axes.axhline(60, **LINE)
+    _copied(axes, cases)
+
+
+def _attended(axes: Axes, cases: list[dict]) -> None:
+    draw(axes, _lines(cases, _time))
+    axes.set_ylabel("microseconds")
+    axes.set_yscale("log")
+
+
+def _added_to_prefill(axes: Axes, cases: list[dict]) -> None:
+    draw(axes, _prefill(cases))
+    axes.axhline(0.5, **LINE)
+    axes.set_ylabel("% of prefill")
+    axes.set_yscale("log")
+
+
+def _added(case: dict) -> bool:
+    """Whether our call of a case is part of every prefill, and of no other case."""
     twice = (case["topic"] == "scoring" and case["layers"] == 1) or "own numbers" in case["case"]
-    return call if "share_of_prefill" in call and not twice else None
+    return "share_of_prefill" in next(iter(case["calls"].values())) and not twice
 
 
 def _prefill(cases: Iterable[dict]) -> Lines:
     made: Lines = {}
     for case in cases:
-        call = _added(case)
-        if call is not None:
-            share, times = 100 * call["share_of_prefill"], call["called"]
-            spread = (share * times[name] / times["median"] for name in ("p10", "p90"))
-            name = f"{case['topic']}: {case['case']}"
-            made.setdefault(name, []).append((case["tokens"], share, *spread))
+        call = next(iter(case["calls"].values()))
+        share, times = 100 * call["share_of_prefill"], call["called"]
+        spread = (share * times[name] / times["median"] for name in ("p10", "p90"))
+        name = f"{case['topic']}: {case['case']}"
+        made.setdefault(name, []).append((case["tokens"], share, *spread))
     return made
 
 
@@ -146,32 +174,50 @@ def save(figure, path: Path) -> None:
 
 
 def serving(facts: dict, path: Path) -> None:
-    """Draw four panels over the share kept: TTFT and TPOT at equal batch; results of a crowd."""
-    drawn = panels(path, 2, 2, (11, 8))
-    if drawn is None:
-        return
-    figure, axs = drawn
-    cells = facts["cells"]
-    equal = [cell for cell in cells if cell["requests"] == facts["at_once"]]
+    """Draw TTFT and TPOT at equal batch, and a crowd's throughput and size where there was one.
+
+    The x axis has the shares kept, or the lengths of prompts where there are more of those.
+    """
+    cells, batch = facts["cells"], facts["at_once"]
+    equal = [cell for cell in cells if cell["requests"] == batch]
+    crowd = [cell for cell in cells if cell["requests"] != batch]
+    lengths = {cell["tokens"] for cell in equal}
+    by_length = len(lengths) > len({cell["share"] for cell in equal if cell["share"] < 1})
     # The longest prompts that were served with a policy.
     longest = max((cell["tokens"] for cell in equal if cell["share"] < 1), default=0)
-    equal = [cell for cell in equal if cell["tokens"] == longest]
-    crowd = [cell for cell in cells if cell["requests"] != facts["at_once"]]
-    for axes, part, name, scale, title in (
-        (axs[0, 0], equal, "ttft", 1000, "TTFT at equal batch, ms"),
-        (axs[0, 1], equal, "tpot", 1000, "TPOT at equal batch, ms"),
-        (axs[1, 0], crowd, "throughput", 1, "Tokens per second, crowd in a tight pool"),
-        (axs[1, 1], crowd, "at_once", 1, "Requests decoded at once, crowd in a tight pool"),
-    ):
+    if not by_length:
+        equal = [cell for cell in equal if cell["tokens"] == longest]
+    parts = [
+        (equal, by_length, "ttft", 1000, "TTFT at equal batch, ms"),
+        (equal, by_length, "tpot", 1000, "TPOT at equal batch, ms"),
+        (crowd, False, "throughput", 1, "Tokens per second, crowd in a tight pool"),
+        (crowd, False, "at_once", 1, "Requests decoded at once, crowd in a tight pool"),
+    ]
+    drawn = grid(path, len(parts := [part for part in parts if part[0]]))
+    if drawn is None:
+        return
+    figure, places = drawn
+    for axes, (part, of_lengths, name, scale, title) in zip(places, parts, strict=True):
         lines: Lines = {}
         for cell in part:
-            point = (100 * cell["share"], *_middle(cell[name], scale))
+            x = cell["tokens"] if of_lengths else 100 * cell["share"]
+            point = (x, *_middle(cell[name], scale))
             lines.setdefault(_policy(cell["server"]), []).append(point)
         draw(axes, lines)
-        axes.set(title=title, xlabel="% of the prompt kept, as asked")
-        axes.set_ylim(bottom=0)
+        axes.set_title(title)
+        if of_lengths:
+            token_axis(axes, part)
+        else:
+            axes.set_xlabel("% of the prompt kept, as asked")
+        if of_lengths and name == "ttft":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
     device = facts["machine"].split(",")[0]
-    title = f"Serving on {device}, prompts of {longest} tokens, {facts['at_once']} at equal batch"
+    shares = sorted({cell["share"] for cell in equal if cell["share"] < 1})
+    what = ", ".join(f"{100 * share:.3g} %" for share in shares) + " kept"
+    what = what if by_length else f"prompts of {longest} tokens"
+    title = f"Serving on {device}, {what}, {batch} at equal batch"
     figure.suptitle(f"{title}; bars: 10th to 90th percentile", fontsize=10)
     save(figure, path)
 
