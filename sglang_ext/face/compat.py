@@ -429,6 +429,13 @@ def await_loaded(runner: Any, layer: int) -> None:
     runner.token_to_kv_pool.get_key_buffer(layer)
 
 
+def unrecorded() -> Any:
+    """The context in which SGLang records no experts (`--expert-distribution-recorder-mode`)."""
+    from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+
+    return get_global_expert_distribution_recorder().disable_this_region()
+
+
 def start_stream(batch: Any) -> None:
     """Begin the residual stream of a batch before its first layer."""
     from sglang.srt.layers.layer_boundary.residual.batch import start

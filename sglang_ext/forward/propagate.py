@@ -359,8 +359,9 @@ class PropagateStep:
         compat.start_stream(batch)
         earlier = self._frame.replace(frame)
         try:
-            for run in self._services.layers[: layer + 1]:
-                hidden = run(positions, hidden, batch)
+            with compat.unrecorded():  # they would be taken for experts of this one layer
+                for run in self._services.layers[: layer + 1]:
+                    hidden = run(positions, hidden, batch)
         finally:
             self._frame.replace(earlier)
         rows, _ = view.rows_of(hidden, batch)

@@ -5,6 +5,7 @@ free slots with NaN before each prompt.
 """
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -381,6 +382,41 @@ def test_admission(layer, chunk, others, waits, chunk_after):
     adder = Adder(chunk, admitted)
     assert admission.must_wait(adder, request, state, most=2) is waits
     assert adder.rem_chunk_tokens == chunk_after
+
+
+class Recorder:
+    """Replaces SGLang's recorder of experts."""
+
+    recording = True
+
+    @contextmanager
+    def disable_this_region(self):
+        self.recording = False
+        yield
+        self.recording = True
+
+
+def test_experts_of_a_second_pass_are_not_recorded(monkeypatch):
+    """SGLang would take them for experts of the layer after which the pass begins."""
+    pytest.importorskip("sglang")
+    from kvpolicy.sglang_ext.face import compat
+    from kvpolicy.sglang_ext.forward import view
+    from kvpolicy.sglang_ext.forward.propagate import PropagateStep
+    from sglang.srt.eplb import expert_distribution
+
+    recorder, seen = Recorder(), []
+    name = "get_global_expert_distribution_recorder"
+    monkeypatch.setattr(expert_distribution, name, lambda: recorder)
+    monkeypatch.setattr(compat, "embed", lambda model, ids: ids)
+    monkeypatch.setattr(compat, "start_stream", lambda batch: None)
+    monkeypatch.setattr(view, "rows_of", lambda hidden, batch: (None, None))
+    step = object.__new__(PropagateStep)
+    layers = [lambda *_: seen.append(recorder.recording)] * 3
+    step._services = SimpleNamespace(layers=layers, runner=SimpleNamespace(model=None))
+    step._frame = SimpleNamespace(replace=lambda rows: None)
+    step._start_again(1, (None, None, None), {})
+    assert seen == [False, False]
+    assert recorder.recording
 
 
 class Other:
