@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -67,6 +68,7 @@ class Traffic:
             ValueError: the client asks for what it may not have; the message is for the client.
         """
         parts = _parts(obj)
+        write = partial(_write, obj, compat.preferred_custom_params(manager))
         customs = [custom for custom in map(_custom, parts) if custom is not None]
         if any(ASSIGNED in custom for custom in customs):
             raise ValueError(f"custom_params.{ASSIGNED} is the server's own")
@@ -74,7 +76,7 @@ class Traffic:
         if self.live is not None:
             compat.set_labels(obj, self.live.labels(None), self._labels)
         if not self.enabled:
-            _write(obj, parts, NO_POLICY, {"reason": Reason.DISABLED.value})
+            write(parts, NO_POLICY, {"reason": Reason.DISABLED.value})
             return
         elsewhere = None if request is None else request.headers.get(HEADER)
         elsewhere = alias if elsewhere is None else elsewhere
@@ -90,18 +92,18 @@ class Traffic:
         self._check_values(customs, elsewhere)
         if named_itself or elsewhere is not None:
             noted = {} if self.live is None else self.live.named_itself()
-            _write(obj, named_itself, None, noted)
+            write(named_itself, None, noted)
             if elsewhere is not None:
-                _write(obj, others, elsewhere, noted)
+                write(others, elsewhere, noted)
         if others and elsewhere is None and self.live is not None and draws:
             drawn = [part for part in others if part.get("max_new_tokens") != 0]
             if len(drawn) < len(others):
                 silent = [part for part in others if part.get("max_new_tokens") == 0]
-                _write(obj, silent, *self.live.generates_nothing())
+                write(silent, *self.live.generates_nothing())
             if drawn:
                 place, key = await self._key(obj, request, self.live.experiment.targeting_key)
                 policy, assigned = self.live.assign(place, key, time.time())
-                _write(obj, drawn, policy, assigned)
+                write(drawn, policy, assigned)
                 if len(drawn) == len(parts):  # they share their labels
                     labels = self.live.labels(assigned.get("arm"))
                     compat.set_labels(obj, labels, self._labels)
@@ -197,9 +199,17 @@ def _parts(obj: Any) -> list[dict[str, Any]]:
 
 
 def _write(
-    obj: Any, parts: Sequence[dict[str, Any]], policy: str | None, assigned: Mapping[str, Any]
+    obj: Any,
+    preferred: Any,
+    parts: Sequence[dict[str, Any]],
+    policy: str | None,
+    assigned: Mapping[str, Any],
 ) -> None:
-    """Write into parts of a request a policy (None: leave it) and how it was chosen."""
+    """Write into parts of a request a policy (None: leave it) and how it was chosen.
+
+    Args:
+        preferred: `custom_params` that SGLang gives to parts without.
+    """
     written: dict[str, Any] = {} if policy is None else {POLICY: policy}
     if assigned:
         written[ASSIGNED] = dict(assigned)
@@ -208,6 +218,6 @@ def _write(
     for params in parts:
         if obj.sampling_params is None:
             obj.sampling_params = params
-        custom = params.get("custom_params")
+        custom = params.get("custom_params", preferred)
         if custom is None or isinstance(custom, dict):
             params["custom_params"] = {**(custom or {}), **written}

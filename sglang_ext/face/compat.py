@@ -1004,6 +1004,11 @@ def manager() -> Any:
     return get_global_state().tokenizer_manager
 
 
+def preferred_custom_params(manager: Any) -> Any:
+    """`custom_params` of requests that have none (`--preferred-sampling-params`)."""
+    return (manager.preferred_sampling_params or {}).get("custom_params")
+
+
 def session_of(obj: Any) -> str | None:
     """The id of the session that a request names; None if it names none."""
     if obj.session_id is not None:

@@ -117,6 +117,8 @@ def test_attributes_that_are_read_or_written_exist():
     assert "decoding_reqs" in batch.ScheduleBatch.__dataclass_fields__
     requests = importlib.import_module("sglang.srt.managers.io_struct")
     assert "routed_dp_rank" in requests.GenerateReqInput.__dataclass_fields__
+    manager = importlib.import_module(compat.TOKENIZER_MODULE).TokenizerManager
+    assert "self.preferred_sampling_params = " in inspect.getsource(manager)
     slots = {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}
     assert slots <= set(batch.ReqKvInfo.__slots__)
     adder = importlib.import_module("sglang.srt.managers.schedule_policy").PrefillAdder

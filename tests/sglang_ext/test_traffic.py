@@ -44,12 +44,14 @@ def request(headers=None, body=None):
     return SimpleNamespace(headers=headers or {}, json=json)
 
 
-def choose(traffic, params=None, *, headers=None, body=None, adapters=(), **fields):
+def choose(traffic, params=None, *, headers=None, body=None, adapters=(), preferred=None, **fields):
     """A request after its policy was chosen."""
     fields = {"rid": None, "session_id": None, "session_params": None, "lora_path": None} | fields
     obj = SimpleNamespace(**{"sampling_params": params, "custom_labels": None} | fields)
     registry = SimpleNamespace(get_all_adapters=lambda: adapters)
-    manager = SimpleNamespace(enable_lora=bool(adapters), lora_registry=registry)
+    manager = SimpleNamespace(
+        enable_lora=bool(adapters), lora_registry=registry, preferred_sampling_params=preferred
+    )
     asyncio.run(traffic.choose(manager, obj, request(headers, body)))
     return obj
 
@@ -112,6 +114,23 @@ def test_parts_of_a_batch_are_looked_at_one_by_one():
         choose(traffic, parts)
     with pytest.raises(ValueError, match="kv_policy_assigned is the server's own"):
         choose(Traffic({"lava": 0}), [{}, {"custom_params": {asked.ASSIGNED: {"top": 5}}}])
+
+
+def test_preferred_custom_params_stay_where_a_policy_is_written(live):
+    preferred = {"temperature": 0.5, "custom_params": {"mine": 1, "kv_policy": "snapkv"}}
+    given = {"headers": {"x-kv-policy": "lava"}, "preferred": preferred}
+    traffic = Traffic({"lava": 0, "snapkv": 0})
+    for params in (None, {"top_k": 3}):
+        assert custom(choose(traffic, params, **given)) == {"mine": 1, "kv_policy": "lava"}
+    for own in (None, {"other": 2}):  # as without a policy, they replace the preferred ones
+        found = custom(choose(traffic, {"custom_params": own}, **given))
+        assert found == {**(own or {}), "kv_policy": "lava"}
+    traffic = Traffic({"lava": 0, "snapkv": 0}, live=live)
+    key = next(f"{i}" for i in range(200) if "arm" in live.assign(0, f"{i}", 0.0)[1])
+    drawn = choose(traffic, headers={"x-key": key}, preferred=preferred)
+    assert custom(drawn)["mine"] == 1
+    assert "arm" in custom(drawn)["kv_policy_assigned"]
+    assert preferred["custom_params"] == {"mine": 1, "kv_policy": "snapkv"}
 
 
 def test_parts_that_name_no_policy_are_the_experiments(live):
@@ -511,7 +530,9 @@ def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplo
     async def serve():
         obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
         obj.sampling_params = {"temperature": 0}
-        manager = SimpleNamespace(enable_lora=False, enable_metrics=False)
+        manager = SimpleNamespace(
+            enable_lora=False, enable_metrics=False, preferred_sampling_params=None
+        )
         monkeypatch.setattr(compat, "is_starting", lambda _: False)
         with monkeypatch.context() as patch:
             patch.setattr(live, "assign", broken)
@@ -544,7 +565,10 @@ def test_full_kv_takes_what_schedulers_say(live, monkeypatch):
 
     async def serve():
         manager = SimpleNamespace(
-            enable_lora=False, enable_metrics=False, get_internal_state=states
+            enable_lora=False,
+            enable_metrics=False,
+            preferred_sampling_params=None,
+            get_internal_state=states,
         )
         for i in range(20):
             obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
@@ -569,7 +593,9 @@ def arrive(live, monkeypatch):
         monkeypatch.setattr(compat, "is_starting", lambda _: starting)
         sent = request({"x-key": "a"})
         sent.scope = {"path": path}
-        manager = SimpleNamespace(enable_lora=False, enable_metrics=False)
+        manager = SimpleNamespace(
+            enable_lora=False, enable_metrics=False, preferred_sampling_params=None
+        )
 
         async def serve():
             await server.arrived(manager, obj, sent)
