@@ -86,11 +86,18 @@ class ExpressionError(Exception):
     `unbalanced`: whether a bracket is never closed, or closes nothing.
     """
 
-    unbalanced = False
-
-    def __init__(self, code: str, message: str, start: int, end: int, help: str | None = None):
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        start: int,
+        end: int,
+        help: str | None = None,
+        unbalanced: bool = False,
+    ) -> None:
         super().__init__(message)
         self.code, self.message, self.start, self.end, self.help = code, message, start, end, help
+        self.unbalanced = unbalanced
 
 
 def tokenize(text: str) -> list[Token]:
@@ -305,9 +312,8 @@ def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
     else:
         message = f"`{token}` cannot follow `{last}`"
         help = _follow_help(token, expected)
-    found = _error(message, place, help)
-    found.unbalanced = unbalanced
-    return found
+    start, end = place.start_pos, place.end_pos
+    return ExpressionError("syntax", message, start, end, help, unbalanced=unbalanced)
 
 
 def _percent(number: Token, sign: Token) -> ExpressionError:

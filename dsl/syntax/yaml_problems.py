@@ -61,6 +61,9 @@ class _Marked:
         if "could not find expected ':'" in self.problem:
             help = "a key and its value are parted by a colon and a space"
             return self._said(self.begin, "this is no key with a value", help)
+        if " tag" in f"{self.context}: {self.problem}":
+            help = "`!` is written `not`; a text that begins with `!` stands in quotes"
+            return self._said(self.begin, "`!` begins a tag, and tags are not used", help)
         if "cannot start any token" in self.problem:
             return self._character()
         for words, (message, help) in _SAID.items():
