@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpolicy.dsl.syntax.blocks import K
-from kvpolicy.dsl.syntax.parse import NAME, POLICY_NAME
+from kvpolicy.dsl.syntax.parse import NAME, NO_POLICY, POLICY_NAME
 from kvpolicy.dsl.syntax.sections import FILE, Key
 
 ValueSchema = Callable[[Any], dict[str, Any]]
@@ -24,7 +24,12 @@ _FORMS: dict[str, dict[str, Any]] = {
     "values": {"type": "array", "items": {"type": ["number", "boolean"]}},
     "names": {"type": "array", "items": {"type": "string", "pattern": _NAME}},
     "text": {"type": "string"},
-    "name": {"type": "string", "pattern": f"^{POLICY_NAME.pattern}$", "maxLength": 64},
+    "name": {
+        "type": "string",
+        "pattern": f"^{POLICY_NAME.pattern}$",
+        "maxLength": 64,
+        "not": {"const": NO_POLICY},
+    },
     "version": {"const": 1},
     "number": {"type": "number"},
     "truth": {"type": "boolean"},
