@@ -1,5 +1,7 @@
 """Layers of a model in stages: which policies decide within a layer, and what they keep then."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -284,6 +286,18 @@ def test_every_shipped_policy_is_one_or_the_other():
     from kvpolicy.dsl.syntax.library import shipped
 
     assert {*SETTINGS, *REFUSED} == {*shipped()}
+
+
+def test_the_table_for_operators_says_the_same():
+    """Of a refused policy, at least the beginning of the reason."""
+    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    table = text.split("\n| policies | with `--pp-size` |\n")[1].split("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[1:]]
+    said = {name: words for names, words in rows for name in names.split(", ")}
+    assert {name for name in said if said[name].startswith("served")} == {*SETTINGS}
+    assert {*said} == {*SETTINGS, *REFUSED}
+    for name in REFUSED:
+        assert why_not_apart(bound_of(load(name))).startswith(said[name].removeprefix("refused: "))
 
 
 @pytest.mark.parametrize(
