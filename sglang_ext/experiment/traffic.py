@@ -215,6 +215,9 @@ def _write(
         written[ASSIGNED] = dict(assigned)
     if not written:
         return
+    if policy is not None and isinstance(preferred, dict) and preferred.get(POLICY) != policy:
+        # Its parameters are those of another policy.
+        preferred = {name: value for name, value in preferred.items() if name != SET}
     for params in parts:
         if obj.sampling_params is None:
             obj.sampling_params = params

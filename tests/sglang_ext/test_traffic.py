@@ -117,7 +117,10 @@ def test_parts_of_a_batch_are_looked_at_one_by_one():
 
 
 def test_preferred_custom_params_stay_where_a_policy_is_written(live):
-    preferred = {"temperature": 0.5, "custom_params": {"mine": 1, "kv_policy": "snapkv"}}
+    wanted = {"mine": 1, "kv_policy": "snapkv", "kv_policy_set": {"capacity": 64}}
+    preferred = {"temperature": 0.5, "custom_params": wanted}
+    same = choose(Traffic({"snapkv": 0}), headers={"x-kv-policy": "snapkv"}, preferred=preferred)
+    assert custom(same) == wanted
     given = {"headers": {"x-kv-policy": "lava"}, "preferred": preferred}
     traffic = Traffic({"lava": 0, "snapkv": 0})
     for params in (None, {"top_k": 3}):
@@ -130,7 +133,7 @@ def test_preferred_custom_params_stay_where_a_policy_is_written(live):
     drawn = choose(traffic, headers={"x-key": key}, preferred=preferred)
     assert custom(drawn)["mine"] == 1
     assert "arm" in custom(drawn)["kv_policy_assigned"]
-    assert preferred["custom_params"] == {"mine": 1, "kv_policy": "snapkv"}
+    assert set(preferred["custom_params"]) == {"mine", "kv_policy", "kv_policy_set"}
 
 
 def test_parts_that_name_no_policy_are_the_experiments(live):
