@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kernel_values import finite
 from kvpolicy.dsl.codegen.fusion import Bundle
 from kvpolicy.dsl.codegen.shapes import TileShape
 from kvpolicy.dsl.codegen.tiles import Arguments
@@ -21,7 +22,8 @@ class Output:
         node: the node whose value, or part of it, it holds.
         part: `value`; `there`, where it is present; `sum` and `count` of a mean that torch
             completes.
-        axes: its axes; with `splits` one more in front, over which torch completes the reduction.
+        axes: its axes; with `splits` one more in front, of splits of the keys or parts of the
+            queries, over which torch completes the reduction.
     """
 
     name: str
@@ -57,6 +59,12 @@ class Parts:
         self.tiles = TileShape.of(bound.shape, self.window, float32, simple, few)
         # Otherwise a program goes over the queries of its block of keys tile by tile.
         self.one_tile = self.tiles.one_tile
+        # If it stores nothing but sums or extremes of queries, other programs may add to them.
+        self.in_parts = (
+            bool(self.columns)
+            and not (steps or self.one_tile or self.rows or self.vectors or bundle.tail)
+            and all(_adds_to(each.node) for each in self.columns)
+        )
 
     def _window(self) -> int | None:
         """Number of queries of the window; None: it depends on the prompt or the layer."""
@@ -66,3 +74,9 @@ class Parts:
         if self.bound.static.needs(node.args[0]) != frozenset():
             return None
         return counts.whole(self.bound.number(node.args[0], 1), 2**31)
+
+
+def _adds_to(node: Node) -> bool:
+    """Whether a reduction of all queries follows from those of parts of them."""
+    row = node.operation
+    return (row.adds_up or row.infinite_of_none) and finite(node.args[0])

@@ -156,6 +156,7 @@ class Generator(Parts):
             "checks": checks,
             "reads_keys": bool(self.columns) or "keys" in checks,
             "skips": self._skips(),
+            "in_parts": self.in_parts,
             "returned": tuple(i for i, each in enumerate(self.results) if not each.stage),
         }
         results = [
@@ -269,7 +270,9 @@ class Generator(Parts):
         for part, tile in parts.items():
             name = self.arguments.fresh(f"{base}_out" if part == "value" else f"{base}_{part}")
             stage = node not in self.outputs
-            self.results.append(Output(name, node, part, each.axes, stage=stage))
+            self.results.append(
+                Output(name, node, part, each.axes, splits=self.in_parts, stage=stage)
+            )
             store(writer, name, each.axes, tile, truth=self.results[-1].truth)
 
     def _finish(self, writer: Writer) -> None:

@@ -289,7 +289,7 @@ def _number(how: str, node: Node, frame: Frame) -> float | int:
     return min(reach, frame.tokens)
 
 
-# What torch completes: splits of rows, and reductions over tokens and KV heads.
+# What torch completes: splits and parts, and reductions over tokens and KV heads.
 
 
 def _completed(
@@ -299,7 +299,6 @@ def _completed(
     for result, data in zip(results, made, strict=True):
         data = data.view(torch.bool) if result.truth else data
         if result.splits:
-            data = data if result.truth else data.double()
             data = _joined(result.node.operation, data)
         parts.setdefault(result.node, {})[result.part] = data
     axes = {result.node: result.axes for result in results}
@@ -317,12 +316,12 @@ def _completed(
 
 
 def _joined(row: Operation, parts: torch.Tensor) -> torch.Tensor:
-    """A reduction of the results of parts, which lie along the first dimension."""
+    """A reduction of the results of parts, which lie along the first dimension, in float64."""
     if parts.dtype == torch.bool:
         return parts.any(0)
     if row.infinite_of_none:
-        return parts.amax(0) if row.of_none == -math.inf else parts.amin(0)
-    return parts.sum(0)
+        return (parts.amax(0) if row.of_none == -math.inf else parts.amin(0)).double()
+    return parts.sum(0, dtype=torch.float64)
 
 
 def _value(parts: dict[str, torch.Tensor], axes: tuple[str, ...], *, bounded: bool) -> Value:

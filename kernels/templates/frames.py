@@ -16,6 +16,7 @@ from kvpolicy.kernels.templates.tiles import (
     entries_of,
     lines_of,
     logits_of,
+    of_head,
     places_of,
     program_of,
     queries_of,
@@ -36,17 +37,22 @@ def columns(
 ):  # fmt: skip
     """Compute values per token of one KV head, for some blocks of tokens.
 
+    The grid has KV heads, blocks, and parts of a block's queries. Heads come first, so that the
+    first blocks, which most queries see, begin first in all of them.
+
     Args:
         START: gives the state before the first tile of queries; TILE: the state after one tile
             more, None if no query is read; STORE: stores results from the state and from the
             block's keys and values.
-        ONE_TILE: one tile holds the window, and START is not called.
+        ONE_TILE: one tile holds the window, and START is not called. Else programs may share a
+            block's queries; each stores results of its part, as those of KV head part * G + head.
         SKIPS: queries that do not see a token add nothing to it, so they are skipped.
         KEYS, VALUES: whether they are given; Triton 3.6 cannot test a tuple for None.
         CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: whether to count those that are not finite in
-            `flags`, int32 [G, blocks].
+            `flags`, int32 [parts * G, blocks].
     """
-    head = tl.program_id(1)
+    head, part, parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    stored = part * tl.num_programs(0) + head
     if TILE is not None and ONE_TILE:
         asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
         q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
@@ -54,7 +60,7 @@ def columns(
             0, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS, GROUP,
             GROUP_P, BLOCK_W,
         )  # fmt: skip
-    begin = tl.program_id(0) * blocks
+    begin = tl.program_id(1) * blocks
     end = tl.minimum(begin + blocks, tl.cdiv(tokens, BLOCK_N))
     for turn in range(begin, end):
         # Backwards: the pass before read the end last, and it may still be in the GPU's cache.
@@ -79,22 +85,22 @@ def columns(
             first = 0
             if SKIPS:  # earlier queries do not see these tokens
                 first = tl.maximum(block * BLOCK_N - (tokens - queries), 0) // BLOCK_W * BLOCK_W
-            for start in range(first, queries, BLOCK_W):
+            share = tl.cdiv(tl.cdiv(queries - first, BLOCK_W), parts) * BLOCK_W
+            first += part * share
+            for start in range(first, tl.minimum(first + share, queries), BLOCK_W):
                 asking, row, there = lines_of(
                     head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W
                 )
                 q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
-                part = asked_of(
+                own = asked_of(
                     start, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS,
                     GROUP, GROUP_P, BLOCK_W,
                 )  # fmt: skip
                 logits = logits_of(
                     q_part, k_tile, k, head, True, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
                 )
-                seen = entries.at[None, None, :] <= part.at
-                state = TILE(
-                    state, part, logits, seen, entries, positions, inputs, numbers, BLOCK_N
-                )
+                seen = entries.at[None, None, :] <= own.at
+                state = TILE(state, own, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
                 if CHECK_LOGITS:
                     wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
         v_tile = None
@@ -103,13 +109,14 @@ def columns(
             v_tile = scaled(v_tile, v, head)
         if KEYS:
             k_tile = scaled(k_tile, k, head)
-        STORE(state, k_tile, v_tile, entries, positions, inputs, numbers, results, BLOCK_N)
+        place = of_head(entries, stored)
+        STORE(state, k_tile, v_tile, place, positions, inputs, numbers, results, BLOCK_N)
         if CHECK_KEYS:
             wrong += tl.sum(tl.where(tl.abs(tl.cast(k_tile, tl.float32)) < float("inf"), 0, 1))
         if CHECK_VALUES:
             wrong += tl.sum(tl.where(tl.abs(tl.cast(v_tile, tl.float32)) < float("inf"), 0, 1))
         if flags is not None:
-            tl.store(flags + head * tl.cdiv(tokens, BLOCK_N) + block, wrong)
+            tl.store(flags + stored * tl.cdiv(tokens, BLOCK_N) + block, wrong)
 
 
 @kernel()

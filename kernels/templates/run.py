@@ -39,8 +39,10 @@ class Frame:
         checks: those of `logits`, `keys`, `values` whose numbers are checked to be finite.
         reads_keys: whether the kernel `columns` reads keys; it reads values if they are given.
         skips: queries that do not see a token add nothing to it.
+        in_parts: whether programs of `columns` may share the queries of a block of tokens, so that
+            its results have one more axis in front, of parts.
         results: for each result its axes, whether it holds truth values, and whether it has one
-            more axis in front, of splits.
+            more axis in front, of splits or parts.
         returned: indices of the results that `run` returns; only the kernel `tail` reads the rest.
         columns, rows, tail: functions that complete these kernels (START, TILE and STORE; for
             `tail` STORE alone), or None if the kernel is not launched.
@@ -59,6 +61,7 @@ class Frame:
     checks: tuple[str, ...]
     reads_keys: bool
     skips: bool
+    in_parts: bool
     results: tuple[tuple[tuple[str, ...], bool, bool], ...]
     returned: tuple[int, ...]
     columns: tuple[Callable | None, Callable | None, Callable] | None
@@ -103,8 +106,8 @@ class Frame:
                 since there are at most 128. None: by device.
 
         Returns:
-            The returned results: truth values are int8, results with splits float32, others
-            float64. And checks, which fail if the model's tensors held NaN or infinity: bool
+            The returned results: truth values are int8, results with splits or parts float32,
+            others float64. And checks, which fail if the model's tensors held NaN or infinity: bool
             tensors, 0-d or at decode steps [G], that are then False; or 0-d numbers that are then
             not finite.
         """
@@ -163,6 +166,19 @@ class _Run:
             splits = max(1, min(self.total, self.wanted // max(1, self.tiles * self.kv)))
             self.blocks = triton.cdiv(self.total, splits)
         self.splits = max(triton.cdiv(self.total, self.blocks), 1)
+        self.parts = self._parts()
+
+    def _parts(self) -> int:
+        """Number of programs that share the queries of a block of tokens.
+
+        Queries that come before a block skip it, so the first block takes twice the average. It is
+        cut until that is no more than half of what a multiprocessor computes in all, with eight KV
+        heads. Their real number plays no part: ranks that hold fewer find the same sums.
+        """
+        if not self.frame.in_parts:
+            return 1
+        wanted = triton.cdiv(self.wanted, 2 * self.total) if self.gpu else 3
+        return max(1, min(wanted, self.tiles // 2))
 
     def made(
         self, inputs: tuple[torch.Tensor, ...], numbers: tuple[float, ...]
@@ -206,7 +222,8 @@ class _Run:
         # Torch goes on in float64 with returned results that are not split.
         whole = torch.float64 if returned and not splits else torch.float32
         dtype = torch.int8 if truth else whole
-        shape = [self.splits, *shape] if splits else shape
+        number = self.parts if self.frame.in_parts else self.splits
+        shape = [number, *shape] if splits else shape
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _asked(self) -> tuple:
@@ -271,9 +288,11 @@ class _Run:
             step = triton.cdiv(self.total, max(1, triton.cdiv(2 * self.wanted, self.kv)))
         flags = None
         if frame.checks:
-            flags = torch.empty(self.kv, self.total, dtype=torch.int32, device=self.device)
+            flags = torch.empty(
+                self.parts * self.kv, self.total, dtype=torch.int32, device=self.device
+            )
         keys = self._vectors(self.keys) if frame.reads_keys else (None, None)
-        frames.columns[(triton.cdiv(self.total, step), self.kv)](
+        frames.columns[(self.kv, triton.cdiv(self.total, step), self.parts)](
             *self._asked(), *keys, *self._vectors(self.values), lse, *self.marks[:3], flags,
             *given, self.tokens, self.queries, step,
             START=start, TILE=tile, STORE=store, ONE_TILE=frame.one_tile, SKIPS=frame.skips,

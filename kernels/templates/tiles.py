@@ -76,6 +76,15 @@ def entries_of(
 
 
 @triton.jit
+def of_head(entries, head):
+    """The same entries, as those of another KV head."""
+    return Entries(
+        head, entries.tokens, entries.queries, entries.entry, entries.owned, entries.at,
+        entries.rank, entries.own,
+    )  # fmt: skip
+
+
+@triton.jit
 def places_of(block, tokens, STEPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Indices of a block's entries.
 

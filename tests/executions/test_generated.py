@@ -244,6 +244,51 @@ def test_what_was_added_up_over_queries_is_there_for_all(inner):
     torch.testing.assert_close(a, b, rtol=bar, atol=0.0)
 
 
+SHARED = [
+    "sum[group, query](attn(all))",
+    "sum[group](max[query](attn(all)))",
+    "min[group](min[query](attn(all) where position % 3 < 2))",
+    "max[group](count[query](attn(all) > 0.004))",
+]
+
+
+@pytest.mark.parametrize("score", SHARED)
+@pytest.mark.parametrize("tokens", [1, 75, 300])
+def test_programs_share_the_queries_of_a_block_of_tokens(score, tokens, monkeypatch):
+    """Each stores results of its part, and torch puts them together."""
+    case, numbers, parts_of = Case(2, 6, 2, 16, tokens), [], run_module._Run._parts
+    monkeypatch.setattr(
+        run_module._Run, "_parts", lambda run: numbers.append(parts_of(run)) or numbers[-1]
+    )
+    bound, tensors = inline(score, case.shape), case.tensors(5)
+    run = prefill(TorchProgram(bound, report=True, kernels=TABLE), *tensors)
+    assert max(numbers) > 1 or tokens == 1
+    monkeypatch.setattr(run_module._Run, "_parts", lambda run: 1)
+    alone = prefill(TorchProgram(bound, report=True, kernels=TABLE), *tensors)
+    for a, b in zip(*(x.result(bound.lowered.prefill.score) for x in (run, alone)), strict=True):
+        there = torch.ones_like(a.data, dtype=torch.bool)
+        if a.mask is not None:
+            assert torch.equal(a.mask, b.mask)
+            there &= aligned(a.mask, a.mask_axes, a.axes)
+        torch.testing.assert_close(a.data[there], b.data[there], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("score", "shared"),
+    [
+        ("sum[group, query](attn(all))", True),
+        ("sum[group](mean[query](attn(all)))", False),
+        ("sum[group](var[query](attn(all)))", False),
+        ("sum[group, query](attn(recent(4)))", False),  # one tile holds them
+    ],
+)
+def test_only_what_adds_up_is_shared(score, shared):
+    bound = inline(score, ModelShape(2, 4, 2, 16))
+    generated = TorchProgram(bound, kernels=TABLE).generated
+    texts = [generated._file(each, float32=False).text for each in generated.fusion.bundles]
+    assert any('"in_parts": True' in text for text in texts) == shared
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["h2o", "cake", "asl", "d2o", "simlayerkv-prefill"])
 def test_what_follows_a_prefill(name, monkeypatch):
