@@ -112,8 +112,14 @@ def index(node: Node, frame: Frame, x: Value) -> Value:
     return Value(data, node.axes, finite=True)
 
 
-def _taken(x: Value, frame: Frame) -> Value:
-    """Number of a set's entries per KV head, among those that the head holds."""
+def _taken(node: Node, x: Value, frame: Frame) -> Value:
+    """Number of a set's entries per KV head, among those that the head holds.
+
+    The host knows how many the first or last entries are, if it knows how many are asked for.
+    """
+    if node.origin in ("recent", "sinks") and x.axes == ("token",) and frame.there is None:
+        if frame.bound.static.needs(node.args[1]) is not None:
+            return Value(counts.whole(frame.number(node.args[1]), frame.tokens))
     x = frame.present(x) if "token" in x.axes else x
     if "token" not in x.axes:
         return _times(x, frame.candidates())
@@ -149,14 +155,15 @@ def _over(number: Value, node: Node, frame: Frame) -> Value:
 
 def missing(node: Node, frame: Frame, budget: Value, taken: Value) -> Value:
     """Number of entries that the budget still has room for."""
-    room = _both(operator.sub, budget, _taken(taken, frame))
+    room = _both(operator.sub, budget, _taken(node.args[1], taken, frame))
     data = room.data.clamp(min=0) if isinstance(room.data, torch.Tensor) else max(0, room.data)
     return _over(Value(data, room.axes), node, frame)
 
 
 def remaining(node: Node, frame: Frame, taken: Value) -> Value:
     """Number of candidates that are not taken."""
-    return _over(_both(operator.sub, frame.candidates(), _taken(taken, frame)), node, frame)
+    left = _both(operator.sub, frame.candidates(), _taken(node.args[0], taken, frame))
+    return _over(left, node, frame)
 
 
 def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: Value) -> Value:
