@@ -10,7 +10,9 @@ from pathlib import Path
 import report
 
 BENCHMARKS = report.ROOT / "benchmarks"
-LENGTHS = "32768,16384,4096,65536,131072"  # most wanted first
+LENGTHS = "32768,16384,4096,65536,131072"  # of kernels; most wanted first
+# Of servers: in short prompts the host's work shows.
+SERVED = "32768,4096,1024,16384,65536,131072"
 POOLS = (4.5, 2.5, 9.0)  # in prompts of POOL_PROMPT tokens with answers; most wanted first
 POOL_SECONDS = 150  # least per pool; with less time there are fewer pools
 # Answers are long, as with short ones prefills take most of the time, with or without a policy. The
@@ -128,7 +130,7 @@ def _host(setting: Setting, _: str | None, __: float, out: Path) -> dict[str, li
 def _serving(
     setting: Setting, model: str | None, seconds: float, out: Path
 ) -> dict[str, list[str]]:
-    sizes = ["--policies", "snapkv,h2o,fastkv", "--shares", "0.125", "--lengths", LENGTHS]
+    sizes = ["--policies", "snapkv,h2o,fastkv", "--shares", "0.125", "--lengths", SERVED]
     # One prompt at a time: a second one would wait for the first one's prefill.
     sizes += ["--at-once", "1", "--most", "16"]
     if setting.toy:
