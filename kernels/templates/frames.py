@@ -30,10 +30,11 @@ def columns(
     q, query_positions, heads_per_row, k, key_rows, v, value_rows, row_lse, positions, holds, ranks,
     flags, inputs, numbers, results, tokens, queries, blocks,
     START: tl.constexpr, TILE: tl.constexpr, STORE: tl.constexpr, ONE_TILE: tl.constexpr,
-    SKIPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHECK_LOGITS: tl.constexpr,
-    CHECK_KEYS: tl.constexpr, CHECK_VALUES: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    SKIPS: tl.constexpr, IN_PARTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    CHECK_LOGITS: tl.constexpr, CHECK_KEYS: tl.constexpr, CHECK_VALUES: tl.constexpr,
+    STEPS: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_P: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute values per token of one KV head, for some blocks of tokens.
 
@@ -44,15 +45,18 @@ def columns(
         START: gives the state before the first tile of queries; TILE: the state after one tile
             more, None if no query is read; STORE: stores results from the state and from the
             block's keys and values.
-        ONE_TILE: one tile holds the window, and START is not called. Else programs may share a
-            block's queries; each stores results of its part, as those of KV head part * G + head.
+        ONE_TILE: one tile holds the window, and START is not called.
         SKIPS: queries that do not see a token add nothing to it, so they are skipped.
+        IN_PARTS: programs share a block's queries; each stores results of its part, as those of KV
+            head part * G + head.
         KEYS, VALUES: whether they are given; Triton 3.6 cannot test a tuple for None.
         CHECK_LOGITS, CHECK_KEYS, CHECK_VALUES: whether to count those that are not finite in
             `flags`, int32 [parts * G, blocks].
     """
-    head, part, parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
-    stored = part * tl.num_programs(0) + head
+    head = tl.program_id(0)
+    stored = head
+    if IN_PARTS:
+        stored += tl.program_id(2) * tl.num_programs(0)
     if TILE is not None and ONE_TILE:
         asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
         q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
@@ -85,9 +89,12 @@ def columns(
             first = 0
             if SKIPS:  # earlier queries do not see these tokens
                 first = tl.maximum(block * BLOCK_N - (tokens - queries), 0) // BLOCK_W * BLOCK_W
-            share = tl.cdiv(tl.cdiv(queries - first, BLOCK_W), parts) * BLOCK_W
-            first += part * share
-            for start in range(first, tl.minimum(first + share, queries), BLOCK_W):
+            last = queries
+            if IN_PARTS:
+                share = tl.cdiv(tl.cdiv(queries - first, BLOCK_W), tl.num_programs(2)) * BLOCK_W
+                first += tl.program_id(2) * share
+                last = tl.minimum(first + share, queries)
+            for start in range(first, last, BLOCK_W):
                 asking, row, there = lines_of(
                     head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W
                 )

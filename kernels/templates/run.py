@@ -296,6 +296,7 @@ class _Run:
             *self._asked(), *keys, *self._vectors(self.values), lse, *self.marks[:3], flags,
             *given, self.tokens, self.queries, step,
             START=start, TILE=tile, STORE=store, ONE_TILE=frame.one_tile, SKIPS=frame.skips,
+            IN_PARTS=frame.in_parts,
             KEYS=frame.reads_keys, VALUES=self.values[0] is not None,
             **{f"CHECK_{x.upper()}": x in frame.checks for x in ("logits", "keys", "values")},
             **self.sizes,
