@@ -28,9 +28,10 @@ MOST_AT_ONCE = 4096  # most requests that SGLang runs at once by default
 # SGLang: share of the GPU's memory for weights and pool; kernels per layer, which decode steps
 # replay as one graph; seconds of the host per decode step, beside the GPU's.
 MEMORY_SHARE, LAYER_KERNELS, STEP_HOST = 0.87, 10, 1.5e-3
-# Seconds of the host, fitted to benchmarks/host_model.py: per operation, view, launch and transfer
-# of a prefill, and of a fold; in a fold also per request, per layer and per list of one.
-PREFILL_ASK, FOLD_ASK = 8e-6, 20e-6
+# Seconds of the host per operation, view, launch and transfer: of a prefill, as measured beside an
+# H200 (docs/performance/kernels.md: 3.2 ms for the 189 of snapkv's), and of a fold, fitted to
+# benchmarks/host_model.py; in a fold also per request, per layer and per list of one.
+PREFILL_ASK, FOLD_ASK = 16e-6, 20e-6
 FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 80e-6, 4e-6, 0.5e-6
 
 
