@@ -50,8 +50,7 @@ def _back(data: torch.Tensor, turn: list[int], shape: list[int]) -> torch.Tensor
 def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
     """The `count` highest along `node.axes`."""
     number = count.data
-    ends = node.origin in ("recent", "sinks") and frame.there is None
-    if ends and not isinstance(number, torch.Tensor):
+    if node.takes_an_end and frame.there is None and not isinstance(number, torch.Tensor):
         return _ends(node, frame, counts.whole(number, frame.tokens))
     return _top(frame, x, count, node.axes)
 
@@ -117,9 +116,9 @@ def _taken(node: Node, x: Value, frame: Frame) -> Value:
 
     The host knows how many the first or last entries are, if it knows how many are asked for.
     """
-    if node.origin in ("recent", "sinks") and x.axes == ("token",) and frame.there is None:
-        if frame.bound.static.needs(node.args[1]) is not None:
-            return Value(counts.whole(frame.number(node.args[1]), frame.tokens))
+    alike = x.axes == ("token",) and frame.there is None and frame.held is None
+    if alike and node.takes_an_end and frame.bound.static.needs(node.args[1]) is not None:
+        return Value(counts.whole(frame.number(node.args[1]), frame.tokens))
     x = frame.present(x) if "token" in x.axes else x
     if "token" not in x.axes:
         return _times(x, frame.candidates())

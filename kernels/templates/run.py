@@ -171,9 +171,9 @@ class _Run:
     def _parts(self) -> int:
         """Number of programs that share the queries of a block of tokens.
 
-        Queries that come before a block skip it, so the first block takes twice the average. It is
-        cut until that is no more than half of what a multiprocessor computes in all, with eight KV
-        heads. Their real number plays no part: ranks that hold fewer find the same sums.
+        Queries that come before a block skip it, so the first block takes twice the average. Its
+        parts are to be no more than half of the share of each program that runs at once, with eight
+        KV heads. Their real number plays no part: ranks that hold fewer find the same sums.
         """
         if not self.frame.in_parts:
             return 1

@@ -163,6 +163,12 @@ def test_what_is_asked_for_does_not_depend_on_sizes(name):
     assert one.layer.device == pytest.approx(two.layer.device, rel=0.2)
 
 
+@pytest.mark.parametrize(("name", "most"), [("fastkv", 12), ("asl", 17)])
+def test_the_host_counts_the_window(name, most):
+    """Prefills that propagate asked 22.5 and 26 times when the device counted it at each layer."""
+    assert launches(bound(name)).layer.device < most
+
+
 def test_layers_that_are_looked_at_one_by_one(monkeypatch):
     asked = launches(bound("h2o"))
     monkeypatch.setattr(model, "launches", lambda _: replace(asked, one_by_one=True))
