@@ -63,12 +63,12 @@ def top(
     if known and number >= size:
         return keys > ABSENT
     measured = tuned.choice("top", keys.device, rows, size)
+    most = min(_SHORT, 4 * (block or 2048))  # in one program, whatever long rows are cut into
     block = block or measured.get("block", 2048)
     programs = programs or measured.get("programs", 528)
     keys = keys.contiguous()
     given = number if isinstance(number, int) else number.contiguous()
     chosen = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
-    most = min(_SHORT, block * 4)
     if size <= most:
         held = _FEW if size <= _FEW else triton.next_power_of_2(most)
         _short[(rows,)](

@@ -266,7 +266,7 @@ def test_compaction_selection_and_rows_as_measured(folder, launched):
     write(
         folder,
         ("compact_layers", {"row_bytes": 64, "positions": 50}, {"part": 16, "tile": 4}),
-        ("top", {"rows": 4, "keys": 1000}, {"block": 64, "programs": 12}),
+        ("top", {"rows": 2, "keys": 9000}, {"block": 1024, "programs": 12}),
         ("rows", {"row_bytes": 80}, {"block": 16}),
     )
     generator = torch.Generator().manual_seed(0)
@@ -283,10 +283,13 @@ def test_compaction_selection_and_rows_as_measured(folder, launched):
     assert torch.equal(storage, wanted)
     assert [x.get("PART", x.get("TILE")) for x in made] == [16, 16, 4]
 
-    keys = torch.randint(-5, 5, (4, 1000), generator=generator, dtype=torch.int32).to(DEVICE)
+    keys = torch.randint(-5, 5, (2, 9000), generator=generator, dtype=torch.int32).to(DEVICE)
     made = launched(select_triton, "DIGIT")
     assert torch.equal(top_triton(keys, 300), top(keys, 300))
-    assert [each["BLOCK"] for each in made] == [64] * 4
+    assert [each["BLOCK"] for each in made] == [1024] * 4
+    short = keys[:, :5000].contiguous()  # one program takes it, whatever long rows are cut into
+    assert torch.equal(top_triton(short, 300), top(short, 300))
+    assert len(made) == 4
 
     tensors = [torch.randn(9, 20, generator=generator).to(DEVICE), torch.arange(9, device=DEVICE)]
     rows = torch.tensor([1, 4, 8], device=DEVICE)
