@@ -58,8 +58,6 @@ TOPICS = ("scoring", "attention", "memory", "merging", "folds")
 PARTS = ("cases", "lengths", "batches", "heads", "dtype")
 DTYPES = ("bfloat16", "float16", "float32")
 PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel", "flash-attn-3")
-# Where servers look for measured choices, unless the environment names another folder.
-SHIPPED = Path(tuned.__file__).with_name("tuned")
 
 
 def parse() -> argparse.Namespace:
@@ -81,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of keys and values")
     parser.add_argument("--out", type=Path, help="folder for kernels.json, .md and .png")
     parser.add_argument(
-        "--write", type=Path, nargs="?", const=SHIPPED, metavar="FOLDER",
+        "--write", type=Path, nargs="?", const=tuned.SHIPPED, metavar="FOLDER",
         help="with --topics tuning: write what is fastest where servers on such a GPU find it, or "
         "into a folder",
     )  # fmt: skip
@@ -109,8 +107,8 @@ def _checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         parser.error("docs/performance/ holds figures of a GPU at full size, not of --toy")
     if options.write and options.topics != "tuning":
         parser.error("--write: only --topics tuning has anything to write there")
-    if toy and options.write and options.write.resolve() == SHIPPED.resolve():
-        parser.error(f"--write: {SHIPPED} is for GPUs; --toy needs a folder of its own")
+    if toy and options.write and options.write.resolve() == tuned.SHIPPED.resolve():
+        parser.error(f"--write: {tuned.SHIPPED} is for GPUs; --toy needs a folder of its own")
     sizes = options.heads.split(",")
     if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
         parser.error(f"--heads: expected three numbers such as 32,8,128, got {options.heads}")

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 COMMAND = "python benchmarks/kernels.py --topics tuning --write"
-# Environment variable: the folder to read instead of `kernels/tuned`.
+# Where `--write` puts a file, and servers find it: `kernels/tuned`.
+SHIPPED = Path(__file__).parent.with_name("tuned")
+# Environment variable: the folder to read instead.
 FOLDER_VARIABLE = "KVPOLICY_TUNED_KERNELS"
 
 READERS = ("triton", "flashinfer")  # of a decode batch; the first if nothing was measured
@@ -176,7 +178,7 @@ def path_of(name: str, folder: Path | None = None) -> Path:
     given = os.environ.get(FOLDER_VARIABLE)
     if folder is None and given and not Path(given).is_dir():
         raise TunedError(f"{FOLDER_VARIABLE}: there is no folder {given}; make it or unset this.")
-    folder = folder or Path(given or Path(__file__).parent.with_name("tuned"))
+    folder = folder or Path(given or SHIPPED)
     return folder / f"{name.replace(' ', '_').replace('/', '_')}.json"
 
 

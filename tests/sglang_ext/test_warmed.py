@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvpolicy.kernels.launch import tuned
 
 HERE = Path(__file__).parent
 POLICIES = sorted(
@@ -14,8 +15,11 @@ POLICIES = sorted(
 )
 
 
-def asked(*arguments: str) -> dict[str, tuple[int, list[str]]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+MEASURED = sorted(tuned.SHIPPED.glob("*.json"))
+
+
+def asked(*arguments: str, **more: str) -> dict[str, tuple[int, list[str]]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | more
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parent / "kernels")))
     command = [sys.executable, "-P", HERE / "warmed_cases.py", *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -54,6 +58,17 @@ def test_what_is_served_with_divided_heads_was_warmed(rank, name):
     warmed, missing = rank[name]
     assert warmed > 0
     assert missing == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_choices_that_were_measured_are_warmed(path, tmp_path):
+    """A file of a GPU gives tiles to calls of many sizes."""
+    choices = json.loads(path.read_text(encoding="utf-8")) | {"device": "cuda"}
+    (tmp_path / "cuda.json").write_text(json.dumps(choices), encoding="utf-8")
+    found = asked("attention", "snapkv", "h2o", "d2o", **{tuned.FOLDER_VARIABLE: str(tmp_path)})
+    assert len(found) == 4
+    assert [missing for _, missing in found.values()] == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
