@@ -60,7 +60,7 @@ def assignment(count: int) -> list[float]:
         file.write_text(experiment(0.02))
         live = Live(reading.load(file).require(), file, {"lava": {}})
         traffic = Traffic({"lava": None}, live=live, labels=LABELS)
-        manager = SimpleNamespace(enable_lora=False)
+        manager = SimpleNamespace(enable_lora=False, preferred_sampling_params=None)
 
         async def body() -> dict[str, Any]:
             return {"user": "somebody"}
