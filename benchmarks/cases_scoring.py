@@ -106,14 +106,15 @@ def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bo
         attended: whether attention hands over its log-sum-exp.
     """
     run = program.start(prompt.tokens)
-    if run.at_end:
-        for layer in range(layers):
-            run.note(layer, prompt.q[layer], lse=prompt.lse[layer] if attended else None)
-        run.score(Slots(prompt.keys[:layers], prompt.slots), None)
-        return run
     for layer in range(layers):
-        keys = prompt.of(layer)
         lse = prompt.lse[layer] if attended else None
+        if run.together > 1:
+            run.note(layer, prompt.q[layer], lse=lse)
+            if run.due:
+                due = slice(run.due.start, run.due.stop)
+                run.score(Slots(prompt.keys[due], prompt.slots), None)
+            continue
+        keys = prompt.of(layer)
         keys = keys if program.kernels else keys.dense()
         run.observe(layer, prompt.q[layer], keys, None, lse=lse)
     return run

@@ -56,9 +56,10 @@ def of_prefill(policy: str, layers: int, heads: int, rounds: int) -> tuple[list[
     )
     asked = launches(bound)
     # Without compaction, which is one launch of the plugin, not of the program.
-    expected = forecast.PREFILL_ASK * (layers * asked.layer.host + asked.end.host - 1)
+    host = layers * asked.layer.host + asked.group.host + asked.end.host - 1
+    expected = forecast.PREFILL_ASK * host
     measured = prefill_seconds(bound, rounds)
-    device = layers * asked.layer.device + asked.end.device
+    device = layers * asked.layer.device + asked.group.device + asked.end.device
     return line("prefill", policy, (layers, heads), 1, device, expected, measured)
 
 

@@ -38,7 +38,8 @@ class Compiled:
         layers: the model's layers that are here; None: all. `bind/stages.py` says whether a part
             can be computed apart.
         keys_stay: whether keys and values of all layers can still be read after the last one.
-        deferred_bytes: most bytes held until the last layer, or taken by scoring all layers then.
+        deferred_bytes: most bytes of a prompt that are held until the last layer, or taken by
+            scoring several layers together.
 
     Attributes:
         bound: the policy; where other ranks hold KV heads, with reductions across heads rewritten
@@ -97,20 +98,22 @@ class Compiled:
         """Number of KV heads here, over all layers here."""
         return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
 
-    def scores_at_end(self, prompt: int) -> bool:
-        """Whether a prompt's layers are scored together, after the last one; see `Run.score`.
+    def layers_together(self, prompt: int) -> int:
+        """Number of a prompt's layers that are scored together, see `Run.score`; 1: none are.
 
-        All layers together take as many launches as one layer.
+        Together they take as many launches as one layer.
         """
+        layers = len(self.layers)
         if not prompt or not self.keys_stay or not self.prefill(prompt).layers_alike:
-            return False
+            return 1
         if self.generated is None or self.generated.fusion.reasons:
-            return False
+            return 1
         shape = self.bound.shape
         # A number of a query has two bytes as a rule, and four at most.
         queries = 4 * self.bound.queries(prompt) * shape.group * shape.head_dim
         held = self._lists * (self.generated.token_bytes * prompt + queries)
-        return held <= self._deferred_bytes
+        groups = max(1, -(-held // self._deferred_bytes)) if self._deferred_bytes else layers
+        return -(-layers // groups)
 
     @once.at_most(_PLANS)
     def plan(self, prompt: int, device: torch.device) -> Plan:

@@ -52,7 +52,7 @@ class InPools(NamedTuple):
 
 @dataclass(frozen=True)
 class Driven:
-    """A prefill whose layers have all been observed, or scored together.
+    """A prefill whose layers have all been observed, or noted and scored.
 
     Attributes:
         run: the last prefill.
@@ -77,7 +77,7 @@ def drive(
     Args:
         prompt: N.
         shown: gives the prompt's tensors.
-        within: makes a context for each layer, and for scoring all layers after the last one.
+        within: makes a context for each layer, and each time that several are scored together.
     """
     first_run = run = program.start(prompt)
     chosen = torch.arange(prompt, device=device)
@@ -86,10 +86,6 @@ def drive(
         chosen = chosen[there]
         run = run.again(len(chosen))
         _observed(run, shown, chosen, within)
-    if run.at_end:
-        with within():
-            k, v = shown.entries(program.layers, chosen)
-            run.score(k, v if program.bound.needs_values else None)
     return Driven(run, first_run, chosen)
 
 
@@ -104,11 +100,17 @@ def _observed(
     for layer in run.program.layers:
         tokens = chosen if len(there) == run.size else chosen[there]
         number = min(run.queries, len(there))
+        if run.together > 1:
+            with within():
+                q = shown.queries(layer, tokens, number)
+                run.note(layer, q[:, q.shape[1] - number :])
+            if run.due:
+                with within():
+                    k, v = shown.entries(run.due, tokens)
+                    run.score(k, v if run.program.bound.needs_values else None)
+            continue
         with within():
             q = shown.queries(layer, tokens, number)
-            if run.at_end:
-                run.note(layer, q[:, q.shape[1] - number :])
-                continue
             k, v = shown.entries(range(layer, layer + 1), tokens)
             values = v if run.program.bound.needs_values else None
             own = None if len(there) == run.size else there

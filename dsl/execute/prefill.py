@@ -46,7 +46,8 @@ class Prefill:
         sums: sum state, by name -> R of its `name + R`, a reduction over queries.
         accumulates: whether chunks of a prompt can be summed up, see `Run.accumulate`.
         scored: nodes of `layer_roots` that the prompt's length does not decide.
-        layers_alike: whether these may be computed for all layers as for more KV heads of one.
+        layers_alike: whether these and states may be computed for several layers as for more KV
+            heads of one.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer.
@@ -99,10 +100,11 @@ class Prefill:
         self.layers_alike = self._layers_alike(known)
 
     def _layers_alike(self, known: set[Node]) -> bool:
-        if self.updates or self.looks or self.bound.propagates or not self.scored:
+        roots = [*self.scored, *state_roots(self.updates)]
+        if self.looks or self.bound.propagates or not roots:
             return False
         seen, static = {*known}, self.bound.static
-        nodes = [node for root in self.scored for node in root.walk(seen)]
+        nodes = [node for root in roots for node in root.walk(seen)]
         read = known & {x for node in nodes for x in operands(node)}
         if any(x.across_layers or "layer" in (static.needs(x) or ()) for x in nodes_of(read)):
             return False

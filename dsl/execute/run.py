@@ -24,7 +24,14 @@ from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import Shared, shared
-from kvpolicy.dsl.execute.values import Frame, Value, of_layer, snapped, with_layer_axis
+from kvpolicy.dsl.execute.values import (
+    Frame,
+    Value,
+    concatenated,
+    of_layer,
+    snapped,
+    with_layer_axis,
+)
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
 from kvpolicy.dsl.ir.traverse import state_roots
@@ -77,9 +84,8 @@ class Run:
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
-    _noted: dict[str, torch.Tensor] = field(default_factory=dict)
-    _attended: bool = True  # all layers so far were noted with their log-sum-exp
-    _of_all: dict[Node, Value] = field(default_factory=dict)
+    _noted: _Noted | None = None  # layers that wait to be scored together
+    _scored: list[_Scored] = field(default_factory=list)  # one for each `score`
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
@@ -138,47 +144,68 @@ class Run:
         return deeper
 
     @cached_property
-    def at_end(self) -> bool:
-        """Whether layers are scored together: by `note` instead of `observe`, then `score`."""
-        return self.program.scores_at_end(self.prompt)
+    def together(self) -> int:
+        """Number of layers that are scored together, by `note` and `score`; 1: by `observe`."""
+        return 1 if self._sums else self.program.layers_together(self.prompt)
+
+    @property
+    def due(self) -> range:
+        """Layers that have been noted and are to be scored now; empty if others come first."""
+        if self._noted is None:
+            return range(0)
+        noted = self._noted.layers
+        last = noted.stop == self.program.layers.stop
+        return noted if last or len(noted) == self.together else range(0)
 
     def note(self, layer: int, q: torch.Tensor, *, lse: torch.Tensor | None = None) -> None:
-        """Copies a layer's queries and log-sum-exp for `score`.
+        """Copies a layer's queries and log-sum-exp for `score`, which follows as soon as it is due.
 
         Args:
-            layer, q, lse: as in `observe`, with the same T at all layers. If one layer has no
-                log-sum-exp, kernels compute that of all.
+            layer, q, lse: as in `observe`, in order, with the same T at all layers. If one layer
+                has no log-sum-exp, kernels compute that of all that are scored with it.
         """
-        self._attended &= lse is not None
-        number, place = len(self.program.layers), layer - self.program.layers.start
-        for name, x in (("query", q), ("lse", lse)):
-            if x is not None:
-                if name not in self._noted:
-                    self._noted[name] = x.new_empty(number, *x.shape)
-                self._noted[name][place] = x
+        if self._noted is None:
+            self._noted = _Noted(range(layer, layer), self.together, {})
+        self._noted.add(q, lse)
 
     def score(self, k: torch.Tensor | Slots, v: torch.Tensor | Slots | None) -> None:
-        """Computes all that layers decide, in a few launches, once all have been noted.
+        """Computes all that the layers which are `due` decide, in the launches of one.
 
         Args:
-            k, v: [l * G, N, D] of the layers that are here, one after the other, or rows of a pool;
-                as in `observe`.
+            k, v: [l * G, N, D] of these l layers, one after the other, or rows of a pool; as in
+                `observe`.
+
+        Raises:
+            RuntimeError: no layer is due.
         """
-        layers, kv = self.program.layers, k.shape[0] // len(self.program.layers)
-        noted = {name: x.flatten(0, 1) for name, x in self._noted.items()}
-        lse = noted["lse"] if self._attended else None
-        vectors = _vectors(noted["query"], k, v, lse)
-        one = self._frame(layers.start, k.device, self.prompt, None, vectors)
+        layers, noted = self.due, self._noted
+        if noted is None or not layers:
+            raise RuntimeError("no layer is due")
+        q, lse = noted.of_all_heads()
+        one = self._frame(layers.start, k.device, self.prompt, None, _vectors(q, k, v, lse))
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
-        for node in self._prefill.scored:
-            x = evaluation.value(node)
-            self._of_all[node] = with_layer_axis(x, node.type, len(layers), kv)
-        for place, layer in enumerate(layers):
-            own = self._evaluation(self._frame(layer, k.device, self.prompt, None, {}))
-            own.known.update({name: of_layer(x, place) for name, x in self._of_all.items()})
+        prefill, size = self._prefill, (len(layers), k.shape[0] // len(layers))
+        values = {x: with_layer_axis(evaluation.value(x), x.type, *size) for x in prefill.scored}
+        states = {
+            name: with_layer_axis(evaluation.state(name), state.type, *size)
+            for name, state in self.program.bound.lowered.prefill.states.items()
+        }
+        self._scored.append(_Scored(values, states))
+        self._remember_queries(layers, noted.queries)
+        self._noted = None
+        if layers.stop == self.program.layers.stop:
+            self._take_scored(k.device)
+
+    def _take_scored(self, device: torch.device) -> None:
+        """Gives each layer its part of what was computed for several together."""
+        if len(self._scored) > 1:
+            self._scored = [_Scored.joined(self._scored)]
+        (scored,) = self._scored
+        for place, layer in enumerate(self.program.layers):
+            own = self._evaluation(self._frame(layer, device, self.prompt, None, {}))
+            own.known.update({node: of_layer(x, place) for node, x in scored.values.items()})
+            own.after.update({name: of_layer(x, place) for name, x in scored.states.items()})
             self._evaluations[layer] = own
-        self._remember_queries(self.program.layers, self._noted["query"])
-        self._noted = {}
 
     @property
     def needs_ranks(self) -> bool:
@@ -435,7 +462,8 @@ class Run:
             later = prefill.later - {*self.program.exchanged}
             model = Layers(each, self.size, later, prefill.unheld_nodes)
         self._layers = Layers(here, self.size, prefill.later, prefill.unheld_nodes, model)
-        self._layers.known.update(self._of_all)
+        for scored in self._scored:
+            self._layers.known.update(scored.values)
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
         bound = self.program.bound
@@ -639,6 +667,57 @@ def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
         return None
     layers = evaluation.frame.bound.shape.layers
     return max(counts.whole(evaluation.number(each), layers) for each in numbers)
+
+
+@dataclass
+class _Noted:
+    """Queries of layers that wait to be scored together.
+
+    Attributes:
+        layers: the layers so far.
+        most: number of layers to come, these included.
+        copies: name -> [most, H, T, *], queries [D] and log-sum-exp.
+    """
+
+    layers: range
+    most: int
+    copies: dict[str, torch.Tensor]
+    attended: bool = True
+
+    def add(self, q: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Adds the next layer; arguments as in `Run.note`."""
+        self.attended &= lse is not None
+        for name, x in (("query", q), ("lse", lse)):
+            if x is not None:
+                if name not in self.copies:
+                    self.copies[name] = x.new_empty(self.most, *x.shape)
+                self.copies[name][len(self.layers)] = x
+        self.layers = range(self.layers.start, self.layers.stop + 1)
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """[l, H, T, D] of the layers so far."""
+        return self.copies["query"][: len(self.layers)]
+
+    def of_all_heads(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [l * H, T, D], and their log-sum-exp [l * H, T]; None: a layer had none."""
+        lse = self.copies["lse"][: len(self.layers)].flatten(0, 1) if self.attended else None
+        return self.queries.flatten(0, 1), lse
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What layers that were scored together keep: values by node and states by name."""
+
+    values: dict[Node, Value]
+    states: dict[str, Value]
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Scored]) -> _Scored:
+        """That of all the layers of several, which follow each other."""
+        values = {x: concatenated([part.values[x] for part in parts]) for x in parts[0].values}
+        states = {x: concatenated([part.states[x] for part in parts]) for x in parts[0].states}
+        return cls(values, states)
 
 
 class _Sums:

@@ -21,7 +21,7 @@ from kvpolicy.dsl.bind.steady import is_steady
 from kvpolicy.dsl.bind.work import Work
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.cost import cost, memory_of_decode
-from kvpolicy.dsl.tools.launches import Launches, launches
+from kvpolicy.dsl.tools.launches import Launches, groups, launches
 
 FOLD_INTERVAL = 16  # the server's default
 MOST_AT_ONCE = 4096  # most requests that SGLang runs at once by default
@@ -208,6 +208,7 @@ class _Policy(_Way):
     ) -> None:
         super().__init__(config, gpu, load, pool)
         self.bound, self.asked = bound, asked
+        self.groups = groups(bound, load.prompt)
         self.entries = max_entries(bound, load.prompt)
         self.steady = is_steady(bound)
         found = cost(bound, config, load.prompt, gpu)
@@ -219,12 +220,15 @@ class _Policy(_Way):
     @property
     def prefill_asks(self) -> float:
         """Operations, launches and transfers of a prefill besides the model's."""
-        return self.config.shape.layers * self.asked.layer.device + self.asked.end.device
+        asked, groups = self.asked, self.groups
+        each = self.config.shape.layers * asked.layer.device
+        return each + groups * asked.group.device + asked.end.device
 
     @property
     def prefill(self) -> float:
         layers = self.config.shape.layers
-        own = layers * self.asked.layer.host + self.asked.end.host
+        asked, groups = self.asked, self.groups
+        own = layers * asked.layer.host + groups * asked.group.host + asked.end.host
         host = PREFILL_ASK * (layers * LAYER_KERNELS + own)
         return max(self._reach(computed(self.bound, self.prompt)) + self.scoring, host)
 

@@ -1,13 +1,15 @@
 """How much a policy asks of a GPU: operations of torch that compute, and launches of kernels.
 
 Both are counted while the policy's own program runs on the tensors of a trial, with stand-ins for
-kernels. Neither depends on the length of a prompt or on how many entries leave.
+kernels. Neither depends on how many entries leave; how many layers are scored together depends on
+the length of a prompt, see `groups`.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,12 +157,15 @@ class Watch:
         return run
 
     def program(self, bound: Bound, table: Kernels) -> TorchProgram:
-        """A policy's program: each kernel of `table` is a launch, generated ones give zeros."""
+        """A policy's program: each kernel of `table` is a launch, generated ones give zeros.
+
+        All layers are scored together if any may be, however much memory that takes.
+        """
         watched: Mapping[str, Callable[..., Any]] = {
             **{name: self.kernel(each) for name, each in table.items()},
             "generated": lambda name, text: None,
         }
-        program = TorchProgram(bound, kernels=watched, keys_stay=True)
+        program = TorchProgram(bound, kernels=watched, keys_stay=True, deferred_bytes=sys.maxsize)
         program.generated = self._zeros(program.generated)
         if program.steps is not None:
             program.steps.advancing = self._zeros(program.steps.advancing)
@@ -210,6 +215,7 @@ class Launches:
 
     Attributes:
         layer: at the end of a layer of a prefill, mean over layers.
+        group: each time that several layers are scored together, see `groups`.
         end: after the last layer, until the entries that stay are in private pages.
         fold: in a fold, of all its requests or, if `one_by_one`, of one layer of one request; None
             if nothing leaves.
@@ -217,6 +223,7 @@ class Launches:
     """
 
     layer: Mean
+    group: Mean
     end: Mean
     fold: Mean | None
     one_by_one: bool
@@ -232,6 +239,13 @@ class Mean(NamedTuple):
 
     device: float
     host: float
+
+
+def groups(bound: Bound, prompt: int) -> int:
+    """Number of times that several layers of a prompt are scored together, in a server."""
+    kernels = {**installed(), "generated": lambda name, text: None}
+    together = TorchProgram(bound, kernels=kernels, keys_stay=True).layers_together(prompt)
+    return -(-bound.shape.layers // together)
 
 
 def launches(bound: Bound) -> Launches:
@@ -257,14 +271,15 @@ class _Counting:
         layers = self.bound.shape.layers
         run, observed = self._prefill()
         in_one, by_layer = self._compaction(run)
-        each = sum([*observed[:-1], *by_layer], Asked())
-        end = observed[-1] + in_one
+        end = observed.pop() + in_one
+        group = observed.pop() if run.together > 1 else Asked()
+        each = sum([*observed, *by_layer], Asked())
         memory = Memory.after(run)
         fold, one_by_one = None, False
         if memory is not None and self.bound.folded.decode is not None:
             one_by_one = memory.steps.rule(self.case.tokens) is None
             fold = _mean(self._fold(memory), layers if one_by_one else 1)
-        return Launches(_mean(each, layers), _mean(end, 1), fold, one_by_one)
+        return Launches(_mean(each, layers), _mean(group, 1), _mean(end, 1), fold, one_by_one)
 
     def _made(self, heads: int, tokens: int) -> torch.Tensor:
         shape = self.bound.shape
@@ -279,7 +294,7 @@ class _Counting:
         into.append(self.watch.observed.asked)
 
     def _prefill(self) -> tuple[PrefillRun, list[Asked]]:
-        """A finished prefill; what was asked at each layer and, last, after all layers."""
+        """A finished prefill; what was asked at each layer, of several together, and at the end."""
         observed: list[Asked] = []
         shown = InPools(self._made(self.bound.shape.heads, self.case.tokens), *(
             self._made(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
@@ -287,10 +302,8 @@ class _Counting:
         run = drive(
             self.program, self.case.tokens, shown, within=lambda: self._counted(observed)
         ).run
-        together = observed.pop() if run.at_end else Asked()
         with self._counted(observed):
             run.finish(wait=False)
-        observed[-1] += together
         run.settle(finite=True)
         return run, observed
 

@@ -162,9 +162,12 @@ class _Run:
             # A list is cut by its length alone: its sums do not depend on other lists.
             blocks = max((self.split or (8192 if self.gpu else 512)) // self.tile, 1)
             self.blocks = max(blocks, triton.cdiv(self.total, _SPLITS))
+            self.most_splits = _SPLITS
         else:
             splits = max(1, min(self.total, self.wanted // max(1, self.tiles * self.kv)))
             self.blocks = triton.cdiv(self.total, splits)
+            # One layer has fewer lists than several together, so they are cut more often.
+            self.most_splits = max(1, self.wanted // k.shape[2])
         self.splits = max(triton.cdiv(self.total, self.blocks), 1)
         self.parts = self._parts()
 
@@ -268,11 +271,10 @@ class _Run:
             )  # fmt: skip
         if self.queries and self.splits > 1:
             lse = torch.empty_like(partial[0])
-            most = _SPLITS if self.frame.steps else max(1, self.wanted // self.kv)
             row_combine[(triton.cdiv(rows, 16),)](
                 partial, lse, rows, self.splits,
                 # The most splits of any prompt, so that it is compiled once.
-                SPLITS_P=triton.next_power_of_2(most), BLOCK=16,
+                SPLITS_P=triton.next_power_of_2(self.most_splits), BLOCK=16,
             )  # fmt: skip
         return lse
 

@@ -257,16 +257,20 @@ class PrefillStep:
                 f"queries of its prompt were computed"
             )
         q, lse = self._of_heads(queries, layer)
-        if scored.run.at_end:
+        if scored.run.together > 1:
             scored.run.note(layer.layer_id, q, lse=lse)
+            self._score(scored)
             return
         k, v = self._entries(state, layer, scored.slots)
         scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
 
     def _score(self, scored: Scored) -> None:
-        """Score all layers at once; see `Run.score`."""
-        k, v = self._services.arena.of_all_layers(scored.slots)
-        scored.run.score(k, v if scored.state.served.bound.needs_values else None)
+        """Score the layers that are due together, see `Run.score`."""
+        arena, due = self._services.arena, scored.run.due
+        if due:
+            first = arena.place_of(due.start)
+            k, v = arena.of_layers(range(first, first + len(due)), scored.slots)
+            scored.run.score(k, v if scored.state.served.bound.needs_values else None)
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages.
@@ -274,10 +278,6 @@ class PrefillStep:
         With several stages, only choose, or find the numbers that the others need first.
         """
         failures, found = self._services.failures, []
-        for each in self.scored:
-            if each.run.at_end and not each.state.broken:
-                with failures.contained(each.request, SCORING), timed(each.state):
-                    self._score(each)
         failures.agree(self._concerned)
         for each in self.scored:
             if each.state.broken:  # on any rank

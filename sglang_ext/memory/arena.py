@@ -95,7 +95,11 @@ class Arena:
 
     def of_all_layers(self, slots: torch.Tensor) -> tuple[Slots, Slots]:
         """Keys and values at int64 [n] slots, of all L layers."""
-        return self._at_slots(slice(None), slots)
+        return self.of_layers(range(self.layers), slots)
+
+    def of_layers(self, layers: range, slots: torch.Tensor) -> tuple[Slots, Slots]:
+        """Keys and values at int64 [n] slots, of layers that follow each other."""
+        return self._at_slots(slice(layers.start, layers.stop), slots)
 
     def _at_slots(self, layers: slice, slots: torch.Tensor) -> tuple[Slots, Slots]:
         k, v = self.storage[layers].unbind(1)

@@ -153,19 +153,23 @@ def in_one_pool(x: torch.Tensor) -> Slots:
     return Slots(pool, slots)
 
 
-def prefill_at_end(program: TorchProgram, q, k, v, attended=()) -> Run:
-    """A finished prefill whose layers are scored together.
+def prefill_together(program: TorchProgram, q, k, v, attended=()) -> Run:
+    """A finished prefill, several of whose layers are scored together.
 
     Args:
         attended: layers whose attention hands over its log-sum-exp.
     """
     run = program.start(k.shape[2])
-    assert run.at_end
+    assert run.together > 1
     for layer, own in enumerate(q):
         asking = own[:, -run.queries :] if run.queries else own[:, :0]
         lse = log_sum_exp(asking, k[layer]) if layer in attended else None
         run.note(layer, asking, lse=lse)
-    run.score(in_one_pool(k), in_one_pool(v) if program.bound.needs_values else None)
+        if run.due:
+            due = slice(run.due.start, run.due.stop)
+            run.score(
+                in_one_pool(k[due]), in_one_pool(v[due]) if program.bound.needs_values else None
+            )
     run.finish()
     return run
 
@@ -385,43 +389,93 @@ def test_a_log_sum_exp_that_is_not_finite_decides_nothing(wrong):
     assert run.not_finite
 
 
-# All layers in one go.
+# Several layers in one go.
 
-AT_END = [
+TOGETHER = [
     name for name in GENERATES
     if TorchProgram(
         bind(load(name).require(), ModelShape(2, 4, 2, 8)), kernels=TABLE, keys_stay=True
-    ).scores_at_end(29)
+    ).layers_together(29) == 2
 ]  # fmt: skip
 
 
-def test_policies_that_score_all_layers_together():
-    assert AT_END == [
-        "ada-pyramidkv", "adakv", "cake", "dynamickv", "lava", "pyramidkv", "simlayerkv-prefill",
-        "snapkv", "tova", "vatp-snapkv",
+def test_policies_that_score_layers_together():
+    assert TOGETHER == [
+        "ada-pyramidkv", "adakv", "cake", "cam", "d2o-code", "d2o", "dynamickv", "h2o", "lava",
+        "pyramidkv", "simlayerkv-prefill", "snapkv", "tova", "vatp-snapkv", "vatp",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AT_END)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_all_layers_together_and_one_after_the_other(name):
     """Kept entries, scores and budgets are equal, with the log-sum-exp from attention or not."""
     for number, attended in ((0, (0, 2)), (5, (0, 1, 2))):
-        case = replace(CASES[(AT_END.index(name) + number) % len(CASES)], layers=3)
+        case = replace(CASES[(TOGETHER.index(name) + number) % len(CASES)], layers=3)
         bound, tensors = small(name, case.shape), case.tensors(number)
         program = TorchProgram(bound, report=True, kernels=TABLE, keys_stay=True)
         expected = prefill(program, *tensors)
         assert_same_kept(expected, prefill(TorchProgram(bound), *tensors))
-        run = prefill_at_end(program, *tensors, attended=attended)
+        run = prefill_together(program, *tensors, attended=attended)
         assert_same_kept(run, expected)
-        for root in program.prefill(case.tokens).roots:
-            for a, b in zip(run.result(root), expected.result(root), strict=True):
-                assert a.axes == b.axes
-                got, wanted = (torch.as_tensor(x.data, dtype=torch.float64) for x in (a, b))
-                torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-9, equal_nan=True)
+        assert_close(run, expected, case.tokens)
 
 
-@pytest.mark.parametrize("name", AT_END)
-def test_all_layers_take_the_launches_of_one(name, monkeypatch):
+def assert_close(run: Run, expected: Run, tokens: int) -> None:
+    """Scores, budgets, and states that decode steps go on with."""
+    pairs = [
+        pair
+        for root in run.program.prefill(tokens).roots
+        for pair in zip(run.result(root), expected.result(root), strict=True)
+    ]
+    for layer in run.program.layers:
+        states, wanted = run.states(layer), expected.states(layer)
+        assert states.keys() == wanted.keys()
+        pairs += [(states[name], wanted[name]) for name in states]
+    for a, b in pairs:
+        assert a.axes == b.axes
+        got, wanted = (torch.as_tensor(x.data, dtype=torch.float64) for x in (a, b))
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_groups_of_layers(name):
+    """Of five layers three are scored together, then two."""
+    case = replace(CASES[TOGETHER.index(name) % len(CASES)], layers=5)
+    bound, tensors = small(name, case.shape), case.tensors(7)
+    programs = (
+        TorchProgram(bound, report=True, kernels=TABLE, keys_stay=True, deferred_bytes=2**n)
+        for n in range(30)
+    )
+    program = next(each for each in programs if each.layers_together(case.tokens) == 3)
+    expected = prefill(program, *tensors)
+    run = prefill_together(program, *tensors, attended=(0, 1, 2))
+    assert_same_kept(run, expected)
+    assert_close(run, expected, case.tokens)
+    for layer in program.layers:
+        queries = run.last_queries(layer), expected.last_queries(layer)
+        assert queries == (None, None) or torch.equal(*queries)
+
+
+def test_layers_are_scored_as_soon_as_they_are_due():
+    case = Case(5, 4, 2, 16, 37)
+    q, k, _ = case.tensors(3)
+    program = TorchProgram(small("snapkv", case.shape), kernels=TABLE, keys_stay=True)
+    run = program.start(case.tokens)
+    run.together = 3
+    with pytest.raises(RuntimeError, match="no layer is due"):
+        run.score(in_one_pool(k[:1]), None)
+    due = []
+    for layer in range(5):
+        run.note(layer, q[layer, :, -run.queries :])
+        due.append(run.due)
+        if run.due:
+            run.score(in_one_pool(k[run.due.start : run.due.stop]), None)
+    assert due == [range(0), range(0), range(3), range(0), range(3, 5)]
+    assert not run.due
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_layers_together_take_the_launches_of_one(name, monkeypatch):
     case = Case(5, 4, 2, 16, 37)
     program = TorchProgram(small(name, case.shape), kernels=TABLE, keys_stay=True)
     tensors, made = case.tensors(3), []
@@ -432,7 +486,7 @@ def test_all_layers_take_the_launches_of_one(name, monkeypatch):
 
     run_ = run_module._Run.made
     monkeypatch.setattr(run_module._Run, "made", counted)
-    prefill_at_end(program, *tensors)
+    prefill_together(program, *tensors)
     bundles = len(program.generated.fusion.bundles)
     assert made == [case.layers * case.kv] * bundles
     made.clear()
@@ -445,7 +499,7 @@ def test_one_layer_that_is_not_finite_lets_nothing_leave():
     program = TorchProgram(small("snapkv", case.shape), kernels=TABLE, keys_stay=True)
     q, k, v = case.tensors(3)
     k[1, 0, 5, 3] = torch.nan
-    run = prefill_at_end(program, q, k, v)
+    run = prefill_together(program, q, k, v)
     assert run.not_finite
     assert all(bool(kept.all()) for kept in run.finish())
 
@@ -465,19 +519,21 @@ def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, togethe
     bound = inline(f"sum[query, group](attn(recent(4))){rest}", case.shape)
     tensors = case.tensors(3)
     program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
-    assert program.scores_at_end(case.tokens) == together
+    assert program.layers_together(case.tokens) == (case.layers if together else 1)
     if together:
-        assert_same_kept(prefill_at_end(program, *tensors), prefill(TorchProgram(bound), *tensors))
+        assert_same_kept(
+            prefill_together(program, *tensors), prefill(TorchProgram(bound), *tensors)
+        )
 
 
 def test_what_takes_too_much_memory_is_scored_layer_by_layer():
     case = Case(3, 4, 2, 16, 37)
     bound = small("snapkv", case.shape)
-    for most, together in ((100_000, True), (5_000, False), (0, False)):
+    for most, together in ((100_000, 3), (5_000, 2), (1_000, 1), (0, 1)):
         program = TorchProgram(bound, kernels=TABLE, keys_stay=True, deferred_bytes=most)
-        assert program.scores_at_end(37) == together
-    assert not TorchProgram(bound, kernels=TABLE).scores_at_end(37)
-    assert not TorchProgram(bound, kernels=REFERENCE, keys_stay=True).scores_at_end(37)
+        assert program.layers_together(37) == together
+    assert TorchProgram(bound, kernels=TABLE).layers_together(37) == 1
+    assert TorchProgram(bound, kernels=REFERENCE, keys_stay=True).layers_together(37) == 1
 
 
 @pytest.mark.parametrize(("most", "together"), [(256 << 20, True), (1000, False)])
@@ -491,8 +547,8 @@ def test_what_a_layer_orders_by_itself_is_not_ordered_among_all(most, together):
     tensors = case.tensors(3)
     program = TorchProgram(bound, kernels=TABLE, keys_stay=True, deferred_bytes=most)
     assert program.generated.token_bytes == 0
-    assert program.scores_at_end(case.tokens) == together
-    drive = prefill_at_end if together else prefill
+    assert program.layers_together(case.tokens) == (case.layers if together else 1)
+    drive = prefill_together if together else prefill
     assert_same_kept(drive(program, *tensors), prefill(TorchProgram(bound), *tensors))
 
 
@@ -741,5 +797,5 @@ def test_random_policies_that_score_all_layers_together(seed):
     program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
     case = Case(3, 6, 2, 16, 9 + seed)
     tensors = case.tensors(seed)
-    assert program.scores_at_end(case.tokens)
-    assert_same_kept(prefill_at_end(program, *tensors), prefill(TorchProgram(bound), *tensors))
+    assert program.layers_together(case.tokens) == case.layers
+    assert_same_kept(prefill_together(program, *tensors), prefill(TorchProgram(bound), *tensors))

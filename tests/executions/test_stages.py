@@ -131,7 +131,7 @@ def test_stages_that_score_their_layers_together_keep_the_same(name):
     prompt = prompt_of(LARGE)
     whole = kept(TorchProgram(bound), prompt)
     programs = Stage.all(bound, prompt, kernels=TABLE, keys_stay=True)
-    assert programs[0].scores_at_end(TOKENS)
+    assert programs[0].layers_together(TOKENS) > 1
     parts = [kept(program, prompt) for program in programs]
     assert torch.equal(torch.cat(parts), whole)
 

@@ -53,12 +53,13 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
     run, bound = policy.program.start(tokens), policy.bound
     first = tokens // CHUNK * CHUNK if policy.program.accumulates else 0
     layer, there, slots = 0, None, empty(tokens, dtype=torch.int64)
-    if run.at_end:
+    if run.together > 1 and not first:
         for layer in range(SHAPE.layers):
             size = (3 + run.queries, parts.arena.kv_heads * SHAPE.group, SHAPE.head_dim)
             run.note(layer, empty(*size)[3:].transpose(0, 1))
-        k, v = parts.arena.of_all_layers(slots)
-        run.score(k, v if bound.needs_values else None)
+            if run.due:
+                k, v = parts.arena.of_layers(run.due, slots)
+                run.score(k, v if bound.needs_values else None)
         return run
     while layer < SHAPE.layers:
         number = tokens if there is None else len(there)
