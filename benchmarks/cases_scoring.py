@@ -108,8 +108,8 @@ def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bo
     run = program.start(prompt.tokens)
     for layer in range(layers):
         lse = prompt.lse[layer] if attended else None
-        if run.together > 1:
-            run.note(layer, prompt.q[layer], lse=lse)
+        if run.notes(layer, prompt.tokens):
+            run.note(layer, prompt.q[layer], prompt.tokens, lse=lse)
             if run.due:
                 due = slice(run.due.start, run.due.stop)
                 run.score(Slots(prompt.keys[due], prompt.slots), None)

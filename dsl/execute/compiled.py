@@ -24,7 +24,7 @@ from kvpolicy.dsl.ir.once import once
 _PLANS = 8
 # With 32 layers of 8 KV heads: the scores of 131,072 tokens; or of 32,768 tokens all that `snapkv`
 # computes, and the queries of its window.
-_DEFERRED_BYTES = 256 << 20
+DEFERRED_BYTES = 256 << 20
 
 
 class Compiled:
@@ -63,7 +63,7 @@ class Compiled:
         heads: Heads = ALL,
         layers: range | None = None,
         keys_stay: bool = False,
-        deferred_bytes: int = _DEFERRED_BYTES,
+        deferred_bytes: int = DEFERRED_BYTES,
     ) -> None:
         kernels = installed() if kernels is None else kernels
         if heads.divided:
@@ -99,12 +99,12 @@ class Compiled:
         return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
 
     def layers_together(self, prompt: int) -> int:
-        """Number of a prompt's layers that are scored together, see `Run.score`; 1: none are.
+        """Most of a prompt's layers that are scored together, see `Run.score`; 1: none are.
 
         Together they take as many launches as one layer.
         """
         layers = len(self.layers)
-        if not prompt or not self.keys_stay or not self.prefill(prompt).layers_alike:
+        if not prompt or not self.keys_stay or self.prefill(prompt).alike_by is None:
             return 1
         if self.generated is None or self.generated.fusion.reasons:
             return 1

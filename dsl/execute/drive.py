@@ -6,7 +6,6 @@ queries, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -50,6 +49,16 @@ class InPools(NamedTuple):
         return k, v
 
 
+class Within(Protocol):
+    """Makes a context in which a layer is shown, or several are scored `together`."""
+
+    def __call__(self, *, together: bool = False) -> AbstractContextManager[None]: ...
+
+
+def _anywhere(*, together: bool = False) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Driven:
     """A prefill whose layers have all been observed, or noted and scored.
@@ -70,14 +79,14 @@ def drive(
     prompt: int,
     shown: Prompt,
     device: torch.device = HOST,
-    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    within: Within = _anywhere,
 ) -> Driven:
     """Runs the prefill of a prompt, and a second one where the policy restarts.
 
     Args:
         prompt: N.
         shown: gives the prompt's tensors.
-        within: makes a context for each layer, and each time that several are scored together.
+        within: makes the context in which each layer is shown, and several are scored together.
     """
     first_run = run = program.start(prompt)
     chosen = torch.arange(prompt, device=device)
@@ -93,27 +102,27 @@ def _observed(
     run: Run,
     shown: Prompt,
     chosen: torch.Tensor,
-    within: Callable[[], AbstractContextManager[None]],
+    within: Within,
 ) -> torch.Tensor:
     """Shows a run its layers; int64 [m], which of its tokens pass the last one, or begin again."""
     there = torch.arange(run.size, device=chosen.device)
     for layer in run.program.layers:
         tokens = chosen if len(there) == run.size else chosen[there]
         number = min(run.queries, len(there))
-        if run.together > 1:
+        own = None if len(there) == run.size else there
+        if run.notes(layer, len(there)):
             with within():
                 q = shown.queries(layer, tokens, number)
-                run.note(layer, q[:, q.shape[1] - number :])
+                run.note(layer, q[:, q.shape[1] - number :], len(there))
             if run.due:
-                with within():
+                with within(together=True):
                     k, v = shown.entries(run.due, tokens)
-                    run.score(k, v if run.program.bound.needs_values else None)
+                    run.score(k, v if run.program.bound.needs_values else None, own)
             continue
         with within():
             q = shown.queries(layer, tokens, number)
             k, v = shown.entries(range(layer, layer + 1), tokens)
             values = v if run.program.bound.needs_values else None
-            own = None if len(there) == run.size else there
             deeper = run.observe(layer, q, k, values, own)
         there = there if deeper is None else there[deeper]
         if run.restarted:

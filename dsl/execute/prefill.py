@@ -46,8 +46,8 @@ class Prefill:
         sums: sum state, by name -> R of its `name + R`, a reduction over queries.
         accumulates: whether chunks of a prompt can be summed up, see `Run.accumulate`.
         scored: nodes of `layer_roots` that the prompt's length does not decide.
-        layers_alike: whether these and states may be computed for several layers as for more KV
-            heads of one.
+        alike_by: layers with the same values of these numbers of the host can be computed together,
+            as more KV heads of one; None: no layers can.
 
     Raises:
         PolicyError: the policy needs data that a prefill does not offer.
@@ -97,18 +97,24 @@ class Prefill:
         self.accumulates = bool(self.sums) and all(n in inside for n in whole)
         known = {*self.planned}
         self.scored = [node for node in self.layer_roots if node not in known]
-        self.layers_alike = self._layers_alike(known)
+        self.alike_by = self._alike_by(known)
 
-    def _layers_alike(self, known: set[Node]) -> bool:
+    def _alike_by(self, known: set[Node]) -> tuple[Node, ...] | None:
         roots = [*self.scored, *state_roots(self.updates)]
-        if self.looks or self.bound.propagates or not roots:
-            return False
+        if self.looks or not roots:
+            return None
         seen, static = {*known}, self.bound.static
         nodes = [node for root in roots for node in root.walk(seen)]
+        per_layer = not self._heads.divided
+        if not like_heads(nodes, static, _of_any_layer, per_layer=per_layer, numbers=True):
+            return None
         read = known & {x for node in nodes for x in operands(node)}
-        if any(x.across_layers or "layer" in (static.needs(x) or ()) for x in nodes_of(read)):
-            return False
-        return like_heads(nodes, static, _of_any_layer, per_layer=not self._heads.divided)
+        every = [*nodes, *nodes_of(read)]
+        if any(x.across_layers for x in every):
+            return None
+        tensors = [x for x in every if static.needs(x) is None]
+        numbers = [*roots, *(x for node in tensors for x in (*node.args, *operands(node)))]
+        return tuple(dict.fromkeys(x for x in numbers if "layer" in (static.needs(x) or ())))
 
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:

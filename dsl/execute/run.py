@@ -24,14 +24,7 @@ from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import Shared, shared
-from kvpolicy.dsl.execute.values import (
-    Frame,
-    Value,
-    concatenated,
-    of_layer,
-    snapped,
-    with_layer_axis,
-)
+from kvpolicy.dsl.execute.values import Frame, Value, of_layer, snapped, with_layer_axis
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
 from kvpolicy.dsl.ir.traverse import state_roots
@@ -85,7 +78,7 @@ class Run:
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: _Noted | None = None  # layers that wait to be scored together
-    _scored: list[_Scored] = field(default_factory=list)  # one for each `score`
+    _of_all: dict[Node, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
@@ -145,35 +138,61 @@ class Run:
 
     @cached_property
     def together(self) -> int:
-        """Number of layers that are scored together, by `note` and `score`; 1: by `observe`."""
+        """Most layers that are scored together, by `note` and `score`; 1: all by `observe`."""
         return 1 if self._sums else self.program.layers_together(self.prompt)
+
+    def notes(self, layer: int, tokens: int) -> bool:
+        """Whether a layer is noted, to be scored with others, instead of observed.
+
+        Args:
+            layer: the next one.
+            tokens: n tokens reach it.
+        """
+        if self.together == 1 or not self._hands_all_on(layer, tokens):
+            return False
+        return self._noted is not None or self._goes_with(layer + 1, layer, tokens)
 
     @property
     def due(self) -> range:
         """Layers that have been noted and are to be scored now; empty if others come first."""
         if self._noted is None:
             return range(0)
-        noted = self._noted.layers
-        last = noted.stop == self.program.layers.stop
-        return noted if last or len(noted) == self.together else range(0)
+        noted, tokens = self._noted.layers, self._noted.tokens
+        full = len(noted) == self.together
+        more = not full and self._goes_with(noted.stop, noted.start, tokens)
+        return range(0) if more else noted
 
-    def note(self, layer: int, q: torch.Tensor, *, lse: torch.Tensor | None = None) -> None:
+    def note(
+        self, layer: int, q: torch.Tensor, tokens: int, *, lse: torch.Tensor | None = None
+    ) -> None:
         """Copies a layer's queries and log-sum-exp for `score`, which follows as soon as it is due.
 
         Args:
-            layer, q, lse: as in `observe`, in order, with the same T at all layers. If one layer
-                has no log-sum-exp, kernels compute that of all that are scored with it.
+            layer, q, lse: as in `observe`, in order, with the same T at all layers that are scored
+                together. If one has no log-sum-exp, kernels compute that of all.
+            tokens: n tokens reach it.
+
+        Raises:
+            RuntimeError: a layer has been left out.
         """
         if self._noted is None:
-            self._noted = _Noted(range(layer, layer), self.together, {})
+            self._noted = _Noted(range(layer, layer), tokens, self.together, {})
+        if layer != self._noted.layers.stop:
+            raise RuntimeError(f"layer {self._noted.layers.stop} comes before {layer}")
         self._noted.add(q, lse)
 
-    def score(self, k: torch.Tensor | Slots, v: torch.Tensor | Slots | None) -> None:
+    def score(
+        self,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
         """Computes all that the layers which are `due` decide, in the launches of one.
 
         Args:
-            k, v: [l * G, N, D] of these l layers, one after the other, or rows of a pool; as in
+            k, v: [l * G, n, D] of these l layers, one after the other, or rows of a pool; as in
                 `observe`.
+            tokens: as in `observe`.
 
         Raises:
             RuntimeError: no layer is due.
@@ -182,7 +201,7 @@ class Run:
         if noted is None or not layers:
             raise RuntimeError("no layer is due")
         q, lse = noted.of_all_heads()
-        one = self._frame(layers.start, k.device, self.prompt, None, _vectors(q, k, v, lse))
+        one = self._frame(layers.start, k.device, k.shape[1], tokens, _vectors(q, k, v, lse))
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
         prefill, size = self._prefill, (len(layers), k.shape[0] // len(layers))
         values = {x: with_layer_axis(evaluation.value(x), x.type, *size) for x in prefill.scored}
@@ -190,22 +209,38 @@ class Run:
             name: with_layer_axis(evaluation.state(name), state.type, *size)
             for name, state in self.program.bound.lowered.prefill.states.items()
         }
-        self._scored.append(_Scored(values, states))
+        if layers == self.program.layers:
+            self._of_all = values
+        for place, layer in enumerate(layers):
+            frame = self._frame(layer, k.device, k.shape[1], tokens, {})
+            own = replace(self._evaluation(frame), unheld_nodes=frozenset(), others=alone)
+            own.known.update({node: of_layer(x, place) for node, x in values.items()})
+            own.after.update({name: of_layer(x, place) for name, x in states.items()})
+            self._evaluations[layer] = own
         self._remember_queries(layers, noted.queries)
         self._noted = None
-        if layers.stop == self.program.layers.stop:
-            self._take_scored(k.device)
 
-    def _take_scored(self, device: torch.device) -> None:
-        """Gives each layer its part of what was computed for several together."""
-        if len(self._scored) > 1:
-            self._scored = [_Scored.joined(self._scored)]
-        (scored,) = self._scored
-        for place, layer in enumerate(self.program.layers):
-            own = self._evaluation(self._frame(layer, device, self.prompt, None, {}))
-            own.known.update({node: of_layer(x, place) for node, x in scored.values.items()})
-            own.after.update({name: of_layer(x, place) for name, x in scored.states.items()})
-            self._evaluations[layer] = own
+    def _hands_all_on(self, layer: int, tokens: int) -> bool:
+        """Whether the host knows that a layer hands all its tokens on, and is scored."""
+        propagate, bound = self._tested(), self.program.bound
+        if propagate is None:
+            return True
+        if self._scores_later() or self._prefill.early_looks or self._prefill.propagation_lets:
+            return False
+        if bound.static.needs(propagate.moment) is None:
+            return False
+        return not bound.number(propagate.moment, self.prompt, layer, length=tokens)
+
+    def _goes_with(self, layer: int, first: int, tokens: int) -> bool:
+        """Whether a layer, if it exists, can be scored together with one before it."""
+        if layer not in self.program.layers or not self._hands_all_on(layer, tokens):
+            return False
+        bound, by = self.program.bound, self._prefill.alike_by or ()
+        return all(
+            bound.number(x, self.prompt, layer, length=tokens)
+            == bound.number(x, self.prompt, first, length=tokens)
+            for x in by
+        )
 
     @property
     def needs_ranks(self) -> bool:
@@ -462,8 +497,7 @@ class Run:
             later = prefill.later - {*self.program.exchanged}
             model = Layers(each, self.size, later, prefill.unheld_nodes)
         self._layers = Layers(here, self.size, prefill.later, prefill.unheld_nodes, model)
-        for scored in self._scored:
-            self._layers.known.update(scored.values)
+        self._layers.known.update(self._of_all)
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
         bound = self.program.bound
@@ -675,11 +709,13 @@ class _Noted:
 
     Attributes:
         layers: the layers so far.
+        tokens: n tokens reach each of them.
         most: number of layers to come, these included.
         copies: name -> [most, H, T, *], queries [D] and log-sum-exp.
     """
 
     layers: range
+    tokens: int
     most: int
     copies: dict[str, torch.Tensor]
     attended: bool = True
@@ -703,21 +739,6 @@ class _Noted:
         """Queries [l * H, T, D], and their log-sum-exp [l * H, T]; None: a layer had none."""
         lse = self.copies["lse"][: len(self.layers)].flatten(0, 1) if self.attended else None
         return self.queries.flatten(0, 1), lse
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """What layers that were scored together keep: values by node and states by name."""
-
-    values: dict[Node, Value]
-    states: dict[str, Value]
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Scored]) -> _Scored:
-        """That of all the layers of several, which follow each other."""
-        values = {x: concatenated([part.values[x] for part in parts]) for x in parts[0].values}
-        states = {x: concatenated([part.states[x] for part in parts]) for x in parts[0].states}
-        return cls(values, states)
 
 
 class _Sums:

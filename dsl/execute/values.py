@@ -414,19 +414,6 @@ def with_layer_axis(x: Value, type_: Type, layers: int, kv: int) -> Value:
     return replace(x, data=data, axes=axes, mask=mask, mask_axes=mask_axes)
 
 
-def concatenated(values: Sequence[Value]) -> Value:
-    """A value of all layers, from those of consecutive ones that `with_layer_axis` gave."""
-    first = values[0]
-    if "layer" not in first.axes:
-        return first
-    mask = first.mask
-    if mask is not None and "layer" in first.mask_axes:
-        mask = torch.cat([x.mask for x in values if x.mask is not None])
-    zero, finite = all(x.zero_where_absent for x in values), all(x.finite for x in values)
-    data = torch.cat([x.tensor for x in values])
-    return replace(first, data=data, mask=mask, zero_where_absent=zero, finite=finite)
-
-
 def of_layer(x: Value, layer: int) -> Value:
     """One layer's part of a value with or without the axis `layer`."""
     if "layer" not in x.axes:

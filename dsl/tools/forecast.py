@@ -21,7 +21,7 @@ from kvpolicy.dsl.bind.steady import is_steady
 from kvpolicy.dsl.bind.work import Work
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.cost import cost, memory_of_decode
-from kvpolicy.dsl.tools.launches import Launches, groups, launches
+from kvpolicy.dsl.tools.launches import Launches, launches
 
 FOLD_INTERVAL = 16  # the server's default
 MOST_AT_ONCE = 4096  # most requests that SGLang runs at once by default
@@ -123,7 +123,7 @@ def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: floa
         PolicyError: no server carries the policy out.
     """
     full = _Way(config, gpu, load, pool)
-    own = _Policy(config, gpu, load, pool, bound, launches(bound))
+    own = _Policy(config, gpu, load, pool, bound, launches(bound, load.prompt))
     return Forecast(
         full.serving(),
         own.serving(),
@@ -208,7 +208,6 @@ class _Policy(_Way):
     ) -> None:
         super().__init__(config, gpu, load, pool)
         self.bound, self.asked = bound, asked
-        self.groups = groups(bound, load.prompt)
         self.entries = max_entries(bound, load.prompt)
         self.steady = is_steady(bound)
         found = cost(bound, config, load.prompt, gpu)
@@ -220,16 +219,12 @@ class _Policy(_Way):
     @property
     def prefill_asks(self) -> float:
         """Operations, launches and transfers of a prefill besides the model's."""
-        asked, groups = self.asked, self.groups
-        each = self.config.shape.layers * asked.layer.device
-        return each + groups * asked.group.device + asked.end.device
+        return self.asked.prefill(self.config.shape.layers).device
 
     @property
     def prefill(self) -> float:
         layers = self.config.shape.layers
-        asked, groups = self.asked, self.groups
-        own = layers * asked.layer.host + groups * asked.group.host + asked.end.host
-        host = PREFILL_ASK * (layers * LAYER_KERNELS + own)
+        host = PREFILL_ASK * (layers * LAYER_KERNELS + self.asked.prefill(layers).host)
         return max(self._reach(computed(self.bound, self.prompt)) + self.scoring, host)
 
     def held(self, generated: float) -> float:

@@ -1,8 +1,8 @@
 """How much a policy asks of a GPU: operations of torch that compute, and launches of kernels.
 
 Both are counted while the policy's own program runs on the tensors of a trial, with stand-ins for
-kernels. Neither depends on how many entries leave; how many layers are scored together depends on
-the length of a prompt, see `groups`.
+kernels. Neither depends on how many entries leave. How many layers are scored together depends on
+the length of a prompt.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import thread_time
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.fusion import Bundle
 from kvpolicy.dsl.codegen.source import GeneratedFile
+from kvpolicy.dsl.execute.compiled import DEFERRED_BYTES
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.generated import Generated, Run
@@ -156,16 +157,21 @@ class Watch:
 
         return run
 
-    def program(self, bound: Bound, table: Kernels) -> TorchProgram:
+    def program(
+        self, bound: Bound, table: Kernels, *, together: bool = True, limited: bool = False
+    ) -> TorchProgram:
         """A policy's program: each kernel of `table` is a launch, generated ones give zeros.
 
-        All layers are scored together if any may be, however much memory that takes.
+        Args:
+            together: whether layers are scored together.
+            limited: whether memory limits their number, as in a server.
         """
         watched: Mapping[str, Callable[..., Any]] = {
             **{name: self.kernel(each) for name, each in table.items()},
             "generated": lambda name, text: None,
         }
-        program = TorchProgram(bound, kernels=watched, keys_stay=True, deferred_bytes=sys.maxsize)
+        most = DEFERRED_BYTES if limited else sys.maxsize
+        program = TorchProgram(bound, kernels=watched, keys_stay=together, deferred_bytes=most)
         program.generated = self._zeros(program.generated)
         if program.steps is not None:
             program.steps.advancing = self._zeros(program.steps.advancing)
@@ -215,7 +221,8 @@ class Launches:
 
     Attributes:
         layer: at the end of a layer of a prefill, mean over layers.
-        group: each time that several layers are scored together, see `groups`.
+        group: each time that several layers are scored together, mean over these times.
+        groups: how often that is.
         end: after the last layer, until the entries that stay are in private pages.
         fold: in a fold, of all its requests or, if `one_by_one`, of one layer of one request; None
             if nothing leaves.
@@ -224,9 +231,15 @@ class Launches:
 
     layer: Mean
     group: Mean
+    groups: int
     end: Mean
     fold: Mean | None
     one_by_one: bool
+
+    def prefill(self, layers: int) -> Mean:
+        """What a prompt asks in all."""
+        parts = (self.layer, layers), (self.group, self.groups), (self.end, 1)
+        return Mean(*(sum(mean[i] * number for mean, number in parts) for i in range(2)))
 
 
 class Mean(NamedTuple):
@@ -241,45 +254,48 @@ class Mean(NamedTuple):
     host: float
 
 
-def groups(bound: Bound, prompt: int) -> int:
-    """Number of times that several layers of a prompt are scored together, in a server."""
-    kernels = {**installed(), "generated": lambda name, text: None}
-    together = TorchProgram(bound, kernels=kernels, keys_stay=True).layers_together(prompt)
-    return -(-bound.shape.layers // together)
-
-
-def launches(bound: Bound) -> Launches:
+def launches(bound: Bound, prompt: int | None = None) -> Launches:
     """Counts what a bound policy asks of a device.
+
+    Args:
+        prompt: N tokens, which decide how many layers are scored together; None: few.
 
     Raises:
         PolicyError: no server carries the policy out.
     """
     *_, case = cases(bound)
+    layers, most = bound.shape.layers, bound.shape.layers
+    if prompt is not None:
+        kernels = {**installed(), "generated": lambda name, text: None}
+        most = TorchProgram(bound, kernels=kernels, keys_stay=True).layers_together(prompt)
     with torch.no_grad():
-        return _Counting(case).launches()
+        found = _Counting(case, together=most > 1).launches()
+    return replace(found, groups=max(found.groups, -(-layers // most))) if found.groups else found
 
 
 class _Counting:
     """Counts in the longest prompt of a policy's trial, and in the last of its folds."""
 
-    def __init__(self, case: TrialCase) -> None:
+    def __init__(self, case: TrialCase, *, together: bool) -> None:
         self.case, self.bound, self.watch = case, case.bound, Watch()
-        self.program = self.watch.program(case.bound, installed())
+        self.program = self.watch.program(case.bound, installed(), together=together)
         self.random = torch.Generator().manual_seed(0)
 
     def launches(self) -> Launches:
         layers = self.bound.shape.layers
-        run, observed = self._prefill()
-        in_one, by_layer = self._compaction(run)
-        end = observed.pop() + in_one
-        group = observed.pop() if run.together > 1 else Asked()
-        each = sum([*observed, *by_layer], Asked())
+        run, by_layer, together, end = self._prefill()
+        in_one, copied = self._compaction(run)
+        each, group = sum([*by_layer, *copied], Asked()), sum(together, Asked())
         memory = Memory.after(run)
         fold, one_by_one = None, False
         if memory is not None and self.bound.folded.decode is not None:
             one_by_one = memory.steps.rule(self.case.tokens) is None
             fold = _mean(self._fold(memory), layers if one_by_one else 1)
-        return Launches(_mean(each, layers), _mean(group, 1), _mean(end, 1), fold, one_by_one)
+        number = len(together)
+        return Launches(
+            _mean(each, layers), _mean(group, max(number, 1)), number, _mean(end + in_one, 1),
+            fold, one_by_one,
+        )  # fmt: skip
 
     def _made(self, heads: int, tokens: int) -> torch.Tensor:
         shape = self.bound.shape
@@ -293,19 +309,23 @@ class _Counting:
             yield
         into.append(self.watch.observed.asked)
 
-    def _prefill(self) -> tuple[PrefillRun, list[Asked]]:
-        """A finished prefill; what was asked at each layer, of several together, and at the end."""
-        observed: list[Asked] = []
+    def _prefill(self) -> tuple[PrefillRun, list[Asked], list[Asked], Asked]:
+        """A finished prefill; what was asked at layers, of several together, and at the end."""
+        layers: list[Asked] = []
+        groups: list[Asked] = []
+        end: list[Asked] = []
         shown = InPools(self._made(self.bound.shape.heads, self.case.tokens), *(
             self._made(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
         ))  # fmt: skip
-        run = drive(
-            self.program, self.case.tokens, shown, within=lambda: self._counted(observed)
-        ).run
-        with self._counted(observed):
+
+        def within(*, together: bool = False) -> AbstractContextManager[None]:
+            return self._counted(groups if together else layers)
+
+        run = drive(self.program, self.case.tokens, shown, within=within).run
+        with self._counted(end):
             run.finish(wait=False)
         run.settle(finite=True)
-        return run, observed
+        return run, layers, groups, end[0]
 
     def _compaction(self, run: PrefillRun) -> tuple[Asked, list[Asked]]:
         """What copying to private pages asks: for all layers at once, and for each layer.

@@ -257,8 +257,8 @@ class PrefillStep:
                 f"queries of its prompt were computed"
             )
         q, lse = self._of_heads(queries, layer)
-        if scored.run.together > 1:
-            scored.run.note(layer.layer_id, q, lse=lse)
+        if scored.run.notes(layer.layer_id, tokens):
+            scored.run.note(layer.layer_id, q, tokens, lse=lse)
             self._score(scored)
             return
         k, v = self._entries(state, layer, scored.slots)
@@ -270,7 +270,8 @@ class PrefillStep:
         if due:
             first = arena.place_of(due.start)
             k, v = arena.of_layers(range(first, first + len(due)), scored.slots)
-            scored.run.score(k, v if scored.state.served.bound.needs_values else None)
+            values = v if scored.state.served.bound.needs_values else None
+            scored.run.score(k, values, scored.tokens)
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages.

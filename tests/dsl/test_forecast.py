@@ -171,7 +171,7 @@ def test_the_host_counts_the_window(name, most):
 
 def test_layers_that_are_looked_at_one_by_one(monkeypatch):
     asked = launches(bound("h2o"))
-    monkeypatch.setattr(model, "launches", lambda _: replace(asked, one_by_one=True))
+    monkeypatch.setattr(model, "launches", lambda *_: replace(asked, one_by_one=True))
     found = expected("h2o", batch=3).fold
     assert found.device == 3 * 32 * asked.fold.device
     layers = 32 * (model.FOLD_LAYER + 8 * model.FOLD_LIST)

@@ -18,6 +18,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
+from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.run import Run
@@ -164,7 +165,7 @@ def prefill_together(program: TorchProgram, q, k, v, attended=()) -> Run:
     for layer, own in enumerate(q):
         asking = own[:, -run.queries :] if run.queries else own[:, :0]
         lse = log_sum_exp(asking, k[layer]) if layer in attended else None
-        run.note(layer, asking, lse=lse)
+        run.note(layer, asking, k.shape[2], lse=lse)
         if run.due:
             due = slice(run.due.start, run.due.stop)
             run.score(
@@ -393,9 +394,8 @@ def test_a_log_sum_exp_that_is_not_finite_decides_nothing(wrong):
 
 TOGETHER = [
     name for name in GENERATES
-    if TorchProgram(
-        bind(load(name).require(), ModelShape(2, 4, 2, 8)), kernels=TABLE, keys_stay=True
-    ).layers_together(29) == 2
+    if not (bound := bind(load(name).require(), ModelShape(2, 4, 2, 8))).propagates
+    and TorchProgram(bound, kernels=TABLE, keys_stay=True).layers_together(29) == 2
 ]  # fmt: skip
 
 
@@ -466,12 +466,50 @@ def test_layers_are_scored_as_soon_as_they_are_due():
         run.score(in_one_pool(k[:1]), None)
     due = []
     for layer in range(5):
-        run.note(layer, q[layer, :, -run.queries :])
+        run.note(layer, q[layer, :, -run.queries :], case.tokens)
         due.append(run.due)
         if run.due:
             run.score(in_one_pool(k[run.due.start : run.due.stop]), None)
     assert due == [range(0), range(0), range(3), range(0), range(3, 5)]
     assert not run.due
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "groups"),
+    [
+        ("fastkv", {"kv_rate": "0.3", "tsp_rate": "0.5", "tsp_layer": "3"}, [(0, 3), (4, 7)]),
+        # Rankings are compared up to the layer that chooses.
+        ("asl", {"capacity": "9", "window": "4", "start": "2", "tau": "1e9"}, [(3, 7)]),
+        ("asl", {"capacity": "9", "window": "4", "start": "2", "tau": "1e-9"}, []),
+        ("gemfilter", {"capacity": "11", "filter": "2"}, [(0, 7)]),
+        ("pyramidinfer", {"least": "2"}, []),
+        ("pyramidinfer", {"least": "2", "interval": "4"}, [(0, 4), (5, 7)]),
+    ],
+)
+def test_layers_with_the_same_tokens_are_scored_together(name, given, groups, monkeypatch):
+    """The same goes deeper and is kept as where each layer is scored by itself."""
+    case, found = Case(7, 4, 2, 16, 37), []
+    q, k, v = case.tensors(3)
+    shown = InPools(q, k.transpose(1, 2), v.transpose(1, 2))
+    bound = bind(load(name).require(), case.shape, given)
+    score = Run.score
+
+    def scored(self, *tensors):
+        found.append((self.due.start, self.due.stop))
+        score(self, *tensors)
+
+    monkeypatch.setattr(Run, "score", scored)
+    programs = (
+        TorchProgram(bound, kernels=TABLE, keys_stay=True),
+        TorchProgram(bound, kernels=TABLE, keys_stay=True, deferred_bytes=0),
+    )
+    together, apart = (drive(program, case.tokens, shown) for program in programs)
+    assert found == groups
+    assert_same_kept(together.run, apart.run)
+    ways = [(each.first_run.propagated, each.run.propagated) for each in (together, apart)]
+    for one, other in zip(*ways, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[layer], other[layer]) for layer in one)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -519,7 +557,7 @@ def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, togethe
     bound = inline(f"sum[query, group](attn(recent(4))){rest}", case.shape)
     tensors = case.tensors(3)
     program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
-    assert program.layers_together(case.tokens) == (case.layers if together else 1)
+    assert program.start(case.tokens).notes(0, case.tokens) == together
     if together:
         assert_same_kept(
             prefill_together(program, *tensors), prefill(TorchProgram(bound), *tensors)

@@ -53,14 +53,6 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
     run, bound = policy.program.start(tokens), policy.bound
     first = tokens // CHUNK * CHUNK if policy.program.accumulates else 0
     layer, there, slots = 0, None, empty(tokens, dtype=torch.int64)
-    if run.together > 1 and not first:
-        for layer in range(SHAPE.layers):
-            size = (3 + run.queries, parts.arena.kv_heads * SHAPE.group, SHAPE.head_dim)
-            run.note(layer, empty(*size)[3:].transpose(0, 1))
-            if run.due:
-                k, v = parts.arena.of_layers(run.due, slots)
-                run.score(k, v if bound.needs_values else None)
-        return run
     while layer < SHAPE.layers:
         number = tokens if there is None else len(there)
         own = slots if there is None else slots[there]
@@ -73,6 +65,13 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
             queries = heads[min(first, tokens - policy.single_queries(tokens)) :]
         else:
             queries = heads[number - min(run.queries, number) :]
+        if run.notes(layer, number):
+            run.note(layer, queries.transpose(0, 1), number)
+            if run.due:
+                k, v = parts.arena.of_layers(run.due, own)
+                run.score(k, v if bound.needs_values else None, there)
+            layer += 1
+            continue
         k, v = parts.arena.at_slots(layer, own)
         values = v if bound.needs_values else None
         deeper = run.observe(layer, queries.transpose(0, 1), k, values, there)
