@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from kvpolicy.dsl.bind.kept import keep_of
@@ -519,18 +520,40 @@ class Run:
         else:
             values = zip(self.result(keep), each, strict=True)
             kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
-        if not wait and self.finite is not None:
-            unsure = ~self.finite
-            kept = [own | unsure for own in kept]
-        return [self._placed(x.frame, own) for x, own in zip(each, kept, strict=True)]
+        unsure = None if wait or self.finite is None else ~self.finite
+        return self._placed([x.frame.positions for x in each], kept, unsure)
 
-    def _placed(self, frame: Frame, own: torch.Tensor) -> torch.Tensor:
-        """Values of a layer's tokens at the prompt's positions, 0 elsewhere."""
-        if frame.positions is None:
-            return own
-        placed = own.new_zeros(own.shape[0], self.size, *own.shape[2:])
-        placed[:, frame.positions] = own
-        return placed
+    def _placed(
+        self,
+        positions: list[torch.Tensor | None],
+        kept: list[torch.Tensor],
+        unsure: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """bool [G, N] by layer, from what is kept of its own tokens.
+
+        Layers with the same tokens take as many operations as one.
+
+        Args:
+            positions: of each layer's tokens; None: all.
+            kept: bool [G, n] by layer.
+            unsure: 0-d, whether all of them are kept instead; None: they are not.
+        """
+        found: list[torch.Tensor] = []
+        each = zip(positions, kept, strict=True)
+        for _, layers in groupby(each, key=lambda layer: id(layer[0])):
+            (tokens, *_), own = zip(*layers, strict=True)
+            if unsure is None and tokens is None:
+                found.extend(own)
+                continue
+            made = torch.stack(own)
+            if unsure is not None:
+                made |= unsure
+            if tokens is not None:
+                placed = made.new_zeros(*made.shape[:2], self.size)
+                placed[:, :, tokens] = made
+                made = placed
+            found.extend(made.unbind())
+        return found
 
     @property
     def _all_layers(self) -> Layers:

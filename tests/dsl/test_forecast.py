@@ -169,6 +169,19 @@ def test_the_host_counts_the_window(name, most):
     assert launches(bound(name)).layer.device < most
 
 
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova", "adakv"])
+def test_what_a_prompts_end_asks_for_does_not_grow_with_the_layers(name):
+    """Each layer asks for a copy of its queries; the rest is asked for by all of them together."""
+    asked = []
+    for layers in (3, 6):
+        shape = LLAMA.shape.__class__(layers=layers, heads=16, kv_heads=4, head_dim=64)
+        found = launches(bind(load(name).require(), shape), 1024)
+        assert found.groups == 1
+        asked.append((found.group.device, found.end.device))
+        assert found.prefill(layers).device - sum(asked[-1]) <= 1.5 * layers
+    assert asked[0] == asked[1]
+
+
 def test_layers_that_are_looked_at_one_by_one(monkeypatch):
     asked = launches(bound("h2o"))
     monkeypatch.setattr(model, "launches", lambda *_: replace(asked, one_by_one=True))
