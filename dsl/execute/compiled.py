@@ -109,8 +109,8 @@ class Compiled:
         if self.generated is None or self.generated.fusion.reasons:
             return 1
         shape = self.bound.shape
-        # A number of a query has two bytes as a rule, and four at most.
-        queries = 4 * self.bound.queries(prompt) * shape.group * shape.head_dim
+        # Numbers of two bytes; queries in float32 take twice as much.
+        queries = 2 * self.bound.queries(prompt) * shape.group * shape.head_dim
         held = self._lists * (self.generated.token_bytes * prompt + queries)
         groups = max(1, -(-held // self._deferred_bytes)) if self._deferred_bytes else layers
         return -(-layers // groups)

@@ -15,6 +15,7 @@ import torch
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.checks import FiniteChecks
+from kvpolicy.dsl.execute.chunk_sums import ChunkSums
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.exchange import decoded, encoded, entries_of_layers
@@ -22,6 +23,7 @@ from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Keys, Slots
 from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
+from kvpolicy.dsl.execute.noted import Noted
 from kvpolicy.dsl.execute.plan import Plan
 from kvpolicy.dsl.execute.prefill import Prefill
 from kvpolicy.dsl.execute.share import Shared, shared
@@ -74,11 +76,11 @@ class Run:
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: History = field(default_factory=History)
-    _sums: dict[int, _Sums] = field(default_factory=dict)
+    _sums: dict[int, ChunkSums] = field(default_factory=dict)
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
-    _noted: _Noted | None = None  # layers that wait to be scored together
+    _noted: Noted | None = None  # layers that wait to be scored together
     _of_all: dict[Node, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
@@ -159,7 +161,7 @@ class Run:
         if self._noted is None:
             return range(0)
         noted, tokens = self._noted.layers, self._noted.tokens
-        full = len(noted) == self.together
+        full = len(noted) == self._noted.most
         more = not full and self._goes_with(noted.stop, noted.start, tokens)
         return range(0) if more else noted
 
@@ -177,7 +179,8 @@ class Run:
             RuntimeError: a layer has been left out.
         """
         if self._noted is None:
-            self._noted = _Noted(range(layer, layer), tokens, self.together, {})
+            most = min(self.together, self.program.layers.stop - layer)
+            self._noted = Noted(range(layer, layer), tokens, most, {})
         if layer != self._noted.layers.stop:
             raise RuntimeError(f"layer {self._noted.layers.stop} comes before {layer}")
         self._noted.add(q, lse)
@@ -270,7 +273,7 @@ class Run:
         """
         if not self.program.accumulates:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
-        sums = self._sums.setdefault(layer, _Sums(self._prefill.sums))
+        sums = self._sums.setdefault(layer, ChunkSums(self._prefill.sums))
         frame = self._frame(layer, k.device, k.shape[1], None, _vectors(q, k, v, lse))
         sums.add(self._evaluation(frame), q.shape[1])
 
@@ -724,77 +727,3 @@ def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
         return None
     layers = evaluation.frame.bound.shape.layers
     return max(counts.whole(evaluation.number(each), layers) for each in numbers)
-
-
-@dataclass
-class _Noted:
-    """Queries of layers that wait to be scored together.
-
-    Attributes:
-        layers: the layers so far.
-        tokens: n tokens reach each of them.
-        most: number of layers to come, these included.
-        copies: name -> [most, H, T, *], queries [D] and log-sum-exp.
-    """
-
-    layers: range
-    tokens: int
-    most: int
-    copies: dict[str, torch.Tensor]
-    attended: bool = True
-
-    def add(self, q: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Adds the next layer; arguments as in `Run.note`."""
-        self.attended &= lse is not None
-        for name, x in (("query", q), ("lse", lse)):
-            if x is not None:
-                if name not in self.copies:
-                    self.copies[name] = x.new_empty(self.most, *x.shape)
-                self.copies[name][len(self.layers)] = x
-        self.layers = range(self.layers.start, self.layers.stop + 1)
-
-    @property
-    def queries(self) -> torch.Tensor:
-        """[l, H, T, D] of the layers so far."""
-        return self.copies["query"][: len(self.layers)]
-
-    def of_all_heads(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries [l * H, T, D], and their log-sum-exp [l * H, T]; None: a layer had none."""
-        lse = self.copies["lse"][: len(self.layers)].flatten(0, 1) if self.attended else None
-        return self.queries.flatten(0, 1), lse
-
-
-class _Sums:
-    """Sum states of a layer over the chunks of a prompt so far."""
-
-    def __init__(self, totals: dict[str, Node]) -> None:
-        self.totals = totals
-        self.queries = 0
-        self.values: dict[str, Value] = {}
-
-    def add(self, evaluation: Evaluation, queries: int) -> None:
-        """Adds the reductions over the last `queries` queries."""
-        part = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
-        for name, total in self.totals.items():
-            x = part.value(total)
-            self.values[name] = _added(self.values.get(name), x)
-        self.queries += queries
-
-    def finish(self, evaluation: Evaluation) -> None:
-        """Adds the rest of the prompt, and gives the evaluation the whole sums."""
-        self.add(evaluation, evaluation.frame.tokens - self.queries)
-        for name, total in self.totals.items():
-            evaluation.known[total] = self.values[name]
-
-
-def _added(a: Value | None, b: Value) -> Value:
-    """The sum of `a` and `b`, where `b` may be over more tokens."""
-    if a is None:
-        return b
-    data = b.tensor.clone()
-    if "token" in a.axes:
-        at = a.axes.index("token")
-        data.narrow(at, 0, a.tensor.shape[at]).add_(a.tensor)
-    else:
-        data += a.data
-    return replace(b, data=data)
