@@ -242,13 +242,20 @@ def test_gateway():
 def test_host_model():
     """The benchmark itself checks operations of a fold; of times only their presence is checked."""
     words = ("--prefills", "snapkv", "--folds", "h2o,d2o", "--sizes", "3x2", "--requests", "1,3")
-    made = rows(run("benchmarks/host_model.py", *words, "--rounds", "2"))
+    output = run("benchmarks/host_model.py", *words, "--rounds", "2", "--asked", "h2o")
+    times, asked = output.split("## By length")
+    made = rows(times)
     assert [(row[0], row[1], row[3]) for row in made] == [
         ("prefill", "snapkv", "1"), *(("fold", "h2o", n) for n in "13"),
         *(("fold", "d2o", n) for n in "13"),
     ]  # fmt: skip
     assert [row[4] for row in made[1:]] == ["10", "10", "32", "32"]
     assert all(float(row[5]) > 0 for row in made)
+    # The longer a prompt, the fewer layers are scored together.
+    [(policy, *numbers)] = rows(asked)
+    assert policy == "h2o"
+    assert numbers == sorted(numbers, key=int)
+    assert 32 < int(numbers[0]) < int(numbers[-1])
 
 
 def test_scale():
