@@ -71,7 +71,7 @@ def asked_of_prompt(policy: str, tokens: int) -> int:
     """
     given = dict(x.split("=") for x in settings(0.125, tokens)[policy])
     bound, watch = bind(load(policy).require(), LARGE, given), Watch()
-    program = watch.program(bound, kernels.installed(), together=True, limited=True)
+    program = watch.program(bound, kernels.installed())
     row = torch.zeros(LARGE.head_dim)
     pool = row.expand(LARGE.layers, tokens, LARGE.kv_heads, -1)
     queries = row.expand(LARGE.layers, LARGE.heads, tokens, -1)

@@ -112,7 +112,7 @@ class Compiled:
         # Numbers of two bytes; queries in float32 take twice as much.
         queries = 2 * self.bound.queries(prompt) * shape.group * shape.head_dim
         held = self._lists * (self.generated.token_bytes * prompt + queries)
-        groups = max(1, -(-held // self._deferred_bytes)) if self._deferred_bytes else layers
+        groups = max(1, -(-held // max(1, self._deferred_bytes)))
         return -(-layers // groups)
 
     @once.at_most(_PLANS)

@@ -158,20 +158,25 @@ class Watch:
         return run
 
     def program(
-        self, bound: Bound, table: Kernels, *, together: bool = True, limited: bool = False
+        self,
+        bound: Bound,
+        table: Kernels,
+        *,
+        keys_stay: bool = True,
+        deferred_bytes: int = DEFERRED_BYTES,
     ) -> TorchProgram:
         """A policy's program: each kernel of `table` is a launch, generated ones give zeros.
 
         Args:
-            together: whether layers are scored together.
-            limited: whether memory limits their number, as in a server.
+            keys_stay, deferred_bytes: as of `Compiled`.
         """
         watched: Mapping[str, Callable[..., Any]] = {
             **{name: self.kernel(each) for name, each in table.items()},
             "generated": lambda name, text: None,
         }
-        most = DEFERRED_BYTES if limited else sys.maxsize
-        program = TorchProgram(bound, kernels=watched, keys_stay=together, deferred_bytes=most)
+        program = TorchProgram(
+            bound, kernels=watched, keys_stay=keys_stay, deferred_bytes=deferred_bytes
+        )
         program.generated = self._zeros(program.generated)
         if program.steps is not None:
             program.steps.advancing = self._zeros(program.steps.advancing)
@@ -266,8 +271,7 @@ def launches(bound: Bound, prompt: int | None = None) -> Launches:
     *_, case = cases(bound)
     layers, most = bound.shape.layers, bound.shape.layers
     if prompt is not None:
-        kernels = {**installed(), "generated": lambda name, text: None}
-        most = TorchProgram(bound, kernels=kernels, keys_stay=True).layers_together(prompt)
+        most = Watch().program(bound, installed()).layers_together(prompt)
     with torch.no_grad():
         found = _Counting(case, together=most > 1).launches()
     return replace(found, groups=max(found.groups, -(-layers // most))) if found.groups else found
@@ -278,7 +282,9 @@ class _Counting:
 
     def __init__(self, case: TrialCase, *, together: bool) -> None:
         self.case, self.bound, self.watch = case, case.bound, Watch()
-        self.program = self.watch.program(case.bound, installed(), together=together)
+        self.program = self.watch.program(
+            case.bound, installed(), keys_stay=together, deferred_bytes=sys.maxsize
+        )
         self.random = torch.Generator().manual_seed(0)
 
     def launches(self) -> Launches:
