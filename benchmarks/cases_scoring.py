@@ -105,18 +105,14 @@ def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bo
     Args:
         attended: whether attention hands over its log-sum-exp.
     """
+
+    def entries(due: range) -> tuple[torch.Tensor | Slots, None]:
+        keys = Slots(prompt.keys[due.start : due.stop], prompt.slots)
+        return keys if program.kernels else keys.dense(), None
+
     run = program.start(prompt.tokens)
     for layer in range(layers):
-        lse = prompt.lse[layer] if attended else None
-        if run.notes(layer, prompt.tokens):
-            run.note(layer, prompt.q[layer], prompt.tokens, lse=lse)
-            if run.due:
-                due = slice(run.due.start, run.due.stop)
-                run.score(Slots(prompt.keys[due], prompt.slots), None)
-            continue
-        keys = prompt.of(layer)
-        keys = keys if program.kernels else keys.dense()
-        run.observe(layer, prompt.q[layer], keys, None, lse=lse)
+        run.show(layer, prompt.q[layer], entries, lse=prompt.lse[layer] if attended else None)
     return run
 
 

@@ -99,7 +99,7 @@ class Compiled:
         return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
 
     def layers_together(self, prompt: int) -> int:
-        """Most of a prompt's layers that are scored together, see `Run.score`; 1: none are.
+        """Most of a prompt's layers that are scored together, see `Run.show`; 1: none are.
 
         Together they take as many launches as one layer.
         """

@@ -6,14 +6,16 @@ queries, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.run import KeysValues, Run
 from kvpolicy.dsl.execute.values import HOST
 
 
@@ -49,16 +51,6 @@ class InPools(NamedTuple):
         return k, v
 
 
-class Within(Protocol):
-    """Makes a context in which a layer is shown, or several are scored `together`."""
-
-    def __call__(self, *, together: bool = False) -> AbstractContextManager[None]: ...
-
-
-def _anywhere(*, together: bool = False) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Driven:
     """A prefill whose layers have all been observed, or noted and scored.
@@ -79,14 +71,14 @@ def drive(
     prompt: int,
     shown: Prompt,
     device: torch.device = HOST,
-    within: Within = _anywhere,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Driven:
     """Runs the prefill of a prompt, and a second one where the policy restarts.
 
     Args:
         prompt: N.
         shown: gives the prompt's tensors.
-        within: makes the context in which each layer is shown, and several are scored together.
+        within: makes the context in which a layer is shown.
     """
     first_run = run = program.start(prompt)
     chosen = torch.arange(prompt, device=device)
@@ -102,28 +94,23 @@ def _observed(
     run: Run,
     shown: Prompt,
     chosen: torch.Tensor,
-    within: Within,
+    within: Callable[[], AbstractContextManager[None]],
 ) -> torch.Tensor:
     """Shows a run its layers; int64 [m], which of its tokens pass the last one, or begin again."""
     there = torch.arange(run.size, device=chosen.device)
+    needs_values = run.program.bound.needs_values
+
+    def entries(layers: range, tokens: torch.Tensor) -> KeysValues:
+        k, v = shown.entries(layers, tokens)
+        return k, v if needs_values else None
+
     for layer in run.program.layers:
-        tokens = chosen if len(there) == run.size else chosen[there]
-        number = min(run.queries, len(there))
-        own = None if len(there) == run.size else there
-        if run.notes(layer, len(there)):
-            with within():
-                q = shown.queries(layer, tokens, number)
-                run.note(layer, q[:, q.shape[1] - number :], len(there))
-            if run.due:
-                with within(together=True):
-                    k, v = shown.entries(run.due, tokens)
-                    run.score(k, v if run.program.bound.needs_values else None, own)
-            continue
+        everywhere = len(there) == run.size
+        tokens = chosen if everywhere else chosen[there]
         with within():
-            q = shown.queries(layer, tokens, number)
-            k, v = shown.entries(range(layer, layer + 1), tokens)
-            values = v if run.program.bound.needs_values else None
-            deeper = run.observe(layer, q, k, values, own)
+            q = shown.queries(layer, tokens, min(run.queries, len(there)))
+            own = partial(entries, tokens=tokens)
+            deeper = run.show(layer, q, own, None if everywhere else there)
         there = there if deeper is None else there[deeper]
         if run.restarted:
             break

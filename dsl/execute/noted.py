@@ -29,7 +29,7 @@ class Noted:
     attended: bool = True
 
     def add(self, q: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Adds the next layer; arguments as in `Run.note`."""
+        """Adds the next layer; [H, T, D] and [H, T]."""
         self.attended &= lse is not None
         for name, x in (("query", q), ("lse", lse)):
             if x is not None:

@@ -6,7 +6,7 @@ tokens of one layer, T queries, D head size, W window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -32,6 +32,9 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, When
 from kvpolicy.dsl.ir.traverse import state_roots
 from kvpolicy.dsl.ops.host import Number
+
+# Keys after RoPE and values [l * G, n, D] of l layers, or rows of a pool; None: none are needed.
+KeysValues = tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]
 
 
 def _floored(x: Value) -> Value:
@@ -103,6 +106,40 @@ class Run:
         """Number of tokens of this prefill: N, or `tokens` of a second one."""
         return self.prompt if self.tokens is None else self.tokens
 
+    def show(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        entries: Callable[[range], KeysValues],
+        tokens: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Scores a layer, by itself or together with others that have the same tokens.
+
+        Queries that wait for further layers are copied; they take the launches of one layer then.
+
+        Args:
+            layer, q, tokens, lse: as in `observe`.
+            entries: from layers that follow each other, the last of them this one, to their keys
+                and values, [l * G, n, D] one layer after the other, or rows of a pool; called when
+                they are scored.
+
+        Returns:
+            As `observe`.
+
+        Raises:
+            RuntimeError: a layer has been left out.
+        """
+        number = self.size if tokens is None else len(tokens)
+        if not self._is_noted(layer, number):
+            return self.observe(layer, q, *entries(range(layer, layer + 1)), tokens, lse=lse)
+        first = q.shape[1] - min(self.queries, number)
+        self._note(layer, q[:, first:], number, None if lse is None else lse[:, first:])
+        if due := self._due:
+            self._score(*entries(due), tokens)
+        return None
+
     def observe(
         self,
         layer: int,
@@ -139,24 +176,21 @@ class Run:
             self._remember_queries([layer], q[None])
         return deeper
 
+    # Layers that are scored together.
+
     @cached_property
     def together(self) -> int:
-        """Most layers that are scored together, by `note` and `score`; 1: all by `observe`."""
+        """Most layers that are scored together; 1: each by itself."""
         return 1 if self._sums else self.program.layers_together(self.prompt)
 
-    def notes(self, layer: int, tokens: int) -> bool:
-        """Whether a layer is noted, to be scored with others, instead of observed.
-
-        Args:
-            layer: the next one.
-            tokens: n tokens reach it.
-        """
+    def _is_noted(self, layer: int, tokens: int) -> bool:
+        """Whether a layer which `tokens` tokens reach waits, to be scored with others."""
         if self.together == 1 or not self._hands_all_on(layer, tokens):
             return False
         return self._noted is not None or self._goes_with(layer + 1, layer, tokens)
 
     @property
-    def due(self) -> range:
+    def _due(self) -> range:
         """Layers that have been noted and are to be scored now; empty if others come first."""
         if self._noted is None:
             return range(0)
@@ -165,18 +199,10 @@ class Run:
         more = not full and self._goes_with(noted.stop, noted.start, tokens)
         return range(0) if more else noted
 
-    def note(
-        self, layer: int, q: torch.Tensor, tokens: int, *, lse: torch.Tensor | None = None
-    ) -> None:
-        """Copies a layer's queries and log-sum-exp for `score`, which follows as soon as it is due.
+    def _note(self, layer: int, q: torch.Tensor, tokens: int, lse: torch.Tensor | None) -> None:
+        """Copies a layer's queries [H, T, D] and log-sum-exp [H, T] for `_score`.
 
-        Args:
-            layer, q, lse: as in `observe`, in order, with the same T at all layers that are scored
-                together. If one has no log-sum-exp, kernels compute that of all.
-            tokens: n tokens reach it.
-
-        Raises:
-            RuntimeError: a layer has been left out.
+        If one of the layers has no log-sum-exp, kernels compute that of all.
         """
         if self._noted is None:
             most = min(self.together, self.program.layers.stop - layer)
@@ -185,27 +211,18 @@ class Run:
             raise RuntimeError(f"layer {self._noted.layers.stop} comes before {layer}")
         self._noted.add(q, lse)
 
-    def score(
+    def _score(
         self,
         k: torch.Tensor | Slots,
         v: torch.Tensor | Slots | None,
-        tokens: torch.Tensor | None = None,
+        positions: torch.Tensor | None,
     ) -> None:
-        """Computes all that the layers which are `due` decide, in the launches of one.
-
-        Args:
-            k, v: [l * G, n, D] of these l layers, one after the other, or rows of a pool; as in
-                `observe`.
-            tokens: as in `observe`.
-
-        Raises:
-            RuntimeError: no layer is due.
-        """
-        layers, noted = self.due, self._noted
-        if noted is None or not layers:
-            raise RuntimeError("no layer is due")
-        q, lse = noted.of_all_heads()
-        one = self._frame(layers.start, k.device, k.shape[1], tokens, _vectors(q, k, v, lse))
+        """Computes all that the noted layers decide; arguments as `show` has them."""
+        noted, self._noted = self._noted, None
+        if noted is None:
+            raise RuntimeError("no layer has been noted")
+        layers, (q, lse) = noted.layers, noted.of_all_heads()
+        one = self._frame(layers.start, k.device, k.shape[1], positions, _vectors(q, k, v, lse))
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
         prefill, size = self._prefill, (len(layers), k.shape[0] // len(layers))
         values = {x: with_layer_axis(evaluation.value(x), x.type, *size) for x in prefill.scored}
@@ -216,13 +233,12 @@ class Run:
         if layers == self.program.layers:
             self._of_all = values
         for place, layer in enumerate(layers):
-            frame = self._frame(layer, k.device, k.shape[1], tokens, {})
+            frame = self._frame(layer, k.device, k.shape[1], positions, {})
             own = replace(self._evaluation(frame), unheld_nodes=frozenset(), others=alone)
             own.known.update({node: of_layer(x, place) for node, x in values.items()})
             own.after.update({name: of_layer(x, place) for name, x in states.items()})
             self._evaluations[layer] = own
         self._remember_queries(layers, noted.queries)
-        self._noted = None
 
     def _hands_all_on(self, layer: int, tokens: int) -> bool:
         """Whether the host knows that a layer hands all its tokens on, and is scored."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from time import thread_time
@@ -25,7 +25,7 @@ from kvpolicy.dsl.execute.compiled import DEFERRED_BYTES
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.generated import Generated, Run
-from kvpolicy.dsl.execute.kernels import Entries, Kernels, installed
+from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run as PrefillRun
@@ -54,6 +54,9 @@ class Asked:
 
     def __add__(self, other: Asked) -> Asked:
         return Asked(*(getattr(self, x) + getattr(other, x) for x in self.__dataclass_fields__))
+
+    def __sub__(self, other: Asked) -> Asked:
+        return Asked(*(getattr(self, x) - getattr(other, x) for x in self.__dataclass_fields__))
 
     @property
     def device(self) -> int:
@@ -220,6 +223,29 @@ class _Zeros(Generated):
         return source, run
 
 
+class _Shown:
+    """A prompt that notes, of each layer, what was asked before it was scored with others.
+
+    Attributes:
+        noted: of each layer shown; None: it was scored by itself, or waits for others.
+    """
+
+    def __init__(self, watch: Watch, prompt: InPools) -> None:
+        self._watch, self._prompt = watch, prompt
+        self.noted: list[Asked | None] = []
+
+    def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
+        """See `Prompt`."""
+        self.noted.append(None)
+        return self._prompt.queries(layer, tokens, number)
+
+    def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
+        """See `Prompt`."""
+        if len(layers) > 1:
+            self.noted[-1] = self._watch.observed.asked
+        return self._prompt.entries(layers, tokens)
+
+
 @dataclass(frozen=True)
 class Launches:
     """How much a policy asks of a device, the plugin's own work included.
@@ -317,20 +343,21 @@ class _Counting:
 
     def _prefill(self) -> tuple[PrefillRun, list[Asked], list[Asked], Asked]:
         """A finished prefill; what was asked at layers, of several together, and at the end."""
-        layers: list[Asked] = []
-        groups: list[Asked] = []
+        asked: list[Asked] = []
         end: list[Asked] = []
-        shown = InPools(self._made(self.bound.shape.heads, self.case.tokens), *(
+        q = self._made(self.bound.shape.heads, self.case.tokens)
+        k, v = (
             self._made(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
-        ))  # fmt: skip
-
-        def within(*, together: bool = False) -> AbstractContextManager[None]:
-            return self._counted(groups if together else layers)
-
-        run = drive(self.program, self.case.tokens, shown, within=within).run
+        )
+        shown = _Shown(self.watch, InPools(q, k, v))
+        run = drive(self.program, self.case.tokens, shown, within=lambda: self._counted(asked)).run
         with self._counted(end):
             run.finish(wait=False)
         run.settle(finite=True)
+        layers = [before or whole for whole, before in zip(asked, shown.noted, strict=True)]
+        groups = [
+            whole - before for whole, before in zip(asked, shown.noted, strict=True) if before
+        ]
         return run, layers, groups, end[0]
 
     def _compaction(self, run: PrefillRun) -> tuple[Asked, list[Asked]]:

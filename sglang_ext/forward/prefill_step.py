@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.dsl.execute.decode import Known
-from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.layout import Held
+from kvpolicy.dsl.execute.run import KeysValues
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.forward import share
@@ -214,7 +215,7 @@ class PrefillStep:
 
     def _accumulate(self, chunk: _Accumulated, layer: Any, queries: Queries) -> None:
         state = chunk.state
-        k, v = self._entries(state, layer, chunk.slots)
+        k, v = self._entries(state, chunk.slots, range(layer.layer_id, layer.layer_id + 1))
         q, lse = self._of_heads(queries, layer)
         state.seen.run.accumulate(layer.layer_id, q, k, v, lse=lse)
         single = state.served.single_queries(state.prompt)
@@ -222,12 +223,11 @@ class PrefillStep:
         latest = Queries.joined([*earlier, queries]).last(single)
         state.seen.window[layer.layer_id] = [latest.copied()]
 
-    def _entries(
-        self, state: State, layer: Any, slots: torch.Tensor
-    ) -> tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]:
-        """Keys and values of a layer at int64 [n] slots, as a policy's program takes them."""
+    def _entries(self, state: State, slots: torch.Tensor, layers: range) -> KeysValues:
+        """Keys and values of layers at int64 [n] slots, as a policy's program takes them."""
         arena = self._services.arena
-        k, v = arena.at_slots(arena.place_of(layer.layer_id), slots)
+        first = arena.place_of(layers.start)
+        k, v = arena.of_layers(range(first, first + len(layers)), slots)
         values = v if state.served.bound.needs_values else None
         if state.served.kernels.read_the_pool:
             return k, values
@@ -257,21 +257,8 @@ class PrefillStep:
                 f"queries of its prompt were computed"
             )
         q, lse = self._of_heads(queries, layer)
-        if scored.run.notes(layer.layer_id, tokens):
-            scored.run.note(layer.layer_id, q, tokens, lse=lse)
-            self._score(scored)
-            return
-        k, v = self._entries(state, layer, scored.slots)
-        scored.chosen = scored.run.observe(layer.layer_id, q, k, v, scored.tokens, lse=lse)
-
-    def _score(self, scored: Scored) -> None:
-        """Score the layers that are due together, see `Run.score`."""
-        arena, due = self._services.arena, scored.run.due
-        if due:
-            first = arena.place_of(due.start)
-            k, v = arena.of_layers(range(first, first + len(due)), scored.slots)
-            values = v if scored.state.served.bound.needs_values else None
-            scored.run.score(k, values, scored.tokens)
+        entries = partial(self._entries, state, scored.slots)
+        scored.chosen = scored.run.show(layer.layer_id, q, entries, scored.tokens, lse=lse)
 
     def finish(self) -> None:
         """After the forward: choose what is kept and copy it to private pages.

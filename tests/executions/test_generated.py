@@ -160,17 +160,15 @@ def prefill_together(program: TorchProgram, q, k, v, attended=()) -> Run:
     Args:
         attended: layers whose attention hands over its log-sum-exp.
     """
+
+    def entries(layers):
+        due = slice(layers.start, layers.stop)
+        return in_one_pool(k[due]), in_one_pool(v[due]) if program.bound.needs_values else None
+
     run = program.start(k.shape[2])
     assert run.together > 1
     for layer, own in enumerate(q):
-        asking = own[:, -run.queries :] if run.queries else own[:, :0]
-        lse = log_sum_exp(asking, k[layer]) if layer in attended else None
-        run.note(layer, asking, k.shape[2], lse=lse)
-        if run.due:
-            due = slice(run.due.start, run.due.stop)
-            run.score(
-                in_one_pool(k[due]), in_one_pool(v[due]) if program.bound.needs_values else None
-            )
+        run.show(layer, own, entries, lse=log_sum_exp(own, k[layer]) if layer in attended else None)
     run.finish()
     return run
 
@@ -462,16 +460,18 @@ def test_layers_are_scored_as_soon_as_they_are_due():
     program = TorchProgram(small("snapkv", case.shape), kernels=TABLE, keys_stay=True)
     run = program.start(case.tokens)
     run.together = 3
-    with pytest.raises(RuntimeError, match="no layer is due"):
-        run.score(in_one_pool(k[:1]), None)
-    due = []
+    scored = []
+
+    def entries(layers):
+        scored.append((layer, layers))
+        return in_one_pool(k[layers.start : layers.stop]), None
+
     for layer in range(5):
-        run.note(layer, q[layer, :, -run.queries :], case.tokens)
-        due.append(run.due)
-        if run.due:
-            run.score(in_one_pool(k[run.due.start : run.due.stop]), None)
-    assert due == [range(0), range(0), range(3), range(0), range(3, 5)]
-    assert not run.due
+        run.show(layer, q[layer], entries)
+        if not layer:
+            with pytest.raises(RuntimeError, match="layer 1 comes before 2"):
+                run.show(2, q[2], entries)
+    assert scored == [(2, range(3)), (4, range(3, 5))]
 
 
 @pytest.mark.parametrize(
@@ -492,13 +492,14 @@ def test_layers_with_the_same_tokens_are_scored_together(name, given, groups, mo
     q, k, v = case.tensors(3)
     shown = InPools(q, k.transpose(1, 2), v.transpose(1, 2))
     bound = bind(load(name).require(), case.shape, given)
-    score = Run.score
+    entries = InPools.entries
 
-    def scored(self, *tensors):
-        found.append((self.due.start, self.due.stop))
-        score(self, *tensors)
+    def noted(self, layers, tokens):
+        if len(layers) > 1:
+            found.append((layers.start, layers.stop))
+        return entries(self, layers, tokens)
 
-    monkeypatch.setattr(Run, "score", scored)
+    monkeypatch.setattr(InPools, "entries", noted)
     programs = (
         TorchProgram(bound, kernels=TABLE, keys_stay=True),
         TorchProgram(bound, kernels=TABLE, keys_stay=True, deferred_bytes=0),
@@ -555,13 +556,18 @@ def test_one_layer_that_is_not_finite_lets_nothing_leave():
 def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, together):
     case = Case(3, 4, 2, 16, 37)
     bound = inline(f"sum[query, group](attn(recent(4))){rest}", case.shape)
-    tensors = case.tensors(3)
-    program = TorchProgram(bound, kernels=TABLE, keys_stay=True)
-    assert program.start(case.tokens).notes(0, case.tokens) == together
-    if together:
-        assert_same_kept(
-            prefill_together(program, *tensors), prefill(TorchProgram(bound), *tensors)
-        )
+    q, k, v = case.tensors(3)
+    scored = []
+
+    def entries(layers):
+        scored.append(len(layers))
+        return in_one_pool(k[layers.start : layers.stop]), None
+
+    run = TorchProgram(bound, kernels=TABLE, keys_stay=True).start(case.tokens)
+    for layer in range(3):
+        run.show(layer, q[layer], entries)
+    assert scored == ([3] if together else [1, 1, 1])
+    assert_same_kept(run, prefill(TorchProgram(bound), q, k, v))
 
 
 def test_what_takes_too_much_memory_is_scored_layer_by_layer():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from kvpolicy.dsl.execute import warm as execute_warm
 from kvpolicy.dsl.execute.decode import Known
 from kvpolicy.dsl.execute.layout import Held
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.run import KeysValues, Run
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.paged_attention import PairReading
@@ -50,7 +51,7 @@ _NEXT: dict[tuple[str, int, int, bool], int] = {}
 
 def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
     """Scores a prompt's layers, in chunks if the policy accumulates over chunks."""
-    run, bound = policy.program.start(tokens), policy.bound
+    run = policy.program.start(tokens)
     first = tokens // CHUNK * CHUNK if policy.program.accumulates else 0
     layer, there, slots = 0, None, empty(tokens, dtype=torch.int64)
     while layer < SHAPE.layers:
@@ -65,16 +66,8 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
             queries = heads[min(first, tokens - policy.single_queries(tokens)) :]
         else:
             queries = heads[number - min(run.queries, number) :]
-        if run.notes(layer, number):
-            run.note(layer, queries.transpose(0, 1), number)
-            if run.due:
-                k, v = parts.arena.of_layers(run.due, own)
-                run.score(k, v if bound.needs_values else None, there)
-            layer += 1
-            continue
-        k, v = parts.arena.at_slots(layer, own)
-        values = v if bound.needs_values else None
-        deeper = run.observe(layer, queries.transpose(0, 1), k, values, there)
+        entries = partial(_entries, parts, policy, own)
+        deeper = run.show(layer, queries.transpose(0, 1), entries, there)
         if deeper is not None:
             there = deeper if there is None else there[deeper]
             take_rows(parts, policy, number, len(deeper))
@@ -83,6 +76,13 @@ def prefill(parts: SimpleNamespace, policy: Served, tokens: int) -> Run:
             run, layer = run.again(len(there)), 0
             tokens, slots, there = len(there), slots[-len(there) :], None
     return run
+
+
+def _entries(
+    parts: SimpleNamespace, policy: Served, slots: torch.Tensor, layers: range
+) -> KeysValues:
+    k, v = parts.arena.of_layers(layers, slots)
+    return k, v if policy.bound.needs_values else None
 
 
 def take_rows(parts: SimpleNamespace, policy: Served, number: int, chosen: int) -> None:
