@@ -1,7 +1,8 @@
 """Distinct keys by arm and stage, each counted once, for the test of the sample ratio.
 
 Requests of one key come in bursts and share their arm, so requests are not independent draws; keys
-are. Of each key, 32 bits of a hash are kept.
+are. Of each key, 32 bits of a hash are kept, and the arm in which it was seen first: another key
+with the same hash is not counted in another arm.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DistinctKeys:
             if number or len(self._seen) >= MAX_KEYS:
                 return
             state = index << _BITS
-        if not state >> number & 1:
+        if state >> _BITS == index and not state >> number & 1:
             self._seen[key] = state | 1 << number
             self.ratios[stage].add(index)
 
@@ -154,7 +155,9 @@ class DistinctKeys:
                 if not 0 <= state >> _BITS < len(self.arms):
                     raise ValueError("a key is of an arm that there is not")
                 for key in np.frombuffer(base64.b64decode(text), dtype="<u4").tolist():
-                    self._seen[key] = self._seen.get(key, state) | state
+                    known = self._seen.get(key, state)
+                    same = known >> _BITS == state >> _BITS
+                    self._seen[key] = known | state if same else known
         counts = {stage: [0] * len(self.arms) for stage in STAGES}
         for state in self._seen.values():
             for number, stage in enumerate(STAGES):

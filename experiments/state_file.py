@@ -1,18 +1,20 @@
 """The files that keep an experiment over a restart (`--kv-experiment-state`).
 
 Its state is in one file, written at every change. What was seen is in another file beside it, which
-grows with the number of keys and is written from time to time.
+grows with the number of keys and is written from time to time. A third one says that a server uses
+them: a second server would undo what the first one writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def evidence_file(state: Path) -> Path:
@@ -22,6 +24,30 @@ def evidence_file(state: Path) -> Path:
 
 class StateFileError(Exception):
     """The file cannot be read or written; the message is one sentence without the path."""
+
+
+def claim(path: Path) -> IO[str] | None:
+    """Claims the files for this process, until the result is closed.
+
+    Returns:
+        None if the folder cannot be written to, or holds no locks.
+
+    Raises:
+        StateFileError: another process has claimed them.
+    """
+    try:
+        lock = path.with_name(f"{path.name}.lock").open("a")
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.close()
+        raise StateFileError("another server keeps its experiment there") from None
+    except OSError:
+        lock.close()
+        return None
+    return lock
 
 
 def load(path: Path) -> dict[str, Any] | None:

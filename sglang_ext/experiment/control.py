@@ -189,7 +189,7 @@ class Control:
         content = await request.body()
         try:
             body = json.loads(content) if content.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return _problem(400, "the body is not a JSON object")
@@ -230,6 +230,8 @@ def _policy_in(content: bytes) -> tuple[str, dict[str, str]]:
         found = json.loads(text)
     except ValueError:
         return text, {}
+    except RecursionError:
+        raise Refused("the body is nested too deeply") from None
     values = found.get("set", {}) if isinstance(found, dict) else None
     if not isinstance(values, dict) or not isinstance(found.get("policy"), str):
         raise Refused('expected a policy, or {"policy": "its YAML", "set": {"name": value}}')
@@ -255,22 +257,39 @@ def _promote(live: Live, body: Mapping[str, Any]) -> bool:
     if name not in names:
         listed = ", ".join(f"`{each}`" for each in names)
         raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {listed}')
-    undecided = [
-        each.metric
-        for each in live.analysis.verdicts()
-        if each.role == "guardrail" and each.arm == name and each.outcome != "cleared"
-    ]
-    if undecided and body.get("force") is not True:
+    forced, force = body.get("force") is True, 'send {"force": true} with it'
+    if name in live.lifecycle.rolled_back and not forced:
         raise ValueError(
-            f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or send "
-            '{"force": true} with it'
+            f"arm `{name}` was rolled back: {live.lifecycle.rolled_back[name]}; "
+            f"to promote it all the same, {force}"
+        )
+    undecided = _undecided(live, name)
+    if undecided and not forced:
+        raise ValueError(
+            f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or {force}"
         )
     return live.promote(live.experiment.arm(name), _reason(body, "an operator"))
 
 
+def _undecided(live: Live, arm: str) -> list[str]:
+    """Guardrails of an arm that are not cleared; an arm that gets no requests has no verdicts."""
+    if arm == live.experiment.control.name:
+        return []
+    cleared = {
+        each.metric
+        for each in live.analysis.verdicts()
+        if each.arm == arm and each.outcome == "cleared"
+    }
+    guardrails = [each.metric for each in live.experiment.metrics if each.role == "guardrail"]
+    return [metric for metric in guardrails if metric not in cleared]
+
+
 def _reason(body: Mapping[str, Any], otherwise: str) -> str:
     reason = body.get("reason")
-    return reason[:_LONGEST_REASON] if isinstance(reason, str) and reason else otherwise
+    if not isinstance(reason, str) or not reason:
+        return otherwise
+    # Half a character, as of another encoding, could be in no answer.
+    return reason[:_LONGEST_REASON].encode("utf-8", "replace").decode()
 
 
 def _problem(status: int, message: str) -> tuple[int, Any]:

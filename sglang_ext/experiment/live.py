@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.experiments import reading, state_file
@@ -67,6 +67,7 @@ class Live:
         """
         self.file = file
         self._served, self._state = dict(served), state
+        self._claim = self._claimed()  # held as long as the process runs
         self.lifecycle = self._restored(experiment)
         self._shadowed_requests = 0  # those before a restart included
         self._begin(Analysis(experiment))
@@ -88,6 +89,14 @@ class Live:
         self._warned: set[str] = set()
         self._changing_policies: set[str] = set()  # names of policies that are being changed
         self.save()
+
+    def _claimed(self) -> IO[str] | None:
+        try:
+            return None if self._state is None else state_file.claim(self._state)
+        except StateFileError as error:
+            raise Refused(
+                f"--kv-experiment-state {self._state}: {error}; give each server a file of its own"
+            ) from None
 
     def _restored(self, experiment: Experiment) -> Lifecycle:
         try:

@@ -100,3 +100,21 @@ def test_an_arm_that_is_rolled_back_is_no_mismatch():
     again = DistinctKeys.pooled(weights, [keys.as_document(False)] * 2)
     assert again.counts("finished") == {arm: 2 * n for arm, n in keys.counts("finished").items()}
     assert again.ratios["finished"].p_value > 0.01
+
+
+def test_another_key_with_the_same_hash_stays_out_of_other_arms():
+    """Arms of replicas would mix: keys of the second and third became some of a fourth."""
+    from kvpolicy.experiments.distinct_keys import STAGES, DistinctKeys
+
+    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+    replicas = [DistinctKeys(weights) for _ in range(2)]
+    for replica, arm in zip(replicas, "bc", strict=True):
+        replica.reached("assigned", arm, 7)
+        replica.reached("assigned", "a", 8)
+    replicas[0].reached("finished", "a", 7)
+    assert replicas[0].counts("finished") == dict.fromkeys(weights, 0)
+    replicas[1].reached("finished", "a", 8)
+    pooled = DistinctKeys.pooled(weights, [each.as_document(True) for each in replicas])
+    assert pooled.counts("assigned") == {"a": 1, "b": 1, "c": 0}
+    assert pooled.counts("finished") == {"a": 1, "b": 0, "c": 0}
+    assert pooled.counts(STAGES[2]) == dict.fromkeys(weights, 0)

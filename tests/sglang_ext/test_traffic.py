@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,11 +13,13 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments import state_file
 from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, Step, as_document
 from kvpolicy.sglang_ext.experiment.arms import with_arms
+from kvpolicy.sglang_ext.experiment.control import Control, _policy_in
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import Server
 from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import asked, compat
+from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.frontend import before_aborted, before_crash_dump
 
 EXPERIMENT = Experiment(
@@ -27,6 +31,8 @@ EXPERIMENT = Experiment(
     shadow=Shadow(1.0, top=8),
     metrics=(Metric("error_rate", "guardrail", 0.1),),
 )
+
+CLEARED = SimpleNamespace(metric="error_rate", role="guardrail", arm="lava", outcome="cleared")
 
 
 @pytest.fixture
@@ -469,6 +475,72 @@ def test_a_state_that_could_not_be_written_is_tried_again(stepping, monkeypatch)
 
 def assigned_number(live):
     return sum(record.requests for record in live.analysis.records.values())
+
+
+def test_two_servers_do_not_share_a_state_file(stepping, tmp_path):
+    begin, _ = stepping
+    code = """if True:
+        import sys
+        from pathlib import Path
+        from kvpolicy.experiments import state_file
+        claimed = state_file.claim(Path(sys.argv[1]))
+        print(claimed is not None, flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-P", "-c", code, str(tmp_path / "state.json")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "True\n"
+        with pytest.raises(Refused, match="another server keeps its experiment there; give each"):
+            begin()
+        other.stdin.close()
+    begin()
+
+
+def ask(live, action, body):
+    """Status and answer of the endpoint that ends an experiment, or one of its arms."""
+
+    async def content():
+        return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    control = Control(SimpleNamespace(live=live), catalog=None)
+    return asyncio.run(getattr(control, action)(SimpleNamespace(body=content)))
+
+
+def test_an_arm_that_gets_no_requests_is_not_cleared(tmp_path):
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+    arms = (*EXPERIMENT.arms, Arm("off", "lava", 0.0))
+    live = Live(replace(EXPERIMENT, arms=arms), file, {"snapkv": {}, "lava": {}, "lava@lava": {}})
+    for arm in ("lava", "off"):
+        status, answer = ask(live, "promote", {"arm": arm})
+        assert status == 409
+        assert "not cleared of error_rate yet" in answer["error"]["message"]
+    assert ask(live, "promote", {"arm": "off", "force": True})[0] == 200
+
+
+def test_an_arm_that_was_rolled_back_is_not_promoted_by_accident(live, monkeypatch):
+    monkeypatch.setattr(live.analysis, "verdicts", lambda: [CLEARED])
+    extra = replace(EXPERIMENT, arms=(*EXPERIMENT.arms, Arm("more", "snapkv")))
+    live.lifecycle.experiment = extra
+    assert ask(live, "abort", {"arm": "lava", "reason": "complaints"})[0] == 200
+    status, answer = ask(live, "promote", {"arm": "lava"})
+    assert status == 409
+    assert "was rolled back: complaints; to promote it all the same" in answer["error"]["message"]
+    assert ask(live, "promote", {"arm": "lava", "force": True})[0] == 200
+
+
+def test_a_reason_with_half_a_character_can_be_shown(live):
+    assert ask(live, "abort", b'{"reason": "caf\\udce9"}')[0] == 200
+    assert live.lifecycle.reason == "caf?"
+    json.dumps(live.document(with_keys=True), ensure_ascii=False).encode()
+
+
+def test_what_is_nested_too_deeply_is_refused(live):
+    assert ask(live, "abort", b"[" * 100_000)[0] == 400
+    with pytest.raises(Refused, match="nested too deeply"):
+        _policy_in(b"[" * 100_000)
 
 
 def test_evidence_outlives_a_restart(tmp_path, caplog, monkeypatch):
