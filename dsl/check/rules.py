@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvpolicy.dsl.check.arguments import check_no_share, check_token_count
@@ -72,7 +72,7 @@ class RulesChecker:
             message = f"score is {shape}; it needs one number per token"
         elif extra:
             message = f"score is {shape}; only `kv` and `token` may be left"
-            help = f"reduce `{extra[0]}`, for example with `sum[{extra[0]}](...)`"
+            help = _reducing(extra)
         else:
             return
         raise typer.error("score-axes", message, item.value.span, help)
@@ -214,9 +214,16 @@ def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -
     only = " and ".join(f"`{axis}`" for axis in allowed)
     needed = f"it may have the axes {only}" if allowed else "one value for the layer is needed"
     message = f"`{item.path}` is {brackets(node.type.axes)}; {needed}"
-    verb = "any" if node.type.kind == "truth" else "sum"
-    help = f"reduce `{extra[0]}`, for example with `{verb}[{extra[0]}](...)`"
+    help = _reducing(extra, "any" if node.type.kind == "truth" else "sum")
+    if item.path == "merge.own":
+        help = "weigh entries against their receiver by `weight`, as in `weight: x / target(x)`"
     raise typer.error("axis", message, item.value.span, help)
+
+
+def _reducing(axes: Sequence[str], verb: str = "sum") -> str:
+    """Advice to reduce axes."""
+    names = " and ".join(f"`{axis}`" for axis in axes)
+    return f"reduce {names}, for example with `{verb}[{', '.join(axes)}](...)`"
 
 
 def check_part(

@@ -1,8 +1,9 @@
 """Sizes of the tiles of generated kernels, chosen when a source is written.
 
-They fit into the 227 KiB of shared memory that a program may use on a Hopper GPU. Two programs that
-go over many queries fit on a multiprocessor, also on Ampere with its 164 KiB: while one waits for a
-product of tensor cores, the other computes exponentials.
+They fit into the shared memory that a program may use: 227 KiB on a Hopper GPU, and 99 KiB on an Ada
+GPU if keys have two bytes. Two programs that go over many queries fit on a multiprocessor, also on
+Ampere with its 164 KiB: while one waits for a product of tensor cores, the other computes
+exponentials.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class TileShape:
         query_tile = fit if one_tile else max(least, rows // group)
         rows = group * query_tile
         large = not (one_tile or few) and simple and dim <= 128
-        small = float32 or few or rows > _LONG_ROWS or (dim > 128 and not simple)
+        full = one_tile and rows * size == _QUERIES  # with 64 tokens it takes 100 KiB
+        small = float32 or few or rows > _LONG_ROWS or (dim > 128 and (full or not simple))
         block = 32 if small else 128 if large else 64
         warps = 8 if rows * block >= 8192 else 4
         stages = max(1, min(_STAGES, (_ALL - rows * size) // (block * size)))

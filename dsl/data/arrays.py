@@ -73,6 +73,26 @@ def stack(axis: str, arrays: Sequence[Array]) -> Array:
     return Array.of((axis, *axes), data, present)
 
 
+def join(axis: str, first: Array, second: Array) -> Array:
+    """The values of `first` along an axis, then those of `second`, broadcast by name elsewhere."""
+    axes = union(first, second)
+    both = [x.to(axes) for x in (first, second)]
+    at, shapes = axes.index(axis), [data.shape for data, _ in both]
+    rest = np.broadcast_shapes(*((*shape[:at], 1, *shape[at + 1 :]) for shape in shapes))
+    sizes = [(*rest[:at], shape[at], *rest[at + 1 :]) for shape in shapes]
+    data, present = (
+        np.concatenate([np.broadcast_to(x, size) for x, size in zip(own, sizes, strict=True)], at)
+        for own in zip(*both, strict=True)
+    )
+    return Array.of(axes, data, present)
+
+
+def last(x: Array, axis: str, number: int) -> Array:
+    """The last `number` values along an axis."""
+    index = tuple(slice(-number, None) if each == axis else slice(None) for each in x.axes)
+    return Array.of(x.axes, x.data[index], x.present[index])
+
+
 def compare(function: Callable[..., np.ndarray], a: Array, b: Array) -> Array:
     """A comparison in float32; false where either side is absent."""
     result = elementwise(lambda x, y: function(np.float32(x), np.float32(y)), a, b)

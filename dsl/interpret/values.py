@@ -196,18 +196,11 @@ class Values:
             return start
         if "token" not in old.axes:
             return old
-        at, size = old.axes.index("token"), self.candidates(layer)
-        missing = size - old.data.shape[at]
+        missing = self.candidates(layer) - old.data.shape[old.axes.index("token")]
         if not missing:
             return old
-        shape = list(old.data.shape)
-        shape[at] = size
-        fresh = [
-            np.broadcast_to(x, shape).take(range(size - missing, size), at)
-            for x in start.to(old.axes)
-        ]
-        pairs = zip((old.data, old.present), fresh, strict=True)
-        return Array.of(old.axes, *(np.concatenate(pair, at) for pair in pairs))
+        # `start` has an axis `kv` that `old` may lack, once KV heads hold different tokens.
+        return arrays.join("token", old, arrays.last(start, "token", missing))
 
     # Across layers.
 

@@ -162,7 +162,11 @@ class _Reader:
             raise self.defect(f"the tensors have more than {MAX_VALUES:,} numbers", keys["model"])
         settings = self.mapping(keys["set"]) if "set" in keys else {}
         if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
-            raise self.defect("a test says either what is `kept` or how it is `refused`", node)
+            message = (
+                "a test says either what is expected (`kept`, `budgets`, `after` and so on) or how "
+                "it is `refused`"
+            )
+            raise self.defect(message, node)
         for name in _STEP_TENSORS:
             if name in keys and not steps:
                 raise self.defect(f"`{name}` is read at steps; the test has 0", keys[name], _STEPS)

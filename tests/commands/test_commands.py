@@ -398,7 +398,7 @@ def test_policy_test_that_fails(tmp_path, capsys, old, new, message):
         ('"0 4-5"', '"a"', "`a` is no position"),
         ('"0 4-5"', '[["0", "1"]]', "2 KV heads are listed, the model has 1"),
         ('"0 4-5"', '["0", "1"]', "2 layers are listed, the model has 1"),
-        ('    kept: "0 4-5"\n', "", "either what is `kept` or how it is `refused`"),
+        ('    kept: "0 4-5"\n', "", "and so on) or how it is `refused`"),
         ("head_size: 2", "size: 2", "unknown key `size`"),
         (", head_size: 2", "", "the key `head_size` is missing"),
         ("tokens: 6", "tokens: 6\n    q: [a]", "`a` is no number"),

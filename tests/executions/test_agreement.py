@@ -467,3 +467,22 @@ def test_a_state_begins_at_its_number_to_the_last_bit():
     for _ in range(2):
         served.follow(2)
         assert served.held() == expected.steps[served.done - 1].kept
+
+
+@pytest.mark.parametrize(
+    ("start", "next_"),
+    [
+        ("1 where sinks(4) else 0", None),
+        ("position", None),
+        ("exp(position / 100)", "0.9 * first"),
+        ("1 where recent(5) else 0", "0.9 * first + sum[head, query](attn(new))"),
+        ("1 where all else 0", "max(first * 0.9, mean[head](max[query](attn(new))))"),
+    ],
+)
+def test_what_a_layers_state_starts_from_may_differ_by_head(start, next_):
+    """Positions and sets have the axis `kv` once heads hold different tokens; the state has not."""
+    update = "" if next_ is None else f"    next: {next_}\n"
+    state = f"state:\n  first:\n    start: {start}\n{update}"
+    assert_agreement(
+        f"{state}score: norm2[dim](key) + first\nbudget: 6\nkeep: top(score)\ndecode: same\n"
+    )

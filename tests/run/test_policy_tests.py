@@ -151,7 +151,10 @@ def test_no_tests_are_a_defect(tmp_path, capsys):
         (f"    {MODEL}\n    steps: 1\n    after: 3\n", "`after` says by step what is cached"),
         (f"    {MODEL}\n    thresholds: [1, 2]\n", "2 layers are listed, the model has 1"),
         (f"    {MODEL}\n    propagated: x\n", "`x` is no position"),
-        (f"    {MODEL}\n    steps: 2\n    q_step: {{seed: 1}}\n", "either what is `kept`"),
+        (
+            f"    {MODEL}\n    steps: 2\n    q_step: {{seed: 1}}\n",
+            "either what is expected (`kept`",
+        ),
         (f"    {MODEL}\n    after: {{}}\n", "`after` is empty, so that nothing is compared"),
         (f"    {MODEL}\n    steps: 1\n    after: {{1: {{}}}}\n", "`after.1` is empty"),
         (f'    {MODEL}\n    steps: 1\n    after: {{1: "3", 01: "3"}}\n', "step 1 is given twice"),
