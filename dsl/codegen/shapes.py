@@ -1,7 +1,7 @@
 """Sizes of the tiles of generated kernels, chosen when a source is written.
 
-They fit into the shared memory that a program may use: 227 KiB on a Hopper GPU, and 99 KiB on an Ada
-GPU if keys have two bytes. Two programs that go over many queries fit on a multiprocessor, also on
+They fit into the shared memory that a program may use: 227 KiB on a Hopper GPU, and 99 KiB on Ada
+if keys have two bytes. Two programs that go over many queries fit on a multiprocessor, also on
 Ampere with its 164 KiB: while one waits for a product of tensor cores, the other computes
 exponentials.
 """

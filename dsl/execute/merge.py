@@ -18,7 +18,6 @@ import torch
 from kvpolicy.dsl.execute.combination import Combinations, is_product
 from kvpolicy.dsl.execute.evaluate import Evaluation
 from kvpolicy.dsl.execute.kernels import Entries, Keys, dense
-from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Merge, Node, State
@@ -285,12 +284,18 @@ class Merging:
         data = (total / number).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
 
-    def _mean(self, node: Node, evaluation: Evaluation) -> Value:
-        """The operation `mean`; over several layers' entries as if each layer were alone."""
-        x, frame = evaluation.value(node.args[0]), evaluation.frame
+    def _mean(self, node: Node, evaluation: Evaluation) -> Value | None:
+        """The operation `mean` over several layers' entries, as if each layer were alone.
+
+        None: it is computed as elsewhere.
+        """
+        frame = evaluation.frame
+        if not frame.layered or node.across_layers:
+            return None
+        x = evaluation.value(node.args[0])
         columns = node.axes == ("kv",) and x.axes == _DROPPED and x.mask is self._present
-        if not frame.layered or not (columns or "dropped" in node.axes):
-            return reduce(node, frame, x)
+        if not (columns or "dropped" in node.axes):
+            return None
         kv_heads = frame.bound.shape.kv_heads if "kv" in node.axes else 1
         kernel = frame.kernels["means_of_columns" if columns else "means"]
         made = kernel(self._of_each(x, _DROPPED, self._present), self._present, kv_heads)

@@ -87,7 +87,7 @@ class Control:
         return 200, {"enabled": on}
 
     async def put_policy(self, request: Any) -> tuple[int, Any]:
-        """Add a policy, or replace one; with `dry_run`, only try it."""
+        """Add a policy, or replace one; with `dry_run`, do not take it up."""
         name, dry = request.path_params["name"], _flag(request, "dry_run")
         content, live = await request.body(), self._server.live
         if dry is None:
@@ -102,12 +102,11 @@ class Control:
             )
         try:
             text, settings = _policy_in(content)
+            given = (compat.manager(), name, text, settings)
             if dry:
-                policy = await self._catalog.check(name, text, settings)
+                policy = await self._catalog.rehearse(*given)
             else:
-                policy = await self._catalog.put(
-                    compat.manager(), name, text, settings, _claim(live, name)
-                )
+                policy = await self._catalog.put(*given, _claim(live, name))
         except InUse as error:
             return _problem(409, f"{error}; add the new version under another name")
         except (Refused, UnicodeDecodeError) as error:

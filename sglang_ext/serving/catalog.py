@@ -73,6 +73,16 @@ class Catalog:
         await asyncio.to_thread(options.check_policies, [policy], self.model, self.length)
         return policy
 
+    async def rehearse(
+        self, manager: Any, name: str, text: str, settings: Mapping[str, str]
+    ) -> Policy:
+        """Do all that `put` does but take the policy up; arguments and errors as there."""
+        policy = await self.check(name, text, settings)
+        async with self._changing, _change(manager) as ask:
+            await self._prepare(ask, name, text, settings)
+            await ask(UNDO)
+        return policy
+
     async def put(
         self,
         manager: Any,

@@ -486,3 +486,9 @@ def test_what_a_layers_state_starts_from_may_differ_by_head(start, next_):
     assert_agreement(
         f"{state}score: norm2[dim](key) + first\nbudget: 6\nkeep: top(score)\ndecode: same\n"
     )
+
+
+@pytest.mark.parametrize("reduced", ["sum", "mean", "max", "min", "var"])
+def test_merges_read_scores_that_look_at_all_layers(reduced):
+    score = f"score: {reduced}[layer](norm1[dim](key))\n"
+    assert_agreement(f"{score}{FILL}merge: {{into: next(3), weight: score}}\n")

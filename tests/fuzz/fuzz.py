@@ -29,7 +29,7 @@ from pathlib import Path
 from random import Random
 
 # For helpers that compare executions.
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("fuzz", "executions", "sglang_ext")]
+sys.path += [str(Path(__file__).parents[1] / x) for x in ("", "fuzz", "executions", "sglang_ext")]
 
 import both_executions
 import judge

@@ -83,6 +83,10 @@ NEXT_HEATS = (
     "heat + sum[group, query](attn(new) where distance(new) > 1)",
     "heat + count[group, query](attn(new) > 0.1)",
 )
+STARTS = (
+    "position", "(1 where sinks(4) else 0)", "(1 where recent(near) else 0)",
+    "(1 where new else 0)", "(2 where all else 0)", "exp(position / -9)",
+)  # fmt: skip
 PROPAGATIONS = (
     "propagate:\n  first: layer == 1\n"
     "  tokens: recent(2) then top(sum[head, query](attn(recent(2))), 6)\n",
@@ -167,7 +171,22 @@ class _File:
         self.lets["heat"] = ENTRY
         if age:
             self.lets["age"] = frozenset(("token",))
-        return f"state:\n{age}  heat: |\n    {self.random.choice(NEXT_HEATS)}\n"
+        heat = f"  heat: |\n    {self.random.choice(NEXT_HEATS)}\n"
+        return f"state:\n{age}{heat}{self._started() if self.random.random() < 0.5 else ''}"
+
+    def _started(self) -> str:
+        """A state with a `start`; what that is of may differ by KV head once their entries do."""
+        random, layers = self.random, self.layers
+        self.layers = False  # while its layer is computed, no other one is known
+        axes = random.choice((SCALAR, frozenset(("kv",)), frozenset(("token",)), ENTRY))
+        start = self.new_expression(axes, 1)
+        if "token" in axes and random.random() < 0.5:
+            start = f"{random.choice(STARTS)} + {start}"
+        following = random.choice((None, None, f"0.5 * born + {self.number(axes, 1)}", "born + 1"))
+        self.layers = layers
+        self.lets["born"] = axes
+        update = "" if following is None else f"    next: |\n      {following}\n"
+        return f"  born:\n    start: |\n      {start}\n{update}"
 
     def _budget(self) -> str:
         choices = BUDGETS if self.layers else [x for x in BUDGETS if "layer]" not in x]

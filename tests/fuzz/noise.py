@@ -16,6 +16,8 @@ from unittest.mock import patch
 import numpy as np
 from kvpolicy.dsl.data import arrays
 from kvpolicy.dsl.data.arrays import Array
+from kvpolicy.dsl.interpret import along
+from kvpolicy.dsl.interpret.values import Values
 from kvpolicy.dsl.ops.forms import form
 from kvpolicy.dsl.ops.table import OPERATIONS
 
@@ -31,6 +33,7 @@ def rounded_otherwise(seed: int) -> Iterator[None]:
     """A block in which the interpreter rounds differently."""
     random = np.random.default_rng(seed)
     elementwise, reduce = arrays.elementwise, arrays.reduce
+    gathered, pooled = Values.gathered, along._pooled
 
     def moved(x: Array) -> Array:
         if x.data.dtype == np.bool_:
@@ -46,6 +49,16 @@ def rounded_otherwise(seed: int) -> Iterator[None]:
     def noisy_reduce(function, x: Array, axes) -> Array:
         return reduce(function, moved(x) if function in _INEXACT else x, axes)
 
-    with patch.object(arrays, "elementwise", noisy_elementwise):
-        with patch.object(arrays, "reduce", noisy_reduce):
-            yield
+    def noisy_gathered(*given) -> Array:  # of what goes along an axis, as running sums do
+        return moved(gathered(*given))
+
+    def noisy_pooled(near: np.ndarray, *given) -> np.ndarray:
+        return pooled(near * (1 + SIZE * random.uniform(-1, 1, near.shape)), *given)
+
+    with (
+        patch.object(arrays, "elementwise", noisy_elementwise),
+        patch.object(arrays, "reduce", noisy_reduce),
+        patch.object(Values, "gathered", noisy_gathered),
+        patch.object(along, "_pooled", noisy_pooled),
+    ):
+        yield

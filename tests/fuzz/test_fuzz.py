@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from unittest.mock import patch
 
 import fuzz
@@ -148,3 +150,16 @@ def test_a_failure_is_taken_again(tmp_path, capsys):
         assert fuzz.main(["--again", str(path)]) == 1
     assert "planted" in capsys.readouterr().out
     assert fuzz.main(["--again", str(path)]) == 0
+
+
+def test_the_command_finds_its_helpers(tmp_path):
+    """`make fuzz`, where no other test has put folders on the path."""
+    script = [
+        sys.executable,
+        "-P",
+        fuzz.__file__,
+        *"--texts 0 --executed 0 --out".split(),
+        str(tmp_path),
+    ]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert (done.returncode, "| all | 0 |" in done.stdout) == (0, True), done.stderr

@@ -350,8 +350,10 @@ def test_policies_that_cannot_come(server):
         ("none", snapkv, 400, "cannot be a name"),
         ("lava", snapkv, 409, "experiment `trial` compares `lava`"),
     ):
-        response = put_policy(server, name, body)
-        assert (response.status_code, message in response.text) == (status, True), response.text
+        for dry_run in ("true", "false"):  # the first finds whatever the second would
+            response = put_policy(server, name, body, dry_run)
+            found = (response.status_code, message in response.text)
+            assert found == (status, True), response.text
     delete = server.session.delete
     assert delete(policy_url(server, "gone"), headers=ADMIN, timeout=60).status_code == 404
     assert delete(policy_url(server, "lava"), headers=ADMIN, timeout=60).status_code == 409
