@@ -153,11 +153,6 @@ class Analysis:
         """The verdicts on the metrics in the arms of a weight above 0, as `judge.judge` says."""
         return judge(self.experiment, self.records, self.windows)
 
-    def breach(self) -> Verdict | None:
-        """The breached guardrail with the most evidence; None if none is breached."""
-        breached = [verdict for verdict in self.verdicts() if verdict.outcome == "breached"]
-        return max(breached, key=lambda verdict: verdict.log_e_breach or 0.0, default=None)
-
     def warnings(self) -> list[str]:
         """Sentences on what makes the comparison untrue, each with a cause and a remedy."""
         return alarms(

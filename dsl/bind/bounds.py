@@ -54,7 +54,7 @@ class Bounds:
     """Bounds for one bound policy and prompt length N; L layers, G KV heads."""
 
     def __init__(self, bound: Bound, prompt: int) -> None:
-        self._bound, self._prompt = bound, prompt
+        self._bound = bound
         self._layers, self._kv = bound.shape.layers, bound.shape.kv_heads
         self._lengths = lengths(bound, prompt)
         self._numbers = Intervals(bound, prompt, self._lengths)

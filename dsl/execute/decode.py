@@ -247,7 +247,7 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
     if steps.reads_budget:
         x = all_layers(run.budgets())
         block.budgets = as_given(x.data, device).double().expand(len(whole))
-    block.last_queries = _last_queries(run, device)
+    block.last_queries = _last_queries(run)
     return block
 
 
@@ -266,7 +266,7 @@ def _chosen(x: Value, some: torch.Tensor) -> Value:
     return replace(x, data=data, mask=None, mask_axes=())
 
 
-def _last_queries(run: Run, device: torch.device) -> LastQueries | None:
+def _last_queries(run: Run) -> LastQueries | None:
     """The prompt's last queries; None where decode steps read none of them."""
     layers = run.program.layers
     tails = [run.last_queries(number) for number in layers]

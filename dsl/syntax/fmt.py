@@ -238,26 +238,22 @@ _OPERANDS = ("NAME", "NUMBER", "RPAR", "RSQB")
 
 @dataclass(frozen=True)
 class _Piece:
-    """A token as written: whether a space precedes it, how many brackets are open, its line."""
+    """A token as written: whether a space precedes it, and its line."""
 
     text: str
     space: bool
-    depth: int
     line: int
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
     before = ""  # kind of the token before; a sign without a left operand is UNARY
-    depth = 0
     for token in tokenize(text):
         kind = token.type
         if kind == "MINUS" and before not in _OPERANDS:
             kind = "UNARY"
         call = kind in ("LPAR", "LSQB") and before in ("NAME", "RSQB")
         tight = call or not before or before in _TIGHT_AFTER or kind in _TIGHT_BEFORE
-        depth -= kind in ("RPAR", "RSQB")
-        yield _Piece(str(token), not tight, depth, text.count("\n", 0, token.start_pos))
-        depth += kind in ("LPAR", "LSQB")
+        yield _Piece(str(token), not tight, text.count("\n", 0, token.start_pos))
         before = kind
 
 

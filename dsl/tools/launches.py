@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from time import thread_time
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run as PrefillRun
-from kvpolicy.dsl.tools.trial_cases import TrialCase, cases
+from kvpolicy.dsl.tools.trial_cases import TrialCase, deepest
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -165,21 +166,20 @@ class Watch:
         bound: Bound,
         table: Kernels,
         *,
+        make: Callable[..., TorchProgram] = TorchProgram,
         keys_stay: bool = True,
         deferred_bytes: int = DEFERRED_BYTES,
     ) -> TorchProgram:
         """A policy's program: each kernel of `table` is a launch, generated ones give zeros.
 
         Args:
-            keys_stay, deferred_bytes: as of `Compiled`.
+            make, keys_stay, deferred_bytes: a `TorchProgram`, and as of `Compiled`.
         """
         watched: Mapping[str, Callable[..., Any]] = {
             **{name: self.kernel(each) for name, each in table.items()},
             "generated": lambda name, text: None,
         }
-        program = TorchProgram(
-            bound, kernels=watched, keys_stay=keys_stay, deferred_bytes=deferred_bytes
-        )
+        program = make(bound, kernels=watched, keys_stay=keys_stay, deferred_bytes=deferred_bytes)
         program.generated = self._zeros(program.generated)
         if program.steps is not None:
             program.steps.advancing = self._zeros(program.steps.advancing)
@@ -221,6 +221,17 @@ class _Zeros(Generated):
                 return results, [finite]
 
         return source, run
+
+
+class _InGroups(TorchProgram):
+    """A policy's program that scores at most so many layers together, whatever the prompt."""
+
+    def __init__(self, most: int, bound: Bound, **given: Any) -> None:
+        super().__init__(bound, **given)
+        self._most = most
+
+    def layers_together(self, prompt: int) -> int:
+        return min(self._most, super().layers_together(prompt))
 
 
 class _Shown:
@@ -294,22 +305,20 @@ def launches(bound: Bound, prompt: int | None = None) -> Launches:
     Raises:
         PolicyError: no server carries the policy out.
     """
-    *_, case = cases(bound)
-    layers, most = bound.shape.layers, bound.shape.layers
+    most = bound.shape.layers
     if prompt is not None:
         most = Watch().program(bound, installed()).layers_together(prompt)
     with torch.no_grad():
-        found = _Counting(case, together=most > 1).launches()
-    return replace(found, groups=max(found.groups, -(-layers // most))) if found.groups else found
+        return _Counting(deepest(bound), most).launches()
 
 
 class _Counting:
-    """Counts in the longest prompt of a policy's trial, and in the last of its folds."""
+    """Counts in a trial's longest prompt, and in the last of its folds."""
 
-    def __init__(self, case: TrialCase, *, together: bool) -> None:
+    def __init__(self, case: TrialCase, most: int) -> None:
         self.case, self.bound, self.watch = case, case.bound, Watch()
         self.program = self.watch.program(
-            case.bound, installed(), keys_stay=together, deferred_bytes=sys.maxsize
+            case.bound, installed(), make=partial(_InGroups, most), deferred_bytes=sys.maxsize
         )
         self.random = torch.Generator().manual_seed(0)
 

@@ -58,7 +58,17 @@ def cases(bound: Bound) -> Iterator[TrialCase]:
     whole = _rebound(bound, min(bound.shape.layers, LAYERS), lambda value: value)
     if whole is not None:
         yield TrialCase(whole, 2, 0, ties=False)
-    small = _small(bound)
+    yield from _small_cases(_small(bound, min(bound.shape.layers, LAYERS)))
+
+
+def deepest(bound: Bound) -> TrialCase:
+    """The last case, with the longest prompt and several folds, and with all the model's layers."""
+    *_, last = _small_cases(_small(bound, bound.shape.layers))
+    return last
+
+
+def _small_cases(small: Bound) -> Iterator[TrialCase]:
+    """Cases of a policy with small numbers."""
     window = _window(small)
     long = max(_long(small), 3 * window)
     for tokens, ties in ((1, True), (window, False), (window + 1, True), (long, False)):
@@ -68,13 +78,12 @@ def cases(bound: Bound) -> Iterator[TrialCase]:
         yield TrialCase(several, long + 5, _steps(several, long + 5, folds=3), ties=True)
 
 
-def _small(bound: Bound) -> Bound:
-    """The policy with few layers and small numbers of tokens, if it accepts them."""
-    few = min(bound.shape.layers, LAYERS)
+def _small(bound: Bound, layers: int) -> Bound:
+    """The policy with so many layers and small numbers of tokens, if it accepts them."""
     ways: list[Callable[[int], int]] = [_by_doublings]
     ways += [partial(_divided, by) for by in (64, 16, 4, 1)]
-    tried = ((layers, way) for layers in dict.fromkeys((few, bound.shape.layers)) for way in ways)
-    found = (_rebound(bound, layers, way) for layers, way in tried)
+    tried = ((each, way) for each in dict.fromkeys((layers, bound.shape.layers)) for way in ways)
+    found = (_rebound(bound, each, way) for each, way in tried)
     return next((each for each in found if each is not None), bound)
 
 

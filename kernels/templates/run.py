@@ -20,7 +20,6 @@ from kvpolicy.kernels.templates.row_pass import row_combine, row_partials
 
 _HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _SPLITS = 128  # most splits of a list at a decode step
-_Given = tuple[torch.Tensor | None, torch.Tensor | None]
 _Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _Launch = dict[str, Any]
 

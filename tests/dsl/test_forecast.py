@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, MATRIX_REACHED, MEMORY_REACHED
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.drive import InPools, drive
+from kvpolicy.dsl.execute.kernels import installed
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.tools import forecast as model
 from kvpolicy.dsl.tools.cost import cost
 from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Forecast, Load, forecast, pool_of
-from kvpolicy.dsl.tools.launches import launches
+from kvpolicy.dsl.tools.launches import Observed, Watch, launches
 
 LLAMA = config_of(
     "llama",
@@ -153,14 +156,26 @@ def test_shipped_policies(name):
 
 @pytest.mark.parametrize("name", ["snapkv", "lava", "fastkv", "h2o", "d2o", "asl-lava-d2o"])
 def test_what_is_asked_for_does_not_depend_on_sizes(name):
-    """The trial's model is small: another of its layers' and heads' asks for as much."""
-    other = LLAMA.shape.__class__(layers=12, heads=16, kv_heads=4, head_dim=64)
-    given = {"tsp_layer": "5"} if name == "fastkv" else {}
-    one = launches(bind(load(name).require(), LLAMA.shape))
-    two = launches(bind(load(name).require(), other, given))
-    assert one.fold == two.fold
-    assert one.end == two.end
-    assert one.layer.device == pytest.approx(two.layer.device, rel=0.2)
+    """Heads are few and small where it is counted; other ones ask for as much."""
+    other = LLAMA.shape.__class__(layers=32, heads=16, kv_heads=4, head_dim=64)
+    assert launches(bind(load(name).require(), LLAMA.shape)) == launches(
+        bind(load(name).require(), other)
+    )
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 16384])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "vatp"])
+def test_what_is_asked_for_is_what_a_prompt_of_that_length_asks(name, tokens):
+    """Beside the copy, which is one launch: in groups of as many layers as fit into 256 MiB."""
+    given = {"snapkv": {"capacity": "128"}, "h2o": {"rate": "0.125"}, "vatp": {"rate": "0.0625"}}
+    bound = bind(load(name).require(), LLAMA.shape, given[name])
+    watch, row = Watch(), torch.zeros(128)
+    program = watch.program(bound, installed())
+    pool, q = row.expand(32, tokens, 8, -1), row.expand(32, 32, tokens, -1)
+    watch.observed = Observed(counting=True)
+    with watch.observed:
+        drive(program, tokens, InPools(q, pool, pool)).run.finish(wait=False)
+    assert watch.observed.device == pytest.approx(launches(bound, tokens).prefill(32).device, abs=2)
 
 
 @pytest.mark.parametrize(("name", "most"), [("fastkv", 12), ("asl", 17)])
