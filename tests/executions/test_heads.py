@@ -182,9 +182,9 @@ def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path)
         return exchange(heads, tensors)
 
     def counted(method):
-        def counting(*given):
+        def counting(*given, **named):
             before = getattr(here, "number", 0)
-            made = method(*given)
+            made = method(*given, **named)
             seen.setdefault(method.__name__, []).append(getattr(here, "number", 0) - before)
             return made
 

@@ -566,7 +566,10 @@ def test_a_breach_rolls_an_arm_back_and_a_restart_does_not_undo_it(server, folde
     seen = document(server)["analysis"]
     evidence = folder / "state.json.evidence"
     until(server, lambda _: json.loads(evidence.read_text())["analysis"] == seen)
-    flags = {"kv_experiment": folder / "ending.yaml", "kv_experiment_state": folder / "state.json"}
+    for name in ("state.json", "state.json.evidence"):  # the server still runs, and has claimed it
+        (folder / f"copied-{name}").write_bytes((folder / name).read_bytes())
+    state = folder / "copied-state.json"
+    flags = {"kv_experiment": folder / "ending.yaml", "kv_experiment_state": state}
     with serve(model, [LAVA, SINKS], **flags) as again:
         found = document(again)
         assert (found["state"], found["reason"]) == ("aborted", "enough seen")
