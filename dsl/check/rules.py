@@ -215,7 +215,7 @@ def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -
     needed = f"it may have the axes {only}" if allowed else "one value for the layer is needed"
     message = f"`{item.path}` is {brackets(node.type.axes)}; {needed}"
     help = _reducing(extra, "any" if node.type.kind == "truth" else "sum")
-    if item.path == "merge.own":
+    if extra == ["dropped"] and item.path.endswith("merge.own"):
         help = "weigh entries against their receiver by `weight`, as in `weight: x / target(x)`"
     raise typer.error("axis", message, item.value.span, help)
 

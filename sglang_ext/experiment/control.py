@@ -256,16 +256,16 @@ def _promote(live: Live, body: Mapping[str, Any]) -> bool:
     if name not in names:
         listed = ", ".join(f"`{each}`" for each in names)
         raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {listed}')
-    forced, force = body.get("force") is True, 'send {"force": true} with it'
+    forced, advice = body.get("force") is True, 'send {"force": true} with it'
     if name in live.lifecycle.rolled_back and not forced:
         raise ValueError(
             f"arm `{name}` was rolled back: {live.lifecycle.rolled_back[name]}; "
-            f"to promote it all the same, {force}"
+            f"to promote it all the same, {advice}"
         )
     undecided = _undecided(live, name)
     if undecided and not forced:
         raise ValueError(
-            f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or {force}"
+            f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or {advice}"
         )
     return live.promote(live.experiment.arm(name), _reason(body, "an operator"))
 
