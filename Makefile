@@ -1,5 +1,5 @@
-# Two commands: `make test` and `make demo`; `make check` is for every edit. All set up what they
-# need in .venv first.
+# Two commands: `make test` and `make demo`; `make check` is for every edit, `make test-all` for a
+# release. All set up what they need in .venv first.
 SGLANG ?= 0.5.23
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
@@ -12,12 +12,16 @@ CHECKED := $(addprefix tests/,dsl conformance commands run executions golden ker
 TOGETHER := @$(MAKE) --no-print-directory --jobs=2 pytest lint
 PROCESSES := 3
 
-.PHONY: setup test check pytest demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
+.PHONY: setup test test-all check pytest demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
 
 setup:
 	@SGLANG=$(SGLANG) VENV=$(VENV) bash tests/environment/setup.sh
 
+# Without tests marked `thorough` (tests/brief.py).
 test: setup
+	$(TOGETHER) SELECTED=--brief
+
+test-all: setup
 	$(TOGETHER)
 
 # Language, policies and kernels without SGLang and slow tests, in three minutes.

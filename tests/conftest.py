@@ -16,6 +16,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "forks"))
+import brief
 import browser as browsers
 import forked
 import quicker
@@ -85,10 +86,19 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, in the order of `_LONG`."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "leave out what is marked `thorough`, besides the rows that the mark names"
+    parser.addoption("--brief", action="store_true", help=words)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest files first, in the order of `_LONG`; `--brief` leaves tests out."""
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    if config.getoption("brief"):
+        left_out = [item for item in items if brief.leaves_out(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.thorough
 OLDER = Path(sys.prefix) / "triton-3.6.0"  # tests/environment/setup.sh puts it there
 SCRIPT = """
 import json, sys

@@ -28,6 +28,7 @@ gpu_sections.SECTIONS.clear()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 @pytest.mark.slow
 def test_every_section(tmp_path):
@@ -265,6 +266,7 @@ bytearray(1 << 31)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_sections_that_do_not_end_well(tmp_path):
     """Other sections run; results and last lines are kept; a resumed run repeats only these."""

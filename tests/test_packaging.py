@@ -27,6 +27,7 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
+@pytest.mark.thorough
 def test_wheel_holds_every_module_and_policy(wheel):
     names = set(wheel.namelist())
     for folder in ("dsl", "evaluation", "experiments", "kernels", "sglang_ext"):

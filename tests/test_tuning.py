@@ -25,6 +25,7 @@ def run(*words, **environment):
     return forked.run(command, cwd=ROOT, timeout=600, env=os.environ | environment)
 
 
+@pytest.mark.thorough
 def test_knobs_of_kernels(tmp_path):
     """Every variant is checked; choices of all kernels are written in the form wrappers read."""
     result = run("--topics", "tuning", "--write", str(tmp_path))

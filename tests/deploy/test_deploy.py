@@ -331,6 +331,7 @@ def test_commands_of_the_readme_make_the_keys_that_are_used():
                 assert f"--from-literal={reference['key']}=" in readme
 
 
+@pytest.mark.thorough
 def test_the_image_gets_the_whole_package(tmp_path):
     """Files that `server.Dockerfile.dockerignore` lets through make the same wheel."""
     lines = (DEPLOY / "server.Dockerfile.dockerignore").read_text().splitlines()

@@ -163,6 +163,7 @@ def test_what_is_asked_for_does_not_depend_on_sizes(name):
     )
 
 
+@pytest.mark.thorough(besides=["1024", "snapkv-16384"])
 @pytest.mark.parametrize("tokens", [1024, 4096, 16384])
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "vatp"])
 def test_what_is_asked_for_is_what_a_prompt_of_that_length_asks(name, tokens):

@@ -123,6 +123,7 @@ def disagreement(one: Answers, other: Answers) -> str | None:
     return None
 
 
+@pytest.mark.thorough(besides=["lava"])
 @pytest.mark.parametrize("policy", SETTINGS)
 def test_eval_measures_what_a_plain_model_does(served, questions, policy):
     plain = eager(questions, None if policy == "none" else policy, SETTINGS[policy])

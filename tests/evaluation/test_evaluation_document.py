@@ -11,6 +11,7 @@ import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.thorough
 TEXT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 KVPOLICY = str(Path(sys.executable).parent / "kvpolicy")
 

@@ -92,6 +92,7 @@ def log_probabilities(ids, name=None) -> np.ndarray:
     return torch.stack(answer.logits).log_softmax(-1).numpy()
 
 
+@pytest.mark.thorough(besides=["sinks-recent"])
 @pytest.mark.parametrize("name", ["snapkv", "sinks-recent", "streamingllm"])
 def test_distances_are_those_of_the_plain_model(compared, texts, name):
     positions, lines = compared

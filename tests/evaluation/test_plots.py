@@ -38,6 +38,7 @@ def closed():
     pyplot.close("all")
 
 
+@pytest.mark.thorough
 def test_pictures_have_their_size_and_are_not_blank(few, tmp_path):
     for path in plots.write(few, tmp_path):
         pixels = pyplot.imread(path)

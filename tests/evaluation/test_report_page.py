@@ -122,6 +122,7 @@ def test_header_says_what_was_run(text):
         assert words in text
 
 
+@pytest.mark.thorough
 def test_size_with_every_policy(tmp_path):
     made_run.write(tmp_path, made_run.NAMES, samples=3, maps=False)
     plan = json.loads((tmp_path / "plan.json").read_text())

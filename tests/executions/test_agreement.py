@@ -41,6 +41,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.thorough(besides=["all-decode", "merge-decode"])
 @pytest.mark.parametrize("decode", ["", DECODE], ids=["prefill", "decode"])
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize(
@@ -213,6 +214,7 @@ CHOICES = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(besides=["flag"])
 @pytest.mark.slow
 @pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 2"])
 @pytest.mark.parametrize("name", CHOICES)
@@ -317,6 +319,7 @@ BESIDE_DECODE = {
 }
 
 
+@pytest.mark.thorough(besides=["merge"])
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE_DECODE)
 @pytest.mark.parametrize("name", DECIDED)
@@ -342,6 +345,7 @@ def test_decided_numbers_stay():
     assert all(step == sizes[0] for step in sizes)
 
 
+@pytest.mark.thorough(besides=["0.3-31", "0.4-1"])
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 13, 31])
 @pytest.mark.parametrize("share", ["0.3", "0.4", "0.5833333333333334"])

@@ -49,6 +49,7 @@ def test_numbers_that_miss_a_whole_one_by_rounding(whole):
         assert kept(bound, 12, 0) == max_entries(bound, 12)
 
 
+@pytest.mark.thorough(besides=["3"])
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_policies(seed):

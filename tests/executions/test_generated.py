@@ -348,6 +348,7 @@ def test_scores_within_the_error_of_float32(name):
 ATTENDING = ["snapkv", "pyramidkv", "tova", "lava", "cake", "fastkv", "asl", "h2o", "d2o"]
 
 
+@pytest.mark.thorough(besides=["tova", "lava", "h2o"])
 @pytest.mark.parametrize("name", ATTENDING)
 def test_with_attentions_own_log_sum_exp_the_same_is_kept(name):
     """With one pass over the keys, for many groups and sizes; torch ignores the log-sum-exp."""
@@ -411,6 +412,7 @@ def test_policies_that_score_layers_together():
     ]  # fmt: skip
 
 
+@pytest.mark.thorough(besides=["snapkv", "cam", "h2o"])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_all_layers_together_and_one_after_the_other(name):
     """Kept entries, scores and budgets are equal, with the log-sum-exp from attention or not."""
@@ -442,6 +444,7 @@ def assert_close(run: Run, expected: Run, tokens: int) -> None:
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.thorough(besides=["snapkv", "lava", "d2o"])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_groups_of_layers(name):
     """Of five layers three are scored together, then two."""

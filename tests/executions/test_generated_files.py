@@ -170,6 +170,7 @@ keep: top(score)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_compiles_for_an_h200(tmp_path):
     """Without a GPU: kernels fit, do not spill, use tensor cores, and never wait."""

@@ -130,6 +130,7 @@ def _rows_of(vectors):
     return [x for layer in vectors for heads in layer for x in heads]
 
 
+@pytest.mark.thorough(besides=["h2o", "lava", "vatp", "asl", "roco"])
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
     bound = bound_to(name)

@@ -93,6 +93,7 @@ def test_which_policies_go_together():
     assert Steps(bound_to("vatp"), False, TABLE).rule(3) is None
 
 
+@pytest.mark.thorough(besides=["h2o", "vatp", "cam-original", "roco"])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_gets_what_it_gets_alone(name):
@@ -145,6 +146,7 @@ def test_what_layers_decide_once_is_decided_of_all_at_once(spare):
         assert all(own[-1] == most for own, most in zip(layers, longest, strict=True))
 
 
+@pytest.mark.thorough(besides=["h2o", "cake"])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_number_depends_on_the_others(name):

@@ -222,6 +222,7 @@ def decoded_apart(bound, table):
     return left
 
 
+@pytest.mark.thorough(besides=["layer by layer", "together-h2o", "together-cake"])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", FOLDS)
 @pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["layer by layer", "together"])
@@ -250,6 +251,7 @@ def test_numbers_of_a_layer_are_those_of_the_model(keep, table):
     assert decoded_apart(bound, table) == 4
 
 
+@pytest.mark.thorough(besides=["h2o", "cake", "roco"])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", FOLDS)
 def test_a_fold_that_is_withdrawn_has_not_been(name):

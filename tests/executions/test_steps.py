@@ -46,6 +46,7 @@ def frequencies(shape, seed: int):
     return None if seed % 2 else 10000.0 ** (-np.arange(size) / size)
 
 
+@pytest.mark.thorough(besides=["h2o", "cam", "lava", "simlayerkv"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
@@ -63,6 +64,7 @@ def test_shipped_policies(name):
         assert kept <= max_entries(bound, tokens)
 
 
+@pytest.mark.thorough(besides=["2"])
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_policies(part, monkeypatch):

@@ -44,6 +44,9 @@ def refusal(bound: Bound) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough(
+    besides=["snapkv", "h2o", "asl", "lava-h2o", "loud", "snapkv-d2o", "roco", "fastkv"]
+)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_policies_pass_on_every_model(path):
     program = load(path).require()

@@ -152,6 +152,7 @@ def test_a_failure_is_taken_again(tmp_path, capsys):
     assert fuzz.main(["--again", str(path)]) == 0
 
 
+@pytest.mark.thorough
 def test_the_command_finds_its_helpers(tmp_path):
     """`make fuzz`, where no other test has put folders on the path."""
     script = [

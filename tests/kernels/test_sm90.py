@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvpolicy.kernels.launch.occupancy import Processor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 # What a block may use on a Hopper GPU.
 SHARED = 227 << 10
 HERE = Path(__file__).parent

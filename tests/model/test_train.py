@@ -128,6 +128,7 @@ def test_resume_refuses_another_plan_and_a_missing_state(tmp_path):
         train.Run(STAGES, seed=4).load(tmp_path / "other.pt")
 
 
+@pytest.mark.thorough
 def test_the_script_trains_from_nothing_and_writes_a_model(tmp_path):
     arguments = ["--out", f"{tmp_path}/model", "--state", f"{tmp_path}/state.pt"]
     command = [sys.executable, str(SCRIPT), *arguments, "--scale", "0.001"]

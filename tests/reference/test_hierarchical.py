@@ -9,6 +9,7 @@ HOST = {"hicache_ratio": 8.0, "hicache_io_backend": "direct", "hicache_mem_layou
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
 
 
+@pytest.mark.thorough(besides=["write-through"])
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("environment", "flags"),

@@ -30,6 +30,7 @@ def test_batches_that_mix_all_methods(serve, random_model):
     assert reasons <= {None, "decode_only"}
 
 
+@pytest.mark.thorough
 def test_chunks_and_retractions(serve, random_model):
     # A chunked prompt is served with full KV if data decide the layer of its propagation.
     # SGLang retracts the newest request at every other step; pauses vary which one that is.
@@ -59,6 +60,7 @@ RETRACTED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
 IN_CHUNKS = {"max_total_tokens": 1200, "chunked_prefill_size": 48, "disable_overlap_schedule": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "stored", "interval", "environment", "flags"),
     [
@@ -91,6 +93,7 @@ def test_a_cache_of_8_bits(serve, random_model, dtype, stored, interval, environ
 SCALES = [(0.37, 1.9), (2.0, 0.5), (1.0, 1.0), (5.3, 0.11), (0.08, 3.0)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_entries_of_8_bits_are_read_through_the_scales_of_a_checkpoint(
     serve, random_model, kernels

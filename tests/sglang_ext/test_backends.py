@@ -52,6 +52,7 @@ def reference(run):
     return found
 
 
+@pytest.mark.thorough(besides=["mixed"])
 @pytest.mark.parametrize("flags", [{}, MIXED], ids=["apart", "mixed"])
 def test_answers_are_those_of_torch_native(run, reference, flags):
     found = run("answers", env=RETRACT, **TRITON, **flags)

@@ -30,6 +30,7 @@ def test_kept_entries_are_the_interpreters(run, stored):
     assert compressed == {rid.split()[0] for rid in chosen}
 
 
+@pytest.mark.thorough
 @STORED
 def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
     """For every class of policies; both round merged and rotated entries to 8 bits."""
@@ -63,6 +64,7 @@ def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
     assert folded == {"h2o", "d2o", "streamingllm", "cam"}
 
 
+@pytest.mark.thorough(besides=["fp8_e4m3"])
 @STORED
 def test_answers_do_not_depend_on_what_else_happens(run, stored):
     flags = {"max_total_tokens": 1200, "chunked_prefill_size": 64, "page_size": 16}

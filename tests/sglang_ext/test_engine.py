@@ -92,6 +92,7 @@ def test_so_is_a_policy_that_cannot_be_read(tmp_path):
     assert "kvpolicy: --kv-policy /nowhere.yaml: there is no such file" in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_later_engine_may_have_policies_though_an_earlier_one_has_none(tmp_path):
     with forked.new_interpreters():  # an engine that ends takes its process's children with it
         result = run(tmp_path, "", "tova", text=SEVERAL)

@@ -174,6 +174,7 @@ def compared(found, arm):
     return found["analysis"]["arms"][arm]["tallies"]["drift"][0]
 
 
+@pytest.mark.thorough
 def test_the_tree_stays_as_if_no_shadow_had_run(server):
     """A shadow's entries are not cached: the next turn finds the same prefix as without it."""
 

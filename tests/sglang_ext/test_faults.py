@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(besides=["prefill", "pairs", "propagation"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, changing, case):
     policies, points, flags = CASES[case]
@@ -86,6 +87,7 @@ def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, changing
     check(run("mixed", policies=policies, points=points, **flags), points)
 
 
+@pytest.mark.thorough
 def test_what_fails_for_a_retracted_request_leaves_the_others_as_they_were(run):
     flags = {"chunked_prefill_size": 64, "count": 10, "chance": 0.2, "output": 24, "together": 3}
     check(

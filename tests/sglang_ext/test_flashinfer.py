@@ -56,6 +56,7 @@ def test_answers_are_those_by_triton(served, by_triton, graphs):
     assert found["replays"] == ({"replayed": steps, "others": 0} if graphs else {})
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 def test_no_plan_is_made_where_all_tokens_wait(served):
     """Before a prompt's last chunk no row goes deeper, and FlashInfer cannot plan for 0 rows."""

@@ -28,6 +28,7 @@ def run(scenario):
     return run
 
 
+@pytest.mark.thorough(besides=["4"])
 @pytest.mark.parametrize("interval", FLAGS)
 def test_answers_and_kept_entries_are_the_eager_models(model, run, interval):
     from eager import generate
@@ -68,6 +69,7 @@ def test_answers_and_kept_entries_are_the_eager_models(model, run, interval):
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 
 
+@pytest.mark.thorough(besides=["retracted-paged"])
 @pytest.mark.parametrize(
     ("interval", "count", "env", "flags"),
     [
@@ -107,6 +109,7 @@ def test_slots_of_the_radix_cache_are_not_written(run):
         assert each["same"], policy
 
 
+@pytest.mark.thorough
 def test_long_generations_stay_small_and_run_together(run):
     seen = run("long", 4)
     assert {name: seen[name] for name in CLEAN} == CLEAN

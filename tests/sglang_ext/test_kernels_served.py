@@ -87,6 +87,7 @@ def test_answers_and_facts_are_those_of_the_references(scenario):
     }
 
 
+@pytest.mark.thorough(besides=["chunks"])
 @pytest.mark.server
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_a_prefill_forward_waits_once_if_at_all(scenario, flags):
@@ -205,6 +206,7 @@ def at_once(folding):
     return folding()
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(at_once):
     assert list(at_once) == [*FOLDING, "left"]
@@ -219,6 +221,7 @@ def test_a_decode_step_waits_where_entries_leave_for_how_many_stay(at_once):
             assert forward["waits"] == wanted, name
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 def test_folds_of_lists_that_last_do_not_wait(folding, at_once):
     """A fold's numbers are read at the next fold; the first fold has shown them in advance."""

@@ -140,6 +140,7 @@ def longer_than(tokens, expected):
     return [i for i in sorted(expected) if len(listed[i][1]) > tokens]
 
 
+@pytest.mark.thorough
 def test_answers_and_what_is_kept_are_those_of_one_process(server, expected):
     """Requests come one after the other, so at most one stage has work."""
     order = longer_than(128, expected)
@@ -188,6 +189,7 @@ def test_policies_do_not_change_while_the_server_runs(server):
     assert ask(server, prompt(1, 9), "mine").status_code == 400
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "ranks"), [(2, 2), (3, 1)])
 def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ranks):
     """Stages of two ranks each; and three stages, of which one has more layers than the others.
@@ -216,6 +218,7 @@ POINTS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_what_fails_in_one_process_fails_for_one_request(model, files, expected, tmp_path):
     """With stages of two ranks: others answer as alone, and the server goes on without leaks."""
     faulty = stages(2, 2)

@@ -266,6 +266,7 @@ def test_aborted_between_chunks(scenario):
     assert seen["missing_after_flush"] == 0
 
 
+@pytest.mark.thorough(besides=["retracted-paged-chunks"])
 @server
 @pytest.mark.parametrize(
     ("count", "env", "flags"),

@@ -197,6 +197,7 @@ def test_a_budget_without_room_is_refused_in_one_sentence():
         size(configurator, 40 * SLOT, propagates=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 @pytest.mark.parametrize("page", [1, 8])
 def test_a_servers_pool_leaves_room_for_what_is_allocated(scenario, page):

@@ -61,6 +61,7 @@ NO_RADIX = {"disable_radix_cache": True, "disable_overlap_schedule": True}
 NO_RADIX["mem_fraction_static"] = 0.5
 
 
+@pytest.mark.thorough(besides=["retracted-paged-chunks"])
 @pytest.mark.parametrize(
     ("env", "flags"),
     [
@@ -91,6 +92,7 @@ def test_others_hit_the_prompt_of_a_request_that_decodes_compressed(run):
     assert seen["cached_next"] == 256
 
 
+@pytest.mark.thorough(besides=["whole"])
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags):
     seen = run("tight", **flags)

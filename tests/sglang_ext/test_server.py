@@ -510,6 +510,7 @@ def test_workers_that_load_no_plugins_stop_the_launch_in_one_sentence(model):
     assert "Traceback" not in output
 
 
+@pytest.mark.thorough
 def test_a_plugin_that_fails_to_load_stops_the_launch(model, tmp_path):
     """SGLang only logs such failures."""
     (tmp_path / "sitecustomize.py").write_text(

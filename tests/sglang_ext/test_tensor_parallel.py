@@ -120,6 +120,7 @@ def server(model, experiment):
         yield server
 
 
+@pytest.mark.thorough
 def test_answers_and_what_is_kept_are_those_of_one_rank(server, expected):
     assert_those_of_one_rank(server, expected)
 
@@ -159,6 +160,7 @@ def test_an_experiment_is_scored_again_on_all_ranks(server):
     assert_drifts(server, 0)
 
 
+@pytest.mark.thorough
 def test_copies_of_a_divided_model(model, experiment, expected):
     """`--tp-size 2 --dp-size 2`: ranks exchange only within their copy."""
     with start(model, **ranks_of(2, copies=2), **experiment) as both:
@@ -260,6 +262,7 @@ def ranks(scenario):
     return run
 
 
+@pytest.mark.thorough(besides=["prefill-True"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, shared):
@@ -307,6 +310,7 @@ MIXED = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(besides=["2-2-more0"])
 @pytest.mark.parametrize(
     ("number", "kv_heads", "more"),
     [

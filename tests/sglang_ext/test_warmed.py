@@ -32,6 +32,7 @@ def every():
     return asked()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "attention of pairs", *POLICIES])
 def test_what_is_served_was_warmed(every, name):
@@ -52,6 +53,7 @@ def rank(request):
     return asked("--ranks", str(request.param), *DIVIDED)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 def test_what_is_served_with_divided_heads_was_warmed(rank, name):
@@ -60,6 +62,7 @@ def test_what_is_served_with_divided_heads_was_warmed(rank, name):
     assert missing == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
 def test_choices_that_were_measured_are_warmed(path, tmp_path):
@@ -71,6 +74,7 @@ def test_choices_that_were_measured_are_warmed(path, tmp_path):
     assert [missing for _, missing in found.values()] == [[]] * 4
 
 
+@pytest.mark.thorough(besides=["h2o"])
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_what_was_not_warmed_is_seen(name):
     """Warmed without long prompts, kernels of long rows are missing."""
