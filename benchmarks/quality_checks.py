@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvpolicy.evaluation.records import FULL, Record
 from kvpolicy.evaluation.reporting.results import Results
-from kvpolicy.evaluation.reporting.statistics import Estimate, newcombe, wilson
+from kvpolicy.evaluation.reporting.statistics import Estimate, newcombe, of_share
 
 NEAR = 0.02
 """How far what is kept may be from the budget without being mentioned."""
@@ -48,7 +48,7 @@ def exact(records: Iterable[Record], task: str, length: int) -> Estimate | None:
         if (record.policy, record.task, record.length) == (FULL, task, length) and not record.turn
     ]
     return (
-        wilson(sum(score == 1 for score in scores) / len(scores), len(scores)) if scores else None
+        of_share(sum(score == 1 for score in scores) / len(scores), len(scores)) if scores else None
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.dsl.syntax.blocks import Known
+from kvpolicy.dsl.syntax.mappings import Known
 from kvpolicy.dsl.syntax.yaml_nodes import FileKind
 from kvpolicy.experiments.metrics import METRICS
 

@@ -10,8 +10,18 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item, read_block, whole
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
+from kvpolicy.dsl.syntax.mappings import (
+    TRUTHS,
+    Block,
+    Item,
+    kind_of,
+    read_block,
+    read_choice,
+    shown,
+    visible,
+    whole,
+)
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode, read_yaml
 from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
@@ -83,7 +93,7 @@ class _Reader:
         if each.form in ("items", "places"):
             return self.list(node, each, path)
         if not isinstance(node, Scalar):
-            message = f"`{path}` takes {_takes(each)}, not a {_kind(node)}"
+            message = f"`{path}` takes {_takes(each)}, not a {kind_of(node)}"
             self.error("key", message, _first(node))
             return None
         return getattr(self, each.form)(node, each, path)
@@ -100,9 +110,9 @@ class _Reader:
             return self.block(node, each.fields, path, _first(node))
         if isinstance(node, Scalar) and node.text == "request":
             return "request"
-        shown = f"not {_shown(node)}" if isinstance(node, Scalar) else "not a list"
+        found = shown(node) if isinstance(node, Scalar) else "a list"
         help = "write `design: request` or `design: {switchback: {window: 10m, burn_in: 1m}}`"
-        self.error("key", f"`{path}` takes `request` or a mapping, {shown}", _first(node), help)
+        self.error("key", f"`{path}` takes `request` or a mapping, not {found}", _first(node), help)
         return None
 
     def named(self, node: YamlNode, each: Field, path: str) -> Block | None:
@@ -166,14 +176,14 @@ class _Reader:
             help = f"write `{kind}` alone"
         elif not name:
             help = did_you_mean(node.text, ("session_id", "rid")) or help
-        self.error("key", f"{_shown(node)} is no place of a key", _visible(node), help)
+        self.error("key", f"{shown(node)} is no place of a key", visible(node), help)
         return None
 
     def name(self, node: Scalar, each: Field, path: str) -> str | None:
         if re.fullmatch(NAME, node.text) and len(node.text) <= MAX_NAME:
             return node.text
         help = f"letters, digits, `@`, `.`, `_` and `-`, at most {MAX_NAME} of them"
-        self.error("key", f"{_shown(node)} is not a name for `{path}`", _visible(node), help)
+        self.error("key", f"{shown(node)} is not a name for `{path}`", visible(node), help)
         return None
 
     policy = name
@@ -181,32 +191,27 @@ class _Reader:
     def truth(self, node: Scalar, each: Field, path: str) -> bool | None:
         if node.text in ("true", "false") and node.style is None:
             return node.text == "true"
-        message = f"`{path}` is `true` or `false`, not {_shown(node)}"
+        message = f"`{path}` is `true` or `false`, not {shown(node)}"
         value = TRUTHS.get(node.text.lower())
         help = None if value is None else f"write `{str(value).lower()}`"
-        self.error("key", message, _visible(node), help)
+        self.error("key", message, visible(node), help)
         return None
 
     def choice(self, node: Scalar, each: Field, path: str) -> str | None:
-        if node.text in each.choices:
-            return node.text
-        help = did_you_mean(node.text, each.choices)
-        message = f"`{path}` takes {listed(each.choices)}, not {_shown(node)}"
-        self.error("key", message, _visible(node), help)
-        return None
+        return read_choice(node, each.choices, path, self.emit)
 
     def number(self, node: Scalar, each: Field, path: str) -> float | None:
         value = _number(node)
         if value is None:
-            self.error("key", f"`{path}` takes a number, not {_shown(node)}", _visible(node))
+            self.error("key", f"`{path}` takes a number, not {shown(node)}", visible(node))
             return None
         return self.bounded(value, each, path, node, number_text)
 
     def whole(self, node: Scalar, each: Field, path: str) -> int | None:
         value = _number(node)
         if value is None or not value.is_integer():
-            message = f"`{path}` takes a whole number, not {_shown(node)}"
-            self.error("key", message, _visible(node))
+            message = f"`{path}` takes a whole number, not {shown(node)}"
+            self.error("key", message, visible(node))
             return None
         bounded = self.bounded(value, each, path, node, number_text)
         return None if bounded is None else int(bounded)
@@ -224,8 +229,8 @@ class _Reader:
             return self.bounded(value, each, path, node, percent_text)
         value = _number(node)
         if value is None:
-            message = f"`{path}` takes a share, not {_shown(node)}"
-            self.error("key", message, _visible(node), "write it as in `10 %` or `0.1`")
+            message = f"`{path}` takes a share, not {shown(node)}"
+            self.error("key", message, visible(node), "write it as in `10 %` or `0.1`")
             return None
         if value == 1:
             help = "write `100 %` or `1 %`"
@@ -246,7 +251,7 @@ class _Reader:
         help = "a number and one of `s`, `m`, `h` and `d`, as in `30m`"
         if _NUMBER.fullmatch(node.text):
             help = f"it needs a unit: `{node.text}s`, `{node.text}m`, `{node.text}h`"
-        self.error("key", f"`{path}` takes a time, not {_shown(node)}", _visible(node), help)
+        self.error("key", f"`{path}` takes a time, not {shown(node)}", visible(node), help)
         return None
 
     def setting(self, node: YamlNode, path: str) -> float | bool | None:
@@ -257,13 +262,13 @@ class _Reader:
                 return int(value) if value.is_integer() and abs(value) < 2**53 else value
             if node.text in ("true", "false") and node.style is None:
                 return node.text == "true"
-        shown = _shown(node) if isinstance(node, Scalar) else f"a {_kind(node)}"
-        message = f"`{path}` takes a number, `true` or `false`, not {shown}"
+        found = shown(node) if isinstance(node, Scalar) else f"a {kind_of(node)}"
+        message = f"`{path}` takes a number, `true` or `false`, not {found}"
         self.error("key", message, _first(node))
         return None
 
     def bounded(
-        self, value: float, each: Field, path: str, node: Scalar, shown: Callable[[float], str]
+        self, value: float, each: Field, path: str, node: Scalar, written: Callable[[float], str]
     ) -> float | None:
         """The value if it is within the bounds of its key, else None."""
         for bound, holds, word in (
@@ -273,8 +278,8 @@ class _Reader:
             (each.below, lambda b: value < b, "below"),
         ):
             if bound is not None and not holds(bound):
-                message = f"`{path}` is {node.text}; it must be {word} {shown(float(bound))}"
-                self.error("range", message, _visible(node))
+                message = f"`{path}` is {node.text}; it must be {word} {written(float(bound))}"
+                self.error("range", message, visible(node))
                 return None
         return value
 
@@ -304,25 +309,8 @@ def _number(node: Scalar) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _kind(node: YamlNode) -> str:
-    return "mapping" if isinstance(node, Mapping) else "list"
-
-
-def _shown(node: Scalar) -> str:
-    """The text for a message."""
-    if not node.text.strip():
-        return "nothing"
-    return f'the text `"{node.text}"`' if node.style == '"' else f"`{node.text}`"
-
-
-def _visible(node: Scalar) -> Span:
-    """The span of a scalar, or of the character before it if it is empty."""
-    span = node.span
-    return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))
-
-
 def _first(node: YamlNode) -> Span:
     """Span of a node's text, or of its first character if it is a mapping or a list."""
     if isinstance(node, Scalar):
-        return _visible(node)
+        return visible(node)
     return Span(node.span.start, node.span.start + 1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean, in_order, listed
 from kvpolicy.dsl.syntax.library import read_file
+from kvpolicy.dsl.syntax.mappings import Block, Item
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.experiments.experiment import (
     DEFAULT_TARGETING_KEY,

@@ -24,6 +24,7 @@ from kvpolicy.experiments.paths import (
     sums,
 )
 from kvpolicy.experiments.sample_ratio import ALARM
+from kvpolicy.experiments.shares import wilson
 from tqdm import tqdm
 
 AT_ONCE = 100_000  # values computed at once, so that the arrays fit the cache
@@ -130,7 +131,7 @@ def _blocks(runs: int, length: int) -> Iterator[tuple[int, int]]:
 def _row(plan: _Plan, when: np.ndarray, length: int) -> Row:
     happened = when > 0
     share = float(happened.mean())
-    low, high = wilson(int(happened.sum()), len(when))
+    low, high = wilson(share, len(when))
     return Row(
         plan.metric, plan.question, plan.data, len(when), share, low, high, plan.bound,
         _quantile(when, 0.5), _quantile(when, 0.9), length,
@@ -142,15 +143,6 @@ def _quantile(when: np.ndarray, share: float) -> int | None:
     done = np.sort(when[when > 0])
     needed = math.ceil(share * len(when))
     return int(done[needed - 1]) if needed <= len(done) else None
-
-
-def wilson(happened: int, runs: int) -> tuple[float, float]:
-    """95 % interval of the share `happened` / `runs` (Wilson 1927)."""
-    z = 1.959964
-    share, n = happened / runs, runs
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _guardrail_plans(experiment: Experiment) -> Iterator[_Plan]:

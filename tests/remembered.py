@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.dsl.execute.block import Folded
 from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.lists import Folded
 
 
 def remembered(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

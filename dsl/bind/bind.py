@@ -81,6 +81,19 @@ class Bound:
         """`original`, or `slots`: keys are rotated to their place in the cache."""
         return self.program.positions
 
+    @property
+    def prefill_changes_vectors(self) -> bool:
+        """Whether keys or values may differ from the model's once a prompt is prefilled."""
+        merges = self.folded.prefill.merge is not None or self.lowered.share is not None
+        return merges or self.positions == "slots"
+
+    @property
+    def changes_vectors(self) -> bool:
+        """Whether keys or values may differ from the model's once entries left while decoding."""
+        decode = self.folded.decode
+        merges = decode is not None and decode.merge is not None
+        return merges or self.prefill_changes_vectors
+
     def number(
         self,
         node: Node,

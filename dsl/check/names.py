@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvpolicy.dsl.ir.graph import Graph
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, on_one_line
+from kvpolicy.dsl.syntax.mappings import Item
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Axis, Call, Expr, Name
 

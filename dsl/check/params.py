@@ -11,7 +11,7 @@ from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.ir.nodes import Data, Node, Param
 from kvpolicy.dsl.ir.ranges import range_problem
 from kvpolicy.dsl.ops.operations import Kind
-from kvpolicy.dsl.syntax.blocks import Block
+from kvpolicy.dsl.syntax.mappings import Block
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Expr
 

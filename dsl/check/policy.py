@@ -26,9 +26,9 @@ from kvpolicy.dsl.ir.host import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules, When
 from kvpolicy.dsl.ir.ranges import range_problem
 from kvpolicy.dsl.ops.operations import Kind
-from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order, refused
 from kvpolicy.dsl.syntax.library import read_source
+from kvpolicy.dsl.syntax.mappings import Item
 from kvpolicy.dsl.syntax.parse import parse
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Expr

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.ops.table import RESERVED
-from kvpolicy.dsl.syntax.blocks import Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
+from kvpolicy.dsl.syntax.mappings import Item
 
 # Keys that `kvpolicy run` writes for every policy, beside reported values; see docs/run.md.
 OUTPUT_KEYS = (

@@ -13,7 +13,7 @@ from kvpolicy.dsl.check.selection import type_selection
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When, brackets
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
-from kvpolicy.dsl.syntax.blocks import Block, Item
+from kvpolicy.dsl.syntax.mappings import Block, Item
 from kvpolicy.dsl.syntax.tree import Call, Expr, Name
 
 

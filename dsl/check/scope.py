@@ -15,8 +15,8 @@ from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Key, Names, 
 from kvpolicy.dsl.check.states import States
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS, OPERATIONS, RESERVED
-from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean
+from kvpolicy.dsl.syntax.mappings import TRUTHS, Block, Item
 from kvpolicy.dsl.syntax.parse import MAX_NAMES
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Call, Chain, Expr, Name, Operator, Where

@@ -9,7 +9,7 @@ from kvpolicy.dsl.check.expressions import Typer
 from kvpolicy.dsl.check.names import Context, Definition, Names, Wrong
 from kvpolicy.dsl.ir.nodes import Node, State, Type
 from kvpolicy.dsl.ir.traverse import nodes_of
-from kvpolicy.dsl.syntax.blocks import Block
+from kvpolicy.dsl.syntax.mappings import Block
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import Expr
 

@@ -114,18 +114,31 @@ def _problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
         have = ", ".join(f"`{name}`" for name in arrays) or "nothing"
         yield f"no array {', '.join(f'`{name}`' for name in missing)}; the file has {have}"
     for name, array in arrays.items():
-        expected = {**_PROMPT, **_STEPS, **_OTHERS}[name]
-        if array.ndim != expected.count(",") + 1:
-            yield f"`{name}` has shape {list(array.shape)}; it is {expected}"
-        if array.dtype.kind != "f":
-            others = "float16, float64, which are converted"
-            yield f"`{name}` is {array.dtype}; it is float32 (or {others})"
-        if not np.isfinite(array).all():
-            yield f"`{name}` holds NaN or infinity, first {_place(name, array)}"
-        with np.errstate(over="ignore"):
-            converted = array.astype(np.float32, copy=False)
-        if name not in _OTHERS and not np.isfinite(converted).all():
-            yield f"`{name}` holds what float32 cannot, first {_place(name, converted)}"
+        yield from _array_problems(name, array)
+    yield from _prompt_problems(arrays)
+    if arrays.keys() & _STEPS.keys():
+        yield from _step_problems(arrays)
+    size, inv_freq = arrays["k"].shape[3], arrays.get("inv_freq")
+    if inv_freq is not None and (size % 2 or inv_freq.shape != (size // 2,)):
+        yield f"`inv_freq` is {list(inv_freq.shape)}; half the head size {size} is needed"
+
+
+def _array_problems(name: str, array: np.ndarray) -> Iterator[str]:
+    expected = {**_PROMPT, **_STEPS, **_OTHERS}[name]
+    if array.ndim != expected.count(",") + 1:
+        yield f"`{name}` has shape {list(array.shape)}; it is {expected}"
+    if array.dtype.kind != "f":
+        others = "float16, float64, which are converted"
+        yield f"`{name}` is {array.dtype}; it is float32 (or {others})"
+    if not np.isfinite(array).all():
+        yield f"`{name}` holds NaN or infinity, first {_place(name, array)}"
+    with np.errstate(over="ignore"):
+        converted = array.astype(np.float32, copy=False)
+    if name not in _OTHERS and not np.isfinite(converted).all():
+        yield f"`{name}` holds what float32 cannot, first {_place(name, converted)}"
+
+
+def _prompt_problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
     q, k, v = (arrays[name].shape for name in _PROMPT)
     if k != v:
         yield f"`k` is {list(k)} and `v` is {list(v)}; they have one shape"
@@ -136,19 +149,18 @@ def _problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
         yield f"`q` is {list(q)}; only the number of tokens may be 0"
     if q[1] % k[1]:
         yield f"{q[1]} query heads cannot share {k[1]} KV heads; the second divides the first"
-    if arrays.keys() & _STEPS.keys():
-        missing = [name for name in _STEPS if name not in arrays]
-        if missing:
-            yield f"decode steps need {listed(missing, 'and')} too"
-        steps = arrays["q_step"].shape[0]
-        for name, source in zip(_STEPS, _PROMPT, strict=True):
-            layers, heads, _, size = arrays[source].shape
-            shape, needed = list(arrays[name].shape), [steps, layers, heads, size]
-            if shape != needed:
-                yield f"`{name}` is {shape}; for {steps} steps and this `{source}` it is {needed}"
-    size, inv_freq = k[3], arrays.get("inv_freq")
-    if inv_freq is not None and (size % 2 or inv_freq.shape != (size // 2,)):
-        yield f"`inv_freq` is {list(inv_freq.shape)}; half the head size {size} is needed"
+
+
+def _step_problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
+    missing = [name for name in _STEPS if name not in arrays]
+    if missing:
+        yield f"decode steps need {listed(missing, 'and')} too"
+    steps = arrays["q_step"].shape[0]
+    for name, source in zip(_STEPS, _PROMPT, strict=True):
+        layers, heads, _, size = arrays[source].shape
+        shape, needed = list(arrays[name].shape), [steps, layers, heads, size]
+        if shape != needed:
+            yield f"`{name}` is {shape}; for {steps} steps and this `{source}` it is {needed}"
 
 
 def _place(name: str, array: np.ndarray) -> str:

@@ -199,11 +199,8 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
             there = run.there(layer)
             own = _spread(x, ("kv", "token"), (kv, len(there)))
             scores.append(_on_prompt(own, chosen[there], tokens, np.nan))
-    changes = (
-        rules.merge is not None or bound.lowered.share is not None or bound.positions == "slots"
-    )
     merged = None
-    if changes:
+    if bound.prefill_changes_vectors:
         merged = [
             (_on_prompt(k, chosen, tokens, 0.0), _on_prompt(v, chosen, tokens, 0.0))
             for k, v in vectors
@@ -281,7 +278,7 @@ class _Cache:
 
     def __init__(self, run: Run, vectors: Vectors, dtype: torch.dtype) -> None:
         self.memory = Memory.after(run)
-        self.changes = _changes(run.program.bound)
+        self.changes = run.program.bound.changes_vectors
         self.position = run.size
         self.dtype = dtype
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions [M], there [G, M]
@@ -306,13 +303,6 @@ class _Cache:
         some = kept.any(0)
         self.held[layer] = (self.held[layer][0][some], kept[:, some])
         self.rows[layer] = (k[:, some].to(self.dtype), v[:, some].to(self.dtype))
-
-
-def _changes(bound: Bound) -> bool:
-    """Whether vectors in the cache may differ from those recorded."""
-    merges = bound.folded.decode is not None and bound.folded.decode.merge is not None
-    prefill = bound.program.prefill.merge is not None or bound.lowered.share is not None
-    return merges or prefill or bound.positions == "slots"
 
 
 def _decode(

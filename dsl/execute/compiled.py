@@ -80,9 +80,7 @@ class Compiled:
         self.steps = None
         if bound.folded.decode is not None:
             self.steps = Steps(bound, report, kernels, heads, self.layers)
-        self.generated = Generated.of(
-            bound, self._prefill.everything, kernels, self._prefill.updates
-        )
+        self.generated = Generated.of(self._prefill.fusion, kernels)
         self.reads_lse = self.generated is not None and self.generated.reads_lse
         self.keys_stay = keys_stay
 

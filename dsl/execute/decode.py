@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.execute.block import (
+from kvpolicy.dsl.execute.choice import Held
+from kvpolicy.dsl.execute.lists import (
     Block,
     Folded,
     Landed,
@@ -23,7 +24,6 @@ from kvpolicy.dsl.execute.block import (
     padded,
     without_heads,
 )
-from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.values import Value, as_given, union

@@ -15,11 +15,11 @@ from fractions import Fraction
 from functools import cache
 
 import torch
-from kvpolicy.dsl.execute.blocks import in_blocks
 from kvpolicy.dsl.execute.elementwise import mask
 from kvpolicy.dsl.execute.entropy import operands, operation
 from kvpolicy.dsl.execute.gathered import of_all_heads
 from kvpolicy.dsl.execute.generated import Generated
+from kvpolicy.dsl.execute.in_blocks import in_blocks
 from kvpolicy.dsl.execute.values import (
     Frame,
     Value,
@@ -162,11 +162,24 @@ class Evaluation:
         return spread(self.value(node), axes, self.frame)
 
     def _find(self, node: Node) -> Value:
-        bound = self.frame.bound
-        if bound.static.needs(node) is not None:
+        if self.frame.bound.static.needs(node) is not None:
             return scalar(self.frame.number(node))
         if self.frame.heads.divided and self.reaches(node):
             return self.of_ranks(node)
+        found = self._named(node)
+        if found is not None:
+            return found
+        taken = self._taken(node)
+        if taken is not None or node.op == "broadcast":
+            return self.broadcast(self.value(taken or node.args[0]), node.type)
+        if node.left_over and self.frame.there is not None:
+            return self._rest(node)
+        if node.across_layers or reduces_past(node):
+            return self.others(node, self)
+        return self._computed(node)
+
+    def _named(self, node: Node) -> Value | None:
+        """The value of a name that this evaluation defines; None for any other node."""
         made = self.extra[node.op](node, self) if node.op in self.extra else None
         if made is not None:
             return made
@@ -174,19 +187,12 @@ class Evaluation:
             return self.state(node.symbol)
         if node.op == "before":
             return self._begin(node.symbol)
-        if node.op == "budget" and self.budget is not None:
-            return self.budget
         if node.op == "decided":
             return self.decided[str(node.value)]
-        taken = self._taken(node)
-        if taken is not None:
-            return self.broadcast(self.value(taken), node.type)
-        if node.op == "broadcast":
-            return self.broadcast(self.value(node.args[0]), node.type)
-        if node.left_over and self.frame.there is not None:
-            return self._rest(node)
-        if node.across_layers or reduces_past(node):
-            return self.others(node, self)
+        return self.budget if node.op == "budget" else None
+
+    def _computed(self, node: Node) -> Value:
+        """The value of an operation: by generated kernels, in blocks, or by torch at once."""
         if self.frame.heads.divided:
             self._ask(operands(node))
         if self.whole and self.generated is not None:

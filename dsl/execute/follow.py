@@ -21,13 +21,13 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.execute.across import known_before
-from kvpolicy.dsl.execute.block import AXES, Block, LastQueries
 from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.keep_stages import KeepStage
 from kvpolicy.dsl.execute.kernels import Entries, Keys
+from kvpolicy.dsl.execute.lists import AXES, Block, LastQueries
 from kvpolicy.dsl.execute.steps import Steps
 from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sent
 from kvpolicy.dsl.ir import counts

@@ -10,7 +10,7 @@ size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -24,7 +24,7 @@ from kvpolicy.dsl.execute.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.ops import reduce
 from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned, as_tensor, sizes_of
 from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.nodes import Node, State
+from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ops.operations import Kind, Operation
 
@@ -51,24 +51,11 @@ class Generated:
     _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        bound: Bound,
-        roots: Iterable[Node | None],
-        kernels: Kernels,
-        states: Mapping[str, State] | None = None,
-        *,
-        steps: bool = False,
-    ) -> Generated | None:
-        """The kernels of a policy; None if it has none, or the table lacks "generated".
-
-        Args:
-            bound, roots, states, steps: see `Fusion`.
-        """
-        if "generated" not in kernels:
+    def of(cls, fusion: Fusion, kernels: Kernels) -> Generated | None:
+        """The kernels of what is fused; None if it is nothing, or the table has no "generated"."""
+        if "generated" not in kernels or not fusion.bundles:
             return None
-        fusion = Fusion(bound, roots, states, steps=steps)
-        return cls(bound, fusion, kernels["generated"]) if fusion.bundles else None
+        return cls(fusion.bound, fusion, kernels["generated"])
 
     @cached_property
     def reads_lse(self) -> bool:

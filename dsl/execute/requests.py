@@ -24,7 +24,12 @@ from functools import partial
 
 import torch
 from kvpolicy.dsl.bind.ends import Ends
-from kvpolicy.dsl.execute.block import (
+from kvpolicy.dsl.execute.choice import Choice, Rows, shift_of
+from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.follow import Lists, StepInputs
+from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.lists import (
     AXES,
     HEADS,
     Block,
@@ -37,11 +42,6 @@ from kvpolicy.dsl.execute.block import (
     tally_gathered_later,
     without_heads,
 )
-from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.evaluate import Evaluation, spread
-from kvpolicy.dsl.execute.follow import Lists, StepInputs
-from kvpolicy.dsl.execute.kernels import Entries
-from kvpolicy.dsl.execute.layout import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.merge import Merging, merged_rows
 from kvpolicy.dsl.execute.values import Value, aligned
 from kvpolicy.dsl.ir.nodes import Node

@@ -15,13 +15,13 @@ import torch
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.across import History, Layers, known_before, look_back
 from kvpolicy.dsl.execute.checks import FiniteChecks
+from kvpolicy.dsl.execute.choice import shift_of
 from kvpolicy.dsl.execute.chunk_sums import ChunkSums
 from kvpolicy.dsl.execute.compiled import Compiled
 from kvpolicy.dsl.execute.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.exchange import decoded, encoded, entries_of_layers
 from kvpolicy.dsl.execute.heads import Heads
 from kvpolicy.dsl.execute.kernels import Keys, Slots
-from kvpolicy.dsl.execute.layout import shift_of
 from kvpolicy.dsl.execute.merge import Merging
 from kvpolicy.dsl.execute.noted import Noted
 from kvpolicy.dsl.execute.plan import Plan

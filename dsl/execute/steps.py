@@ -11,12 +11,13 @@ from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.bind.fixed_size import FixedSize
 from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.sum_states import SumStates
+from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.alike import like_heads
-from kvpolicy.dsl.execute.block import AXES, HEADS
 from kvpolicy.dsl.execute.evaluate import updating
 from kvpolicy.dsl.execute.generated import Generated
 from kvpolicy.dsl.execute.heads import ALL, Heads
 from kvpolicy.dsl.execute.kernels import Kernels
+from kvpolicy.dsl.execute.lists import AXES, HEADS
 from kvpolicy.dsl.execute.merge import compares
 from kvpolicy.dsl.execute.ops import is_computed
 from kvpolicy.dsl.execute.prefill import reads_budget
@@ -114,9 +115,9 @@ class Steps:
         leaving_merge: whether leaving entries are merged.
         layers: layers of the model that are here.
         kernels: table of kernels, see `execute/kernels.py`.
-        advancing, leaving: generated kernels for the states, and for what is read where entries
-            leave; None if there are none.
-        advancing_roots, leaving_roots: nodes that these compute.
+        fusions: what is fused for the states, and for what is read where entries leave.
+        advancing, leaving: the generated kernels of both; None if there are none.
+        advancing_roots: nodes that advance the states.
         fixed_size: whether lists keep as many entries at every later fold, see `FixedSize`.
         ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
         states_alike, keep_alike: whether layers may stand for more KV heads of one (`like_heads`):
@@ -151,8 +152,8 @@ class Steps:
         self.ranks_alike = not heads_differ(bound.lowered)
         remembered = list(nodes_of(state_roots(rules.states)))
         self.advancing_roots = state_roots(self.updates)
-        self.leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
-        leaving = list(nodes_of(self.leaving_roots))
+        leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
+        leaving = list(nodes_of(leaving_roots))
         self._check(bound, [*remembered, *leaving])
         if heads.divided and not self.ranks_alike:
             _check_ranks(bound, [*remembered, *leaving])
@@ -170,11 +171,11 @@ class Steps:
         )
         self.advancing_reads_queries = any(node.type.window for node in remembered)
         self.leaving_reads_queries = any(node.type.window for node in leaving)
-        self.advancing = Generated.of(
-            bound, self.advancing_roots, kernels, self.updates, steps=True
+        self.fusions = (
+            Fusion(bound, self.advancing_roots, self.updates, steps=True),
+            Fusion(bound, leaving_roots, steps=True),  # states are known by then
         )
-        # States are known by then.
-        self.leaving = Generated.of(bound, self.leaving_roots, kernels, steps=True)
+        self.advancing, self.leaving = (Generated.of(each, kernels) for each in self.fusions)
         # What reads tensors needs the order of the entries, not their positions.
         known = not any(map(math.isnan, self.initial_values.values()))
         self.states_alike = (

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.execute.block import Block
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.drive import drive
 from kvpolicy.dsl.execute.kernels import Entries, Slots
+from kvpolicy.dsl.execute.lists import Block
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import follow_together
 from kvpolicy.dsl.execute.run import Run

@@ -183,7 +183,5 @@ def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]])
         name: [reported(cache.merge_states.get((name, i))) for i in range(len(cache.layers))]
         for name in states
     }
-    changes = section is not None or cache.bound.positions == "slots"
-    changes = changes or cache.bound.program.prefill.merge is not None
-    changes = changes or cache.bound.lowered.share is not None
-    return StepResult(kept, vectors if changes else None, thresholds, named)
+    changed = vectors if cache.bound.changes_vectors else None
+    return StepResult(kept, changed, thresholds, named)

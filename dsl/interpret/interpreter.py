@@ -282,9 +282,6 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
             scores.append(_on_prompt(present, where, tokens, np.nan))
         keys, values = (_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer])
         merged.append((keys, values))
-    changes = (
-        e.rules.merge is not None or bound.lowered.share is not None or bound.positions == "slots"
-    )
     names = () if e.rules.merge is None else e.rules.merge.states
     thresholds = {
         name: [reported(last.merge_states.get((name, layer))) for layer in e.every_layer]
@@ -302,7 +299,7 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
         kept,
         budgets or None,
         scores or None,
-        merged=merged if changes else None,
+        merged=merged if bound.prefill_changes_vectors else None,
         thresholds=thresholds,
         named=named,
     )

@@ -10,9 +10,19 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from kvpolicy.dsl.syntax.blocks import TRUTHS, Block, Item, read_block, whole
-from kvpolicy.dsl.syntax.diagnostics import MAX_SHOWN, Diagnostic, did_you_mean, listed, on_one_line
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, listed
 from kvpolicy.dsl.syntax.expression import NUMBERS, ExpressionError, number_of, parse_expression
+from kvpolicy.dsl.syntax.mappings import (
+    TRUTHS,
+    Block,
+    Item,
+    kind_of,
+    read_block,
+    read_choice,
+    shown,
+    visible,
+    whole,
+)
 from kvpolicy.dsl.syntax.sections import FILE, Key
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Expr
@@ -69,7 +79,7 @@ class _Reader:
         if form in ("expressions", "choices", "values", "names"):
             return self.list(node, key, path, name)
         if not isinstance(node, Scalar):
-            self.error("key", f"`{path}` takes {_TAKES[form]}, not a {_kind(node)}", name)
+            self.error("key", f"`{path}` takes {_TAKES[form]}, not a {kind_of(node)}", name)
             return None
         return getattr(self, form)(node, key, path)
 
@@ -132,7 +142,7 @@ class _Reader:
         if NAME.fullmatch(node.text):
             return node.text
         help = "a value that has no name gets one under `let`"
-        self.error("key", f"`{path}` lists names, not {_shown(node)}", _visible(node), help)
+        self.error("key", f"`{path}` lists names, not {shown(node)}", visible(node), help)
         return None
 
     def text(self, node: Scalar, key: Key, path: str) -> str:
@@ -147,29 +157,24 @@ class _Reader:
             return node.text
         help = "lower case letters and digits in groups joined by `-`, at most 64 characters"
         message = f"`{node.text}` is not a policy name" if node.text else "the policy has no name"
-        self.error("key", message, _visible(node), help)
+        self.error("key", message, visible(node), help)
         return None
 
     def version(self, node: Scalar, key: Key, path: str) -> int | None:
         if node.text == "1":
             return 1
-        message = f"this program reads language 1, not {_shown(node)}"
-        self.error("key", message, _visible(node))
+        message = f"this program reads language 1, not {shown(node)}"
+        self.error("key", message, visible(node))
         return None
 
     def truth(self, node: Scalar, key: Key, path: str) -> bool | None:
         if node.text in ("true", "false"):
             return node.text == "true"
-        self.error("key", f"`{path}` is `true` or `false`, not {_shown(node)}", _visible(node))
+        self.error("key", f"`{path}` is `true` or `false`, not {shown(node)}", visible(node))
         return None
 
     def choice(self, node: Scalar, key: Key, path: str) -> str | None:
-        if node.text in key.choices:
-            return node.text
-        help = did_you_mean(node.text, key.choices)
-        message = f"`{path}` takes {listed(key.choices)}, not {_shown(node)}"
-        self.error("key", message, _visible(node), help)
-        return None
+        return read_choice(node, key.choices, path, self.emit)
 
     def number(self, node: Scalar, key: Key, path: str) -> Fraction | None:
         help = None
@@ -177,7 +182,7 @@ class _Reader:
             value, help = number_of(node.text), NUMBERS
             if value is not None:
                 return value
-        self.error("key", f"`{path}` takes a number, not {_shown(node)}", _visible(node), help)
+        self.error("key", f"`{path}` takes a number, not {shown(node)}", visible(node), help)
         return None
 
     def literal(self, node: Scalar, key: Key, path: str) -> Fraction | bool | None:
@@ -192,7 +197,7 @@ class _Reader:
             value = TRUTHS[node.text.lower()]
             message = f"`{path}` is `{node.text}`; truth values are `true` and `false`"
             help = f"write `{'true' if value else 'false'}`"
-            self.error("key", message, _visible(node), help)
+            self.error("key", message, visible(node), help)
             return value
         return self.expression(node, key, path)
 
@@ -200,7 +205,7 @@ class _Reader:
         if node.tagged:  # as `!recent(8) and c`, of which the text is `and c`
             return None
         if not node.text.strip():
-            self.error("key", f"`{path}` has no value", _visible(node))
+            self.error("key", f"`{path}` has no value", visible(node))
             return None
         try:
             return parse_expression(node.text, node.place)
@@ -223,18 +228,3 @@ _TAKES = {
     "default": "a number, `true`, `false` or an expression",
     "choice": "a word",
 }
-
-
-def _kind(node: YamlNode) -> str:
-    return "mapping" if isinstance(node, Mapping) else "list"
-
-
-def _shown(node: Scalar) -> str:
-    """The text, shortened, for a message."""
-    return f"`{on_one_line(node.text, MAX_SHOWN)}`" if node.text.strip() else "nothing"
-
-
-def _visible(node: Scalar) -> Span:
-    """The scalar's place, or the character before it when it is empty."""
-    span = node.span
-    return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))

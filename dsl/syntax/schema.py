@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpolicy.dsl.syntax.blocks import K
+from kvpolicy.dsl.syntax.mappings import K
 from kvpolicy.dsl.syntax.parse import NAME, NO_POLICY, POLICY_NAME
 from kvpolicy.dsl.syntax.sections import FILE, Key
 

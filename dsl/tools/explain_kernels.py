@@ -24,34 +24,23 @@ _LARGE = frozenset(("query", "dim"))  # axes of large values
 _LONGEST = 88
 
 
-def prefill_fusion(bound: Bound) -> Fusion:
-    """What is generated for the prefill of a policy."""
-    prefill = Prefill(bound, False, defers=False)
-    return Fusion(bound, prefill.everything, prefill.updates)
-
-
-def step_fusions(bound: Bound) -> list[Fusion]:
-    """What is generated for decode steps: for states, and for steps at which entries leave."""
-    if bound.folded.decode is None:
-        return []
-    steps = Steps(bound, False, installed())
-    return [
-        Fusion(bound, steps.advancing_roots, steps.updates, steps=True),
-        Fusion(bound, steps.leaving_roots, steps=True),
-    ]
+def fusions(bound: Bound) -> Iterator[Fusion]:
+    """What is generated for the prefill; for states while decoding; and where entries leave."""
+    yield Prefill(bound, False, defers=False).fusion
+    if bound.folded.decode is not None:
+        yield from Steps(bound, False, installed()).fusions
 
 
 def kernels(bound: Bound) -> Iterator[str]:
     """Lines on kernels of the prefill, then of decode steps."""
-    found = prefill_fusion(bound)
-    yield from (f"  {line}" for line in (*_passes(found), *reasons([found])))
+    of_prefill, *of_steps = fusions(bound)
+    yield from (f"  {line}" for line in (*_passes(of_prefill), *reasons([of_prefill])))
     if bound.folded.prefill.merge is not None:
         yield f"  {_MERGE}"
     if bound.lowered.share is not None:
         yield f"  {_share(bound.lowered.share.direction)}"
     if bound.folded.decode is None:
         return
-    of_steps = step_fusions(bound)
     yield f"  {_while_decoding(bound)}"
     for each in of_steps:
         yield from (f"    {line}" for line in _passes(each))

@@ -12,7 +12,7 @@ from kvpolicy.dsl.codegen.source import generate
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.explain import roots
-from kvpolicy.dsl.tools.explain_kernels import prefill_fusion, reasons, step_fusions
+from kvpolicy.dsl.tools.explain_kernels import fusions, reasons
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
 
 def sources(bound: Bound) -> Iterator[str]:
     """The texts of the generated files, the prefill's first; if none, a comment that says why."""
-    found = [prefill_fusion(bound), *step_fusions(bound)]
+    found = list(fusions(bound))
     for each in found:
         for bundle in each.bundles:
             yield generate(bundle, bound, steps=each.steps).text

@@ -46,12 +46,8 @@ class Kept:
         held = held if head is None else held[:, head : head + 1]
         return held.mean(axis=(0, 1))
 
-    def as_map(self, asked: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """The argument of `drawKeptMap` in kept_map.js.
-
-        Args:
-            asked: positions [start, stop) to mark.
-        """
+    def as_map(self) -> dict[str, Any]:
+        """The argument of `drawKeptMap` in kept_map.js."""
         layers, kv_heads, _ = self.held.shape
         bits = base64.b64encode(np.packbits(self.held, axis=-1).tobytes()).decode("ascii")
         return {
@@ -60,7 +56,6 @@ class Kept:
             "kv_heads": kv_heads,
             "bits": bits,
             "title": self.title,
-            "asked": [list(each) for each in asked],
         }
 
 

@@ -23,8 +23,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from kvpolicy.experiments.shares import wilson
 
-Z = 1.959964  # 97.5 % quantile of the normal distribution
 FEW = 20  # units below which no bootstrap is used
 DRAWS = 2000  # samples of a bootstrap
 
@@ -45,12 +45,9 @@ class Spread(NamedTuple):
     high: float
 
 
-def wilson(share: float, count: float) -> Estimate:
-    """Wilson's interval of a share of `count` units; `count` need not be whole."""
-    middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count)
-    half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count**2)) / (1 + Z * Z / count)
-    # A share of 0 or 1 is an end of its interval, which rounding may miss.
-    return Estimate(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
+def of_share(share: float, count: float) -> Estimate:
+    """A share of `count` units; `count` need not be whole."""
+    return Estimate(share, *wilson(share, count))
 
 
 def mean_score(strata: Sequence[np.ndarray], seed: int = 0) -> Estimate:
@@ -78,14 +75,14 @@ def paired_difference(
 def _score(units: np.ndarray, seed: int) -> Estimate:
     """The mean score of one stratum."""
     if _is_plain(units, units):
-        return wilson(float(units.mean()), len(units))
+        return of_share(float(units.mean()), len(units))
     return _bootstrap(units, seed)
 
 
 def _difference(units: np.ndarray, full: np.ndarray, seed: int) -> Estimate:
     """The mean paired difference of one stratum."""
     if _is_plain(units - full, np.concatenate((units, full))):
-        own, whole = (wilson(float(scores.mean()), len(scores)) for scores in (units, full))
+        own, whole = (of_share(float(scores.mean()), len(scores)) for scores in (units, full))
         return newcombe(own, whole, _correlation(units, full))
     return _bootstrap(units - full, seed)
 

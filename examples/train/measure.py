@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from evaluate import BATCH_TOKENS
 from kvpolicy.evaluation.questions import embedded
-from kvpolicy.evaluation.reporting.statistics import wilson
+from kvpolicy.evaluation.reporting.statistics import of_share
 from model import Llama, rotary_tables
 from torch import Tensor
 
@@ -94,7 +94,7 @@ def cell(model: Llama, samples: list[tasks.Sample]) -> str:
     """Right answers in percent, their interval, and for lists the share of items named."""
     said = answers(model, samples)
     right = sum(more_tasks.right(s, a) for s, a in zip(samples, said, strict=True))
-    mean, low, high = wilson(right / len(samples), len(samples))
+    mean, low, high = of_share(right / len(samples), len(samples))
     text = f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})"
     if samples[0].task not in more_tasks.ANY_ORDER:
         return text

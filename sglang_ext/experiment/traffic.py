@@ -10,7 +10,7 @@ gets full KV.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -96,17 +96,33 @@ class Traffic:
             if elsewhere is not None:
                 write(others, elsewhere, noted)
         if others and elsewhere is None and self.live is not None and draws:
-            drawn = [part for part in others if part.get("max_new_tokens") != 0]
-            if len(drawn) < len(others):
-                silent = [part for part in others if part.get("max_new_tokens") == 0]
-                write(silent, *self.live.generates_nothing())
-            if drawn:
-                place, key = await self._key(obj, request, self.live.experiment.targeting_key)
-                policy, assigned = self.live.assign(place, key, time.time())
-                write(drawn, policy, assigned)
-                if len(drawn) == len(parts):  # they share their labels
-                    labels = self.live.labels(assigned.get("arm"))
-                    compat.set_labels(obj, labels, self._labels)
+            arm = await self._draw(self.live, others, obj, request, write)
+            if arm is not None and len(others) == len(parts):  # they share their labels
+                compat.set_labels(obj, self.live.labels(arm), self._labels)
+
+    async def _draw(
+        self,
+        live: Live,
+        parts: Sequence[dict[str, Any]],
+        obj: Any,
+        request: Any,
+        write: Callable[..., None],
+    ) -> str | None:
+        """Write the policy of its arm into parts of a request.
+
+        Returns:
+            The arm, if all parts are in it.
+        """
+        drawn = [part for part in parts if part.get("max_new_tokens") != 0]
+        silent = [part for part in parts if part.get("max_new_tokens") == 0]
+        if silent:
+            write(silent, *live.generates_nothing())
+        if not drawn:
+            return None
+        place, key = await self._key(obj, request, live.experiment.targeting_key)
+        policy, assigned = live.assign(place, key, time.time())
+        write(drawn, policy, assigned)
+        return None if silent else assigned.get("arm")
 
     def is_policy(self, name: str) -> bool:
         """Whether a name stands for a served policy or for none."""

@@ -229,7 +229,7 @@ def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> N
         state.private = None
         if private.ready and req.kv.kv_committed_len > state.prompt:
             # Tokens were decoded from chosen entries; others must not reuse them.
-            req.skip_radix_cache_insert = True
+            req.skip_radix_cache_insert = state.progress.barred = True
         store.free(private.row)
     state.give_up(reason)
     if state.reported.counted:

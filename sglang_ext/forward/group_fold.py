@@ -41,8 +41,8 @@ from kvpolicy.sglang_ext.forward.reader import Reader
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.block import Landed
     from kvpolicy.dsl.execute.decode import Memory
+    from kvpolicy.dsl.execute.lists import Landed
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.arena import Arena
 

@@ -134,10 +134,6 @@ class Arena:
         rows = torch.arange(self.layers, device=slots.device) * (2 * self.storage.shape[2])
         return (slots.to(torch.int64)[:, None] + rows[None, :]).reshape(-1)
 
-    def slots_for(self, pages: int) -> int:
-        """Slots that yield `pages` pages."""
-        return -(-pages // self.layers)
-
     def most_slots(self, entries: int, layers: int) -> int:
         """Slots that suffice for `entries`, however they are spread over layers and heads.
 

@@ -125,9 +125,3 @@ class Private:
         here = self.layout.laid_out_here[layer]
         # Two layers of a pair read one list, each as many entries as the prompt has tokens.
         return here if self.shared is None else [self.tail_start] * len(here)
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the tensors that describe it on the device."""
-        lists = (self.counts, self.first_page) if self.ready else ()
-        return sum(t.nbytes for t in (self.slots, *lists))

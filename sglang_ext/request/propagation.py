@@ -114,7 +114,7 @@ class Progress:
         tokens: tokens that the last layer saw; None if none left.
         shift: by how much positions of output tokens are smaller than their places in the request:
             N - m after a second prefill of m tokens, else 0.
-        barred: whether the prompt was kept out of the radix cache.
+        barred: whether the request is kept out of the radix cache for its policy.
     """
 
     stopped: bool = False

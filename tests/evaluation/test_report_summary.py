@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvpolicy.evaluation.records import FULL, Record, line
 from kvpolicy.evaluation.reporting import results, summary_text
-from kvpolicy.evaluation.reporting.statistics import wilson
+from kvpolicy.evaluation.reporting.statistics import of_share
 from kvpolicy.evaluation.reporting.summary import COLUMNS, Summary, Turns, csv_text, front, named
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -60,7 +60,7 @@ def test_figures_by_hand(tmp_path):
     found = table(summary)
     row = found["snapkv", "niah", "all", "all"]
     assert tuple(row) == COLUMNS
-    share, low, high = wilson(0.5, 4)
+    share, low, high = of_share(0.5, 4)
     assert float(row["score"]) == share
     assert float(row["score_low"]) == pytest.approx(low, rel=1e-5)
     assert float(row["score_high"]) == pytest.approx(high, rel=1e-5)
@@ -123,7 +123,7 @@ def test_questions_of_one_sample_count_as_one(tmp_path):
     """Ten samples with two correlated questions each count as ten units, not twenty."""
     records = [full(i, float(i < 7), turn=turn) for i in range(10) for turn in range(2)]
     summary = summarised(tmp_path, records, samples=10)
-    assert summary.row((FULL, None), "niah").score == pytest.approx(wilson(0.7, 10))
+    assert summary.row((FULL, None), "niah").score == pytest.approx(of_share(0.7, 10))
     assert (summary.row((FULL, None)).asked, summary.results.conversations()) == (20, ["niah"])
 
 

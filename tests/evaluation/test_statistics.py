@@ -5,9 +5,9 @@ import pytest
 from kvpolicy.evaluation.reporting.statistics import (
     FEW,
     mean_score,
+    of_share,
     paired_difference,
     quartiles,
-    wilson,
 )
 
 
@@ -31,7 +31,7 @@ def pairs(both, first, second, neither):
     ],
 )
 def test_wilson_equals_published_values(right, count, low, high):
-    estimate = wilson(right / count, count)
+    estimate = of_share(right / count, count)
     assert estimate == pytest.approx((right / count, low, high), abs=5e-5)
     scores = np.repeat([1.0, 0.0], (right, count - right))
     assert mean_score([scores]) == pytest.approx(estimate)
@@ -116,7 +116,7 @@ def test_strata_weigh_the_same():
     many, few = np.ones(300), np.zeros(30)
     estimate = mean_score([many, few])
     assert estimate.mean == 0.5
-    below, above = wilson(1, 300), wilson(0, 30)
+    below, above = of_share(1, 300), of_share(0, 30)
     assert estimate.low == pytest.approx(0.5 - (1 - below.low) / 2)
     assert estimate.high == pytest.approx(0.5 + above.high / 2)
     quarters = [np.tile([0.25, 0.75], 30), np.tile([0.5, 1.0], 10)]

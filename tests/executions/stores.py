@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
-from kvpolicy.dsl.execute.block import Folded
+from kvpolicy.dsl.execute.choice import Choice
 from kvpolicy.dsl.execute.decode import Memory
 from kvpolicy.dsl.execute.kernels import Entries, Kernels
-from kvpolicy.dsl.execute.layout import Choice
+from kvpolicy.dsl.execute.lists import Folded
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.requests import Staying, follow_together
 from kvpolicy.dsl.execute.values import aligned, sent

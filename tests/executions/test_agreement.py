@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from agreement import SHAPE, agree, assert_agreement, written
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
@@ -30,15 +29,6 @@ BESIDE = {
     "maps": "score: sum[group, query](attn(all))\n",
     "all": HEAT + "score: heat\nmerge: {into: nearest(key)}\n" + AWAY,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are tiny: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.thorough(besides=["all-decode", "merge-decode"])

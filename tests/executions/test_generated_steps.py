@@ -15,6 +15,7 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.across import known_before
 from kvpolicy.dsl.execute.checks import FiniteChecks
 from kvpolicy.dsl.execute.evaluate import Evaluation
@@ -169,7 +170,7 @@ def evaluated(frame: Frame, node: Node, made: Generated | None) -> Value:
 
 def both(frame: Frame, node: Node) -> tuple[Value, Value]:
     """Values by torch and by kernels; kernels must not read missing entries."""
-    made = Generated.of(frame.bound, [node], TABLE, steps=True)
+    made = Generated.of(Fusion(frame.bound, [node], steps=True), TABLE)
     assert not made.fusion.reasons
     assert all(made.serves(bundle, frame) for bundle in made.fusion.bundles)
     values = []
@@ -313,7 +314,7 @@ def test_not_finite(score, wrong):
     """In one entry that one KV head holds, read by one query or by all."""
     case = replace(CASES[1], queries=3)
     bound, node = scored(score, case.shape)
-    made = Generated.of(bound, [node], TABLE, steps=True)
+    made = Generated.of(Fusion(bound, [node], steps=True), TABLE)
     for row, column in ((5, 3), (129, 40)):
         frame = case.frame(bound, 3)
         frame.there[1, row] = True
@@ -329,7 +330,7 @@ def test_not_finite(score, wrong):
 def test_entries_are_gathered_only_for_torch():
     case = CASES[1]
     bound, node = scored("sum[group, query](attn(new)) * norm1[dim](value)", case.shape)
-    made = Generated.of(bound, [node], TABLE, steps=True)
+    made = Generated.of(Fusion(bound, [node], steps=True), TABLE)
     for given, gathers in ((made, False), (None, True)):
         frame = case.frame(bound, 2)
         evaluated(frame, node, given)
@@ -341,7 +342,7 @@ def test_what_kernels_do_not_serve():
     case = CASES[0]
     bound, node = scored("sum[group, query](attn(new))", case.shape)
     frame = case.frame(bound, 1)
-    made = Generated.of(bound, [node], TABLE, steps=True)
+    made = Generated.of(Fusion(bound, [node], steps=True), TABLE)
     (bundle,) = made.fusion.bundles
     assert made.serves(bundle, frame)
     query, double = frame.vectors["query"], frame.read("key").double()

@@ -19,7 +19,8 @@ from kvpolicy.experiments.paths import (
 )
 from kvpolicy.experiments.reading import load
 from kvpolicy.experiments.sample_ratio import SampleRatio
-from kvpolicy.experiments.simulation import simulate, wilson
+from kvpolicy.experiments.shares import wilson
+from kvpolicy.experiments.simulation import simulate
 from statsmodels.stats.proportion import proportion_confint
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_made_data_have_the_mean_they_claim(kind, mean, upper):
 
 @pytest.mark.parametrize(("happened", "runs"), [(0, 100), (7, 2_000), (100, 100)])
 def test_wilson(happened, runs):
-    assert wilson(happened, runs) == pytest.approx(
+    assert wilson(happened / runs, runs) == pytest.approx(
         proportion_confint(happened, runs, 0.05, method="wilson"), abs=1e-9
     )
 

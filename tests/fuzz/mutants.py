@@ -16,9 +16,9 @@ from random import Random
 
 import grammar
 from kvpolicy.dsl.ops.table import BUILTINS, FUNCTIONS
-from kvpolicy.dsl.syntax.blocks import Block, Item
 from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
 from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.mappings import Block, Item
 from kvpolicy.dsl.syntax.parse import parse
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.tree import Call, Expr, Name, Number, Operator

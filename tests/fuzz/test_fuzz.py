@@ -10,7 +10,6 @@ import fuzz
 import judge
 import mutants
 import pytest
-import torch
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.syntax import fmt, parse
 from kvpolicy.dsl.syntax.source import Source
@@ -25,15 +24,6 @@ score: |
 keep: recent(2) then top(score, 3)
 decode: same
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are tiny: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_short_run():

@@ -31,14 +31,6 @@ LISTING_STAGES = (
 SCRIPT = Path(train.__file__)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def interrupt_after(run, steps):
     """Lets Ctrl-C arrive during step number `steps`."""
     advance = run.advance

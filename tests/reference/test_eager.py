@@ -1,14 +1,9 @@
 """The plain model is the model: equal to transformers, and consistent with itself."""
 
-import random
 from functools import partial
 
 import pytest
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    chosen = random.Random(seed)
-    return [chosen.randrange(3, 500) for _ in range(length)]
+from random_tokens import prompt
 
 
 @pytest.mark.parametrize("length", [1, 37, 300])
@@ -39,7 +34,7 @@ def test_answers_are_those_of_transformers(embedded, length):
 def test_what_keeps_everything_answers_as_no_policy(random_model, policy, settings):
     from eager import generate
 
-    ids = prompt(50, 1)
+    ids = prompt(1, 50)
     plain = generate(random_model, ids, new_tokens=5)
     answer = generate(random_model, ids, policy, settings, new_tokens=5)
     assert answer.kept == plain.kept
@@ -55,7 +50,7 @@ def test_what_keeps_everything_answers_as_no_policy(random_model, policy, settin
 def test_a_restart_answers_as_the_chosen_tokens_alone(random_model, policy, settings):
     from eager import generate
 
-    ids = prompt(50, 2)
+    ids = prompt(2, 50)
     settings = {"capacity": "20", **settings}
     answer = generate(random_model, ids, policy, settings, new_tokens=5)
     assert len(answer.restarted) == 20
@@ -72,7 +67,7 @@ def test_a_step_reads_the_kept_entries_and_nothing_else(random_model, policy):
     from eager_model import attend, checkpoint
     from methods import METHODS
 
-    ids, model = prompt(50, 3), checkpoint(random_model)
+    ids, model = prompt(3, 50), checkpoint(random_model)
     answer = generate(random_model, ids, policy, METHODS[policy], new_tokens=2)
     result = answer.result
     deeper = result.propagated or list(range(50))
@@ -117,7 +112,7 @@ def test_slots_are_distances_in_the_cache(random_model):
     from eager import generate
     from eager_model import checkpoint
 
-    ids, model = prompt(40, 4), checkpoint(random_model)
+    ids, model = prompt(4, 40), checkpoint(random_model)
     settings = {"start": "2", "window": "8"}
     answer = generate(random_model, ids, "streamingllm", settings, new_tokens=6)
     tokens = torch.tensor([*ids, *answer.tokens])

@@ -1,12 +1,12 @@
 """`kvpolicy tune`: the distances it prints, the value that it chooses, and what it refuses."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.tools.cli import main
 from kvpolicy.dsl.tools.tune_prompts import read_prompts
+from random_tokens import prompt
 
 torch = pytest.importorskip("torch", reason="the model runs in torch")
 pytest.importorskip("transformers", reason="the model is transformers'")
@@ -21,16 +21,12 @@ def tune(policy: str, prompts, *more: str, parameter: str = "tsp_layer", model: 
     return main([*command, "--prompts", *files, *more])
 
 
-def ids(length: int) -> list[int]:
-    chosen = random.Random(length)
-    return [chosen.randrange(3, 500) for _ in range(length)]
-
-
 @pytest.fixture
 def prompts(tmp_path):
     """Two prompts of token ids, as an object and as a list."""
     path = tmp_path / "prompts.jsonl"
-    path.write_text(f"{json.dumps({'input_ids': ids(70)})}\n\n{json.dumps(ids(101))}\n")
+    lines = (json.dumps({"input_ids": prompt(70, 70)}), "", json.dumps(prompt(101, 101)))
+    path.write_text("\n".join((*lines, "")))
     return path
 
 
@@ -93,7 +89,7 @@ def test_distances_and_choice(prompts, capsys, tmp_path):
     assert list(found) == [0, 1, 2]
     model = checkpoint(MODEL)
     for layer, row in found.items():
-        each = [distance(model, ids(n), layer, window=4, kernel=3) for n in (70, 101)]
+        each = [distance(model, prompt(n, n), layer, window=4, kernel=3) for n in (70, 101)]
         assert float(row[0]) == pytest.approx(sum(each) / 2, rel=2e-3)
     closest = min(found, key=lambda layer: float(found[layer][0]))
     assert f"--kv-policy-set tsp_layer={closest}\n" in output
@@ -169,7 +165,7 @@ def test_tokens_that_leave_at_every_layer_that_acts(prompts, capsys, tmp_path):
         return model.final(hidden)[-1], computed / model.shape.layers / len(prompt)
 
     for phase, acting in ((0, [0, 2]), (1, [1, 3])):
-        ends = [(final(ids(n), acting), final(ids(n), [])) for n in (70, 101)]
+        ends = [(final(prompt(n, n), acting), final(prompt(n, n), [])) for n in (70, 101)]
         distances = [(a - b).pow(2).mean().item() for (a, _), (b, _) in ends]
         assert float(found[phase][0]) == pytest.approx(sum(distances) / 2, rel=2e-3)
         shares = [share for (_, share), _ in ends]

@@ -1,7 +1,6 @@
 """An experiment in a real server: arms over every route, drift against full KV, ways to end it."""
 
 import json
-import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from random_tokens import prompt
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -37,11 +37,6 @@ DOCUMENT = {
     ],
     "analysis": {"min_samples": 20, "on_fail": "alert"},
 }
-
-
-def prompt(seed, length):
-    rnd = random.Random(seed)
-    return [rnd.randrange(3, 500) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")

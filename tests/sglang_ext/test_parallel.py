@@ -1,13 +1,13 @@
 """Several schedulers behind one front end (`--dp-size 2`): the same answers, the same policies."""
 
 import json
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from random_tokens import prompt
 from served_policies import trial
 
 pytestmark = pytest.mark.server
@@ -24,11 +24,6 @@ ENVIRONMENT = {
     "KVPOLICY_TEST_SPARES": "1",
 }
 EXPERIMENT = trial("snapkv", tight=20)
-
-
-def prompt(seed, length):
-    rnd = random.Random(seed)
-    return [rnd.randrange(3, 500) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")

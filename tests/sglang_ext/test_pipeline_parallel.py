@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from counted import assert_counted_once
 from faults_of_process import VARIABLE, installed
+from random_tokens import prompt
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -70,11 +71,6 @@ def start(model, files, given=GIVEN, **flags):
     from kvpolicy.evaluation.serving import serve
 
     return serve(model, files, given, **FLAGS | flags)
-
-
-def prompt(seed, length):
-    rnd = random.Random(seed)
-    return [rnd.randrange(3, 500) for _ in range(length)]
 
 
 def ask(server, tokens, policy, new=24, **more):

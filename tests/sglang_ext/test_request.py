@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from kvpolicy.sglang_ext.forward.failures import serve_in_full
 from kvpolicy.sglang_ext.request import propagation, request
 from kvpolicy.sglang_ext.request.reasons import Reason
+from kvpolicy.sglang_ext.runtime import Runtime
 
 
 class Served:
@@ -148,6 +150,20 @@ def test_without_a_policy_there_is_no_state():
     request.assign(req, None)
     assert request.is_assigned(req)
     assert request.state_of(req) is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_computed_again_in_full_may_be_reused(own):
+    """`own`: what the client asked for stays."""
+    req = make_request(kv=SimpleNamespace(kv_committed_len=105), output_ids=[7] * 5)
+    req.skip_radix_cache_insert = own
+    request.assign(req, SERVED)
+    if not own:
+        request.state_of(req).private = SimpleNamespace(ready=True, row=3, borrowed=0)
+        serve_in_full(SimpleNamespace(free=lambda row: None), None, req, Reason.POLICY_ERROR)
+        assert req.skip_radix_cache_insert
+    Runtime.retracted(SimpleNamespace(services=SimpleNamespace(forget_rows=lambda: None)), req)
+    assert req.skip_radix_cache_insert is own
 
 
 def test_a_copy_that_must_be_there_is_missed():

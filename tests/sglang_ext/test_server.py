@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from pathlib import Path
 import forked
 import pytest
 import requests
+from random_tokens import prompt
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -21,11 +21,6 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
-
-
-def prompt(seed, length):
-    rnd = random.Random(seed)
-    return [rnd.randrange(3, 500) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A model divided over ranks (`--tp`): the same entries stay as on one rank; ranks agree."""
 
 import json
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from collectives import GLOO
 from counted import assert_counted_once
+from random_tokens import prompt
 from served_policies import GROWING, trial
 
 pytestmark = pytest.mark.server
@@ -45,11 +45,6 @@ def ranks_of(number, copies=1):
     """Options of a server with `number` ranks, all on one core, as a machine may have no more."""
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * number * copies)}
     return {"tp_size": number, "dp_size": copies, "env": ENVIRONMENT | env}
-
-
-def prompt(seed, length):
-    rnd = random.Random(seed)
-    return [rnd.randrange(3, 500) for _ in range(length)]
 
 
 def ask(server, tokens, policy=None, new=16, *, key="", rank=None, **more):

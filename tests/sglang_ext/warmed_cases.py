@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from kvpolicy.dsl.execute import warm as execute_warm
+from kvpolicy.dsl.execute.choice import Held
 from kvpolicy.dsl.execute.decode import Known
-from kvpolicy.dsl.execute.layout import Held
 from kvpolicy.dsl.execute.run import KeysValues, Run
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention

@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, did_you_mean, listed
+from kvpolicy.dsl.syntax.diagnostics import (
+    MAX_SHOWN,
+    Diagnostic,
+    did_you_mean,
+    listed,
+    on_one_line,
+)
 from kvpolicy.dsl.syntax.source import Span
-from kvpolicy.dsl.syntax.yaml_nodes import FileKind, Mapping, YamlNode
+from kvpolicy.dsl.syntax.yaml_nodes import FileKind, Mapping, Scalar, YamlNode
 
 # What other languages, and YAML, write for truth values.
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -100,3 +106,31 @@ def read_block(
             message = f"{inside} needs the key `{key.name}`"
             report(Diagnostic("key", message, place, f"{key.name}: {key.meaning}"))
     return block
+
+
+def read_choice(node: Scalar, choices: Sequence[str], path: str, report: Report) -> str | None:
+    """The text of a scalar if it is one of `choices`; else None, after a report."""
+    if node.text in choices:
+        return node.text
+    message = f"`{path}` takes {listed(choices)}, not {shown(node)}"
+    report(Diagnostic("key", message, visible(node), did_you_mean(node.text, choices)))
+    return None
+
+
+def kind_of(node: YamlNode) -> str:
+    """What a node that is no scalar is, for a message."""
+    return "mapping" if isinstance(node, Mapping) else "list"
+
+
+def shown(node: Scalar) -> str:
+    """A scalar's text, shortened, for a message; in its quotes, which make it text."""
+    if not node.text.strip():
+        return "nothing"
+    text = on_one_line(node.text, MAX_SHOWN)
+    return f'the text `"{text}"`' if node.style == '"' else f"`{text}`"
+
+
+def visible(node: Scalar) -> Span:
+    """A scalar's span, or that of the character before it if it is empty."""
+    span = node.span
+    return span if span.end > span.start else Span(max(0, span.start - 1), max(1, span.start))
