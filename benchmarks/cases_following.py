@@ -10,12 +10,12 @@ from cases import Bench, Case, Planned
 from cases_scoring import OURS, PROGRAM, Watched
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.across import known_before
-from kvpolicy.dsl.execute.checks import FiniteChecks
-from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.kernels import Entries, Kernels
-from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Step, Value
+from kvpolicy.dsl.execute.layer.across import known_before
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels
+from kvpolicy.dsl.execute.tensors.values import Frame, Step, Value
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 

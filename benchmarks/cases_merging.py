@@ -10,9 +10,9 @@ from cases import Bench, Case, Checked, Model, Planned, Target
 from cases_scoring import ATTENDED, NAMED, OURS, PROGRAM, Watched, scores
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.kernels import Kernels, Slots
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots
 from kvpolicy.kernels.merging import merge_rows as reference_rows
 from kvpolicy.kernels.merging import nearest as reference
 from kvpolicy.kernels.merging.links import Links

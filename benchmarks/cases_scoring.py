@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.kernels import Kernels, Slots
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE

@@ -22,8 +22,8 @@ import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.apply import prefilled
-from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.lists import Counts
+from kvpolicy.dsl.execute.decode.lists import Counts
+from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.launches import Observed, Watch

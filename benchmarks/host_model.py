@@ -16,8 +16,8 @@ from fold_host import PROMPT, SETTINGS
 from folding_requests import Case, Crowd
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute import kernels
 from kvpolicy.dsl.execute.drive import InPools, drive
+from kvpolicy.dsl.execute.tensors import kernels
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools import forecast
 from kvpolicy.dsl.tools.launches import Observed, Watch, launches

@@ -1,4 +1,4 @@
-"""The torch references that a policy's program calls, by the names of `dsl/execute/kernels.py`.
+"""The torch references that a policy's program calls by name (dsl/execute/tensors/kernels.py).
 
 They define what the kernels of `table_triton.py` compute, and need no Triton.
 """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.lists import Folded
+from kvpolicy.dsl.execute.decode.lists import Folded
+from kvpolicy.dsl.execute.decode.memory import Memory
 
 
 def remembered(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

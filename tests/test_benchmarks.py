@@ -124,6 +124,7 @@ def test_capacity():
     assert policy_of_8 > policy
 
 
+@pytest.mark.thorough
 def test_tight_pool():
     words = ("--policies", "snapkv,h2o", "--shares", "0.25", "--rounds", "1", "--layers", "2")
     sizes = ("--requests", "6", "--prompt", "128", "--new", "24", "--pool", "320")
@@ -168,6 +169,7 @@ def test_cost(beside_stock):
         assert float(row[3].split()[0]) > 0
 
 
+@pytest.mark.thorough
 def test_methods(beside_stock):
     found = beside_stock["methods"]
     assert [row[0] for row in found] == [*METHODS]

@@ -7,8 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.execute import kernels
-from kvpolicy.dsl.execute.kernels import installed
+from kvpolicy.dsl.execute.tensors import kernels
+from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON

@@ -16,13 +16,13 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.recording import check_layer_queries
 from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps
-from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.decode.memory import Memory
+from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import drive
-from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import follow_together
-from kvpolicy.dsl.execute.run import Run
-from kvpolicy.dsl.execute.values import Value, aligned
+from kvpolicy.dsl.execute.tensors.kernels import Entries
+from kvpolicy.dsl.execute.tensors.values import Value, aligned
 from kvpolicy.dsl.syntax.diagnostics import refused
 
 _MOST = 2.0**62

@@ -13,10 +13,10 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.prefill.run import KeysValues, Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import KeysValues, Run
-from kvpolicy.dsl.execute.values import HOST
+from kvpolicy.dsl.execute.tensors.kernels import Slots
+from kvpolicy.dsl.execute.tensors.values import HOST
 
 
 class Prompt(Protocol):

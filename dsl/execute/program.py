@@ -6,8 +6,8 @@ a prefill; what follows a prefill (`Memory.after`, merged rows) comes from the f
 
 from __future__ import annotations
 
-from kvpolicy.dsl.execute.compiled import Compiled
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.planned.compiled import Compiled
+from kvpolicy.dsl.execute.prefill.run import Run
 
 
 class TorchProgram(Compiled):

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.decode.lists import Block
+from kvpolicy.dsl.execute.decode.memory import Memory
+from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import drive
-from kvpolicy.dsl.execute.kernels import Entries, Slots
-from kvpolicy.dsl.execute.lists import Block
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import follow_together
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 
 # Lengths of prompts in tokens. Between two of them kernels begin to take other tiles or cut lists.
 _PROMPTS = (16, 100, 1000, 8000, 8200)

@@ -152,7 +152,7 @@ class Operation:
     whole: bool = False  # a whole number, at least 0
     rounds_up_by: float | None = None  # most that rounding adds to its argument; None: no rounding
     sorts: bool = False  # sorts its candidates
-    has_small_kernel: bool = False  # has a kernel for small tensors in `execute/kernels.py`
+    has_small_kernel: bool = False  # has a kernel for small tensors in `execute/tensors/kernels.py`
     per_head: bool = False  # a KV head's values follow from its own, alike in all layers
     tensors: tuple[str, ...] = ()  # those of "query", "key", "value" that it reads
     softmax: bool = False  # a softmax of logits over all candidates

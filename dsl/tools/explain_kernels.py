@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import written_window
 from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
-from kvpolicy.dsl.execute.across import OF_LAYERS
-from kvpolicy.dsl.execute.combination import is_combination
-from kvpolicy.dsl.execute.entropy import distribution
-from kvpolicy.dsl.execute.evaluate import reduces_past
-from kvpolicy.dsl.execute.kernels import installed
-from kvpolicy.dsl.execute.prefill import Prefill
-from kvpolicy.dsl.execute.share import side_of_share
-from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.execute.layer.across import OF_LAYERS
+from kvpolicy.dsl.execute.layer.combination import is_combination
+from kvpolicy.dsl.execute.layer.evaluate import reduces_past
+from kvpolicy.dsl.execute.layer.share import side_of_share
+from kvpolicy.dsl.execute.operations.operands import distribution
+from kvpolicy.dsl.execute.planned.prefill import Prefill
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.written import described
 from kvpolicy.dsl.ops.operations import Kind

@@ -1,8 +1,9 @@
 """What ranks exchange where a model is divided over them (`--tp-size`), for `kvpolicy explain`.
 
 Every rank gets the arguments of operations across KV heads from all other ranks
-(dsl/execute/gathered.py). Bytes are those of all KV heads of a model, whatever the number of ranks,
-compared with what the ranks exchange for the model itself: two sums of all hidden states per layer.
+(dsl/execute/layer/gathered.py). Bytes are those of all KV heads of a model, whatever the number of
+ranks, compared with what the ranks exchange for the model itself: two sums of all hidden states per
+layer.
 If several ranks hold the same KV head, each also gets the queries of the others.
 """
 
@@ -17,7 +18,7 @@ from kvpolicy.dsl.bind.kept import heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes
-from kvpolicy.dsl.execute.keep_stages import KeepStage
+from kvpolicy.dsl.execute.decode.keep_stages import KeepStage
 from kvpolicy.dsl.ir.heads import across_heads, heads_last
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, rules_roots

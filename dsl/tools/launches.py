@@ -22,14 +22,14 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.fusion import Bundle
 from kvpolicy.dsl.codegen.source import GeneratedFile
-from kvpolicy.dsl.execute.compiled import DEFERRED_BYTES
-from kvpolicy.dsl.execute.decode import Memory
+from kvpolicy.dsl.execute.decode.memory import Memory
+from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import InPools, drive
-from kvpolicy.dsl.execute.generated import Generated, Run
-from kvpolicy.dsl.execute.kernels import Entries, Kernels, Slots, installed
+from kvpolicy.dsl.execute.layer.generated import Generated, Run
+from kvpolicy.dsl.execute.planned.compiled import DEFERRED_BYTES
+from kvpolicy.dsl.execute.prefill.run import Run as PrefillRun
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import follow_together
-from kvpolicy.dsl.execute.run import Run as PrefillRun
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels, Slots, installed
 from kvpolicy.dsl.tools.trial_cases import TrialCase, deepest
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -18,8 +18,8 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused, why

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from kvpolicy.dsl.execute.kernels import Kernels
+from kvpolicy.dsl.execute.tensors.kernels import Kernels
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -27,7 +27,7 @@ class KernelsInUse:
 
     Attributes:
         name: `torch` or `triton`.
-        table: functions that policies' programs call, see `dsl/execute/kernels.py`.
+        table: functions that policies' programs call, see `dsl/execute/tensors/kernels.py`.
         compact_layers, place, compact_in_place, gather, rotate, turn, entry_ids, take_rows,
             put_rows: as in `kernels`.
     """

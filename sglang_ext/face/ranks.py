@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed
-from kvpolicy.dsl.execute.heads import ALL, Divided, Heads
+from kvpolicy.dsl.execute.tensors.heads import ALL, Divided, Heads
 from kvpolicy.sglang_ext.face.compat import StageGroup, TensorGroup
 
 

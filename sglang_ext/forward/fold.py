@@ -27,8 +27,8 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.choice import Choice
-    from kvpolicy.dsl.execute.lists import Landed
+    from kvpolicy.dsl.execute.decode.lists import Landed
+    from kvpolicy.dsl.execute.layer.choice import Choice
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.private import Private
     from kvpolicy.sglang_ext.memory.store import Store

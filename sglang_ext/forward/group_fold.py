@@ -1,8 +1,8 @@
 """Requests of one policy that are taken through their steps together, and fold together.
 
 One launch finds the entries of all lists of all layers and requests, and one compacts them; between
-the two `dsl/execute/requests.py` decides what stays. What a request keeps does not depend on the
-others.
+the two `dsl/execute/decode/requests.py` decides what stays. What a request keeps does not depend on
+the others.
 
 The host waits for the device once, for the numbers of entries that stay. It does not wait if these
 are known: each list lost entries at the last fold, and no data decide its size
@@ -24,8 +24,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.kernels import Entries
-from kvpolicy.dsl.execute.requests import Staying, follow_together
+from kvpolicy.dsl.execute.decode.requests import Staying, follow_together
+from kvpolicy.dsl.execute.tensors.kernels import Entries
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD, met
 from kvpolicy.sglang_ext.forward.fold import (
@@ -41,8 +41,8 @@ from kvpolicy.sglang_ext.forward.reader import Reader
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.decode import Memory
-    from kvpolicy.dsl.execute.lists import Landed
+    from kvpolicy.dsl.execute.decode.lists import Landed
+    from kvpolicy.dsl.execute.decode.memory import Memory
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.arena import Arena
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvpolicy.dsl.execute.choice import Held
-from kvpolicy.dsl.execute.decode import Known
-from kvpolicy.dsl.execute.exchange import PARTS
+from kvpolicy.dsl.execute.decode.memory import Known
+from kvpolicy.dsl.execute.layer.choice import Held
+from kvpolicy.dsl.execute.layer.exchange import PARTS
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.request.request import State
 

@@ -22,9 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.choice import Held
-from kvpolicy.dsl.execute.decode import Known
-from kvpolicy.dsl.execute.run import KeysValues
+from kvpolicy.dsl.execute.decode.memory import Known
+from kvpolicy.dsl.execute.layer.choice import Held
+from kvpolicy.dsl.execute.prefill.run import KeysValues
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.forward import share

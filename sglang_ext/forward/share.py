@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.heads import Heads
+from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.memory.arena import Arena

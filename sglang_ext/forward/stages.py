@@ -22,7 +22,7 @@ from kvpolicy.sglang_ext.forward.parts import Part, numbers_of_layer
 from kvpolicy.sglang_ext.request.request import State, state_of
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.lists import Landed
+    from kvpolicy.dsl.execute.decode.lists import Landed
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.forward.step import Step
 

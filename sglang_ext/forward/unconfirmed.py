@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvpolicy.dsl.execute.arriving import Arriving
-from kvpolicy.dsl.execute.choice import Held
-from kvpolicy.dsl.execute.decode import Known
+from kvpolicy.dsl.execute.decode.memory import Known
+from kvpolicy.dsl.execute.layer.choice import Held
+from kvpolicy.dsl.execute.tensors.arriving import Arriving
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import COMPACTION, serve_in_full
 from kvpolicy.sglang_ext.request.propagation import Progress

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvpolicy.dsl.execute.kernels import Entries, Slots
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 from kvpolicy.kernels.entries.rounding import FLOAT8
 
 

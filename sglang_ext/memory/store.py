@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from kvpolicy.dsl.execute.heads import ALL, Heads
+from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams

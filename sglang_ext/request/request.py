@@ -13,9 +13,9 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.bind.kept import heads_differ, keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
-from kvpolicy.dsl.execute.decode import Known, Memory
-from kvpolicy.dsl.execute.heads import ALL, Heads
+from kvpolicy.dsl.execute.decode.memory import Known, Memory
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.experiments.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face.asked import POLICY, named

@@ -336,6 +336,7 @@ def test_diff_of_policies_that_require_more_layers_than_a_sample_has(tmp_path, c
     assert lines[0].endswith(" 1,024 tokens")
 
 
+@pytest.mark.thorough
 def test_shipped_policies_pass_their_tests(capsys):
     assert main(["test"]) == 0
     assert " 0 failed (interpreter and torch)" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from definition import cascade, single, snapped, split
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kvpolicy.dsl.data.arrays import snapped as snapped_array
-from kvpolicy.dsl.execute.values import snapped as snapped_tensor
+from kvpolicy.dsl.execute.tensors.values import snapped as snapped_tensor
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.split import cascade_layers, split_layers
 from kvpolicy.dsl.ops.host import snap

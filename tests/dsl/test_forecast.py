@@ -11,7 +11,7 @@ from kvpolicy.dsl.bind.gpu import GPUS, MATRIX_REACHED, MEMORY_REACHED
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.drive import InPools, drive
-from kvpolicy.dsl.execute.kernels import installed
+from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.tools import forecast as model
 from kvpolicy.dsl.tools.cost import cost

@@ -85,6 +85,7 @@ def test_every_question_has_a_record(whole):
     assert sum(scores) / len(scores) > 0.8
 
 
+@pytest.mark.thorough
 def test_what_a_later_turn_finds(whole):
     """In the tree and evicted, answers are equal; in the copy, the prompt is the first turn's."""
     found = {r.key: r for r in records.read(whole / "samples.jsonl")}

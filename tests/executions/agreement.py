@@ -19,7 +19,7 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result, Steps
-from kvpolicy.dsl.execute.steps import Steps as DecodeSteps
+from kvpolicy.dsl.execute.planned.steps import Steps as DecodeSteps
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.source import Source
 from recordings import Shape, both, tensors

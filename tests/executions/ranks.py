@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from kvpolicy.dsl.execute.heads import Divided, Heads
+from kvpolicy.dsl.execute.tensors.heads import Divided, Heads
 
 PATIENCE = 60  # seconds that a rank waits for the others
 T = TypeVar("T")

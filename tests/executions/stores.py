@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
-from kvpolicy.dsl.execute.choice import Choice
-from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.kernels import Entries, Kernels
-from kvpolicy.dsl.execute.lists import Folded
+from kvpolicy.dsl.execute.decode.lists import Folded
+from kvpolicy.dsl.execute.decode.memory import Memory
+from kvpolicy.dsl.execute.decode.requests import Staying, follow_together
+from kvpolicy.dsl.execute.layer.choice import Choice
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import Staying, follow_together
-from kvpolicy.dsl.execute.values import aligned, sent
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels
+from kvpolicy.dsl.execute.tensors.values import aligned, sent
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from remembered import remembered

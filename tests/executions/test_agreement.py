@@ -147,6 +147,7 @@ def test_seeds_differ_beyond_float64():
     assert not all(map(np.array_equal, one.kept, other.kept))
 
 
+@pytest.mark.thorough(besides=["attn-mean", "logits-max"])
 @pytest.mark.parametrize("reduced", ["sum", "mean", "max", "min", "var"])
 @pytest.mark.parametrize("read", ["attn", "logits"])
 def test_windows_may_be_empty(reduced, read):

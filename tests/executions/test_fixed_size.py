@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source

@@ -12,8 +12,8 @@ from grammar import accepted
 from host_waits import HostWaits
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.heads import Heads
-from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
@@ -50,6 +50,7 @@ def stores(bound: Bound, shape, tokens: int, seed: int, **more) -> tuple[Store, 
     return Store(bound, prompt, later, **more), Store(bound, prompt, later, **more)
 
 
+@pytest.mark.thorough(besides=["h2o", "cake", "roco"])
 @pytest.mark.parametrize("name", DECODING)
 def test_shipped_policies(name):
     for seed, stretches in enumerate(STRETCHES):
@@ -137,6 +138,7 @@ def test_random_policies(part):
             assert_alike(one, other)
 
 
+@pytest.mark.thorough(besides=["h2o", "cake", "roco"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECODING)
 def test_nothing_waits_before_the_numbers_land(name):

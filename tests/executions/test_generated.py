@@ -19,10 +19,10 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
 from kvpolicy.dsl.execute.drive import InPools, drive
-from kvpolicy.dsl.execute.kernels import Slots
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
-from kvpolicy.dsl.execute.values import Value, aligned
+from kvpolicy.dsl.execute.tensors.kernels import Slots
+from kvpolicy.dsl.execute.tensors.values import Value, aligned
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
@@ -262,6 +262,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.thorough(besides=["75"])
 @pytest.mark.parametrize("score", SHARED)
 @pytest.mark.parametrize("tokens", [1, 75, 300])
 def test_programs_share_the_queries_of_a_block_of_tokens(score, tokens, monkeypatch):

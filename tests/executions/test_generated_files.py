@@ -110,9 +110,9 @@ from sm90 import compiled
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.execute.kernels import Entries, Slots
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.values import Frame, Step
+from kvpolicy.dsl.execute.tensors.values import Frame, Step
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
 

@@ -16,13 +16,13 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.fusion import Fusion
-from kvpolicy.dsl.execute.across import known_before
-from kvpolicy.dsl.execute.checks import FiniteChecks
-from kvpolicy.dsl.execute.evaluate import Evaluation
-from kvpolicy.dsl.execute.generated import Generated
-from kvpolicy.dsl.execute.kernels import Entries, Keys
-from kvpolicy.dsl.execute.steps import Steps
-from kvpolicy.dsl.execute.values import Frame, Step, Value, aligned
+from kvpolicy.dsl.execute.layer.across import known_before
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation
+from kvpolicy.dsl.execute.layer.generated import Generated
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Keys
+from kvpolicy.dsl.execute.tensors.values import Frame, Step, Value, aligned
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.source import Source
@@ -282,6 +282,7 @@ class Pool(Store):
         return tuple(in_pool(x, there, i) for i, x in enumerate(self.rows[layer]))
 
 
+@pytest.mark.thorough(besides=["h2o", "cake", "tova"])
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DECODING if has_kernels(name)])

@@ -10,10 +10,10 @@ import torch
 from agreement import stretches
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.heads import Divided
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
-from kvpolicy.dsl.execute.steps import Steps
+from kvpolicy.dsl.execute.tensors.heads import Divided
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
@@ -166,6 +166,7 @@ def test_what_is_exchanged(name):
     assert max(itertools.chain([0], *folds)) < 2 * 41 * NUMBER
 
 
+@pytest.mark.thorough(besides=["cake", "h2o", "snapkv"])
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute import blocks as torch_blocks
+from kvpolicy.dsl.execute.operations import in_blocks as torch_blocks
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped

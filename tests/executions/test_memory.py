@@ -12,10 +12,10 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.decode import Memory
-from kvpolicy.dsl.execute.kernels import Entries
+from kvpolicy.dsl.execute.decode.memory import Memory
+from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.requests import follow_together
+from kvpolicy.dsl.execute.tensors.kernels import Entries
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors

@@ -10,11 +10,11 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
-from kvpolicy.dsl.execute.evaluate import Evaluation, updating
-from kvpolicy.dsl.execute.merge import Merging
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation, updating
+from kvpolicy.dsl.execute.layer.merge import Merging
+from kvpolicy.dsl.execute.layer.share import shared
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.share import shared
-from kvpolicy.dsl.execute.values import Frame, Value
+from kvpolicy.dsl.execute.tensors.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvpolicy.dsl.data import arrays
-from kvpolicy.dsl.execute.ops import TORCH_FORMS
+from kvpolicy.dsl.execute.operations.table import TORCH_FORMS
 from kvpolicy.dsl.ir import host
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.forms import LIBRARIES, form
@@ -36,7 +36,7 @@ def names(*kinds, **traits):
 # Of no file that any execution takes; parameters are numbers by then.
 NOWHERE = names(Kind.MODEL) | {"number", "truth", "param"}
 LOWERED = {name for name, row in OPERATIONS.items() if row.made_by_lowering}
-FOLDERS = {"interpret": "interpret", "torch": "execute", "triton": "codegen"}
+FOLDERS = {"interpret": "interpret", "torch": "execute.operations", "triton": "codegen"}
 
 
 def has_form(execution):
@@ -59,7 +59,7 @@ def test_every_form_that_a_row_names_is_there(execution):
 @pytest.mark.parametrize("execution", FOLDERS)
 def test_files_of_forms_hold_none_that_no_row_names(execution):
     """A form is recognized by its first arguments; other functions of a file are helpers."""
-    folder = DSL / FOLDERS[execution]
+    folder = DSL.joinpath(*FOLDERS[execution].split("."))
     files = {path.partition(".")[0] for path in paths(execution)} - set(LIBRARIES)
     assert files
     for file in files:

@@ -137,7 +137,7 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
     bound = bind(load(name).require(), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
     request = prompt(np.random.default_rng(1), (2, 8, 4, 8), 37)
     whole = _observe(TorchProgram(bound), *request)
-    monkeypatch.setattr("kvpolicy.dsl.execute.in_blocks.BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvpolicy.dsl.execute.operations.in_blocks.BLOCK_BYTES", 1)
     assert torch.equal(_observe(TorchProgram(bound), *request), whole)
 
 

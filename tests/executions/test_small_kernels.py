@@ -15,7 +15,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
-from kvpolicy.dsl.execute.entropy import distribution
+from kvpolicy.dsl.execute.operations.operands import distribution
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -67,6 +67,7 @@ def executed(bound: Bound, request, monkeypatch) -> tuple:
     return interpret(bound, *request), plain, torch_apply.apply(bound, *request), watched.calls
 
 
+@pytest.mark.thorough(besides=["33-True", "1-False"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "ties"), [(33, False), (33, True), (4, True), (1, False)])
 @pytest.mark.parametrize("name", POLICIES)

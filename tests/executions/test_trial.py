@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.model_config import USUAL
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.ops import TORCH_FORMS
+from kvpolicy.dsl.execute.operations.table import TORCH_FORMS
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, shipped

@@ -7,10 +7,10 @@ import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.decode import Held, Known, Memory
+from kvpolicy.dsl.execute.decode.memory import Held, Known, Memory
+from kvpolicy.dsl.execute.operations.select import top
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.select import top
-from kvpolicy.dsl.execute.values import Frame, Value
+from kvpolicy.dsl.execute.tensors.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from recordings import tensors
 from remembered import remembered

@@ -13,8 +13,8 @@ from dataclasses import asdict
 import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.kernels import Slots
 from kvpolicy.dsl.execute.program import TorchProgram
+from kvpolicy.dsl.execute.tensors.kernels import Slots
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.entry_ids_triton import entry_ids

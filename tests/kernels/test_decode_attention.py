@@ -259,6 +259,7 @@ def test_too_many_splits_are_refused():
 LONG = [([1200, 63], 3), None, ([530, 1], 300), ([0, 0], 0), ([1, 16], 0)]
 
 
+@pytest.mark.thorough(besides=["17"])
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's programs end in an order of their own")
 @pytest.mark.parametrize("splits", [3, 16, 17, 40])
 def test_whichever_program_ends_last_merges(splits, monkeypatch):

@@ -44,6 +44,7 @@ def interrupt_after(run, steps):
     run.advance = advance_and_interrupt
 
 
+@pytest.mark.thorough(besides=["tiny"])
 @pytest.mark.parametrize(
     ("stages", "recipe"),
     [(STAGES, train.TINY), (SMALL_STAGES, train.SMALL), (LISTING_STAGES, train.SMALL)],

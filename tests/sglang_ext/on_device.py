@@ -16,10 +16,10 @@ from unittest import mock
 import numpy as np
 import torch
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute import block
-from kvpolicy.dsl.execute.heads import Divided, Heads
+from kvpolicy.dsl.execute.decode import lists as block
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.execute.run import Run
+from kvpolicy.dsl.execute.tensors.heads import Divided, Heads
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.kernels_in_use import chosen_for
 from kvpolicy.sglang_ext.face.options import Policy

@@ -70,7 +70,7 @@ def choices(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _record_runs() -> list[Any]:
     """Makes the torch program note its inputs and kept entries; the latest run comes last."""
-    from kvpolicy.dsl.execute.run import Run
+    from kvpolicy.dsl.execute.prefill.run import Run
 
     runs: list[Any] = []
     observe, finish = Run.observe, Run.finish

@@ -101,7 +101,7 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     `lagging`: numbers never arrive before they are read, as on a device that is behind.
     """
     from host_waits import HostWaits, on_host
-    from kvpolicy.dsl.execute.lists import Counts
+    from kvpolicy.dsl.execute.decode.lists import Counts
     from kvpolicy.sglang_ext.forward.step import Step
     from kvpolicy.sglang_ext.report.reports import Reports
     from kvpolicy.sglang_ext.runtime import Runtime

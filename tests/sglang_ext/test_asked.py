@@ -63,6 +63,7 @@ def expected(policies, folder, name, ids):
     return [[[plain.restarted[i] for i in head] for head in layer] for layer in lists]
 
 
+@pytest.mark.thorough(besides=["tokens", "two-pass", "pairs"])
 @server
 @pytest.mark.parametrize(
     ("policies", "flags"),
@@ -113,6 +114,7 @@ FORCED = {name: BY_ENTRY[name] for name in ("snapkv", "lava", "h2o", "streamingl
 FORCED |= {name: BY_TOKEN[name] for name in ("fastkv", "gemfilter")} | PAIRS
 
 
+@pytest.mark.thorough(besides=["True"])
 @server
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_forced_to_what_it_said_goes_on_and_is_rated_as_before(run, overlap):
@@ -129,6 +131,7 @@ def test_a_request_forced_to_what_it_said_goes_on_and_is_rated_as_before(run, ov
             )
 
 
+@pytest.mark.thorough(besides=["flags0"])
 @server
 @pytest.mark.parametrize("flags", [{}, {"disable_overlap_schedule": True}, {"page_size": 16}])
 def test_forced_tokens_are_rated_by_the_model_and_end_nothing(run, flags):

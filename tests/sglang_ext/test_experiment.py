@@ -134,6 +134,7 @@ def requests(server, arm):
     return sum(v for k, v in found if k.startswith(name) and all(each in k for each in labels))
 
 
+@pytest.mark.thorough(besides=["greedy", "temperature-regex"])
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_allocator import Allocator, no_cache
-from kvpolicy.dsl.execute.choice import Choice
+from kvpolicy.dsl.execute.layer.choice import Choice
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward.fold import Fold, Left

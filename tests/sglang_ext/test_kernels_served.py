@@ -115,6 +115,7 @@ def test_a_prefill_forward_waits_once_if_at_all(scenario, flags):
         assert all("entries_kept" in facts for facts in each["facts"]), name
 
 
+@pytest.mark.thorough(besides=["chunks"])
 @pytest.mark.server
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_where_attention_gives_its_log_sum_exp_no_kernel_looks_for_it(scenario, flags):

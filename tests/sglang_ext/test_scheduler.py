@@ -103,6 +103,7 @@ def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags)
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
+@pytest.mark.thorough(besides=["retracted-paged-chunks"])
 @pytest.mark.parametrize(
     ("env", "flags"),
     [

@@ -120,6 +120,7 @@ def test_answers_and_what_is_kept_are_those_of_one_rank(server, expected):
     assert_those_of_one_rank(server, expected)
 
 
+@pytest.mark.thorough
 def test_every_request_is_counted_once(server):
     said = lambda: ask(server, prompt(8, 90), "h2o").json()["meta_info"]["kv_policy"]  # noqa: E731
     assert_counted_once(server, "h2o", said)

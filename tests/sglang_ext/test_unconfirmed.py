@@ -35,6 +35,7 @@ def seen(run, disabled):
     return run("outcomes", policies=POLICIES, disable_overlap_schedule=disabled)
 
 
+@pytest.mark.thorough(besides=["overlap"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_poisoned_request_goes_on_in_full_and_others_do_not_notice(seen, policy):
     answers = seen[policy]["answers"]
@@ -59,6 +60,7 @@ def test_the_next_forward_does_not_wait_for_numbers(seen, disabled, policy):
     assert seen[policy]["events"] == [*first, *["decode"] * 4]
 
 
+@pytest.mark.thorough(besides=["overlap"])
 def test_nor_does_it_where_a_prompt_comes_in_chunks(run, disabled):
     """While a chunk's result is processed, the forward of the last chunk runs."""
     seen = run("chunks", chunked_prefill_size=128, disable_overlap_schedule=disabled)

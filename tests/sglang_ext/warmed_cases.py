@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from kvpolicy.dsl.execute import warm as execute_warm
-from kvpolicy.dsl.execute.choice import Held
-from kvpolicy.dsl.execute.decode import Known
-from kvpolicy.dsl.execute.run import KeysValues, Run
+from kvpolicy.dsl.execute.decode.memory import Known
+from kvpolicy.dsl.execute.layer.choice import Held
+from kvpolicy.dsl.execute.prefill.run import KeysValues, Run
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.paged_attention import PairReading

@@ -1,0 +1,1 @@
+"""Requests that decode: what they remember, and which entries leave."""

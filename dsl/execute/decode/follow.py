@@ -1,0 +1,402 @@
+"""Takes lists of a block through decode steps: all lists at once, or those of one layer.
+
+Nothing leaves between folds, so at a fold states can advance through all pending steps, from their
+queries: keys and values are still cached, and each step leaves out entries after its token.
+
+All lists are evaluated as KV heads of one layer if a list's values depend on it alone, or on lists
+of its layer. Otherwise, or if that takes too much memory, layers are evaluated one by one.
+
+Dimensions: B requests, L layers, H query heads, G KV heads, M columns of a block, T steps, W last
+queries, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.ends import Ends, end_of
+from kvpolicy.dsl.execute.decode.keep_stages import KeepStage
+from kvpolicy.dsl.execute.decode.lists import Block, LastQueries
+from kvpolicy.dsl.execute.layer.across import known_before
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
+from kvpolicy.dsl.execute.layer.generated import Generated
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
+from kvpolicy.dsl.execute.tensors.heads import Heads
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Keys
+from kvpolicy.dsl.execute.tensors.values import (
+    OF_LISTS,
+    Frame,
+    Step,
+    Value,
+    aligned,
+    as_tensor,
+    sent,
+)
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The data of T decode steps of B requests.
+
+    Attributes:
+        block: with the entries of the steps; its states are at first those before the steps.
+        prompts: [B], tokens; generated: [B], decode steps so far, these included; number: T.
+        k, v: of all lists; None where nothing reads them.
+        q: [B * L * H, T, D], or the last of these, as far as they are read; None where none are.
+        last_queries: the last queries, the steps' included; None where no step reads earlier ones.
+        heads: `steps.heads`, joined.
+    """
+
+    bound: Bound
+    steps: Steps
+    block: Block
+    prompts: Sequence[int]
+    generated: Sequence[int]
+    number: int
+    k: Entries | None
+    v: Entries | None
+    q: torch.Tensor | None
+    last_queries: LastQueries | None
+    heads: Heads
+
+    @cached_property
+    def per_list_values(self) -> dict[Node, Value]:
+        """Node -> number of the host per list, where requests or layers differ; sent at once."""
+        found = {}
+        for node in self.steps.per_list_numbers(self.steps.rule(self.prompts[0])):
+            layers = "layer" in (self.bound.static.needs(node) or ())
+            own = [
+                self.bound.number(node, prompt, layer, generated=generated)
+                for prompt, generated in zip(self.prompts, self.generated, strict=True)
+                for layer in (self.steps.layers if layers else range(1))
+            ]
+            if any(x != own[0] for x in own):
+                repeats = 1 if layers else self.block.layers
+                found[node] = [float(x) for x in own for _ in range(repeats)]
+        if not found:
+            return {}
+        numbers = sent(
+            torch.tensor(list(found.values()), dtype=torch.float64), self.block.there.device
+        )
+        pairs = zip(found, numbers.repeat_interleave(self.block.kv, 1).unbind(0), strict=True)
+        return {
+            node: Value(
+                x.bool() if node.type.kind == "truth" else x, ("kv",),
+                finite=all(map(math.isfinite, found[node])),
+            )
+            for node, x in pairs
+        }  # fmt: skip
+
+
+class Lists:
+    """Lists that are evaluated at once.
+
+    Args:
+        request: place in the block.
+        layer: from 0, among the layers here; None: all lists of all requests.
+
+    Attributes:
+        heads: rows of these lists in the block; first: their first column.
+        cut: whether each list has been cut to at most the number of entries that its rule keeps.
+        finite_checks: whether the model's tensors are finite, per list.
+    """
+
+    def __init__(self, inputs: StepInputs, request: int = 0, layer: int | None = None) -> None:
+        self.inputs, self.request, self.layer = inputs, request, layer
+        self.heads, self.first = slice(0, len(inputs.block.there)), 0
+        if layer is not None:
+            self.heads, self.first = inputs.block.where(request, layer)
+        self.cut = False
+        self.finite_checks = FiniteChecks()
+        if inputs.heads.divided and inputs.block.finite is not None:
+            self.finite_checks.extend(
+                [inputs.block.finite[self.heads]]
+            )  # sent with the next exchange
+
+    @property
+    def place(self) -> tuple[int, int | None]:
+        """The request and layer."""
+        return self.request, self.layer
+
+    @property
+    def number(self) -> int:
+        """Number of lists."""
+        return self.heads.stop - self.heads.start
+
+    @property
+    def finite(self) -> torch.Tensor | None:
+        """Bool per list, see `FiniteChecks`: whether what was read is finite; None: nothing was."""
+        heads, total = self.inputs.heads, self.inputs.bound.shape.kv_heads
+        if heads.divided and self.finite_checks.all_asked:
+            return self.finite_checks.everywhere(heads, self.number, total)
+        return self.finite_checks.here(self.number)
+
+    def advanced(self) -> dict[str, Value]:
+        """Name -> state after the steps."""
+        inputs = self.inputs
+        steps, number = inputs.steps, inputs.number
+        if steps.at_once:
+            evaluation = self._evaluation(self._frame(0, steps=number), steps.advancing)
+            evaluation.before = self._before()
+            return evaluation.states_of(steps.updates)
+        states = self._before(number)
+        for newer in reversed(range(number)):
+            evaluation = self._evaluation(self._frame(newer), steps.advancing)
+            evaluation.before = states
+            states = evaluation.states_of(steps.updates)
+        return states
+
+    def deciding(self) -> Evaluation:
+        """The evaluation of the last step, after its states have advanced."""
+        evaluation = self._evaluation(self._frame(0), self.inputs.steps.leaving)
+        evaluation.before = {name: self.part(x) for name, x in self.inputs.block.states.items()}
+        evaluation.after = dict(evaluation.before)
+        return evaluation
+
+    def best(self, evaluation: Evaluation, rules: Sequence[Ends]) -> torch.Tensor:
+        """The ends of lists and the best of the rest, bool [B * L * G, M].
+
+        Args:
+            evaluation: of the last step, of all lists.
+            rules: [B], all with the same score.
+        """
+        score, present = None, None
+        if rules[0].score is not None:
+            score, present = self._competing(rules[0].score, evaluation)
+        self.cut = present is None
+        return self._by_place(self.inputs.steps.keep, rules, evaluation, score, present)
+
+    def _top(self, node: Node, evaluation: Evaluation) -> Value | None:
+        """The operation `top`, where it takes the first or last entries."""
+        ends = end_of(self.inputs.bound, node)
+        if ends is None:
+            return None
+        return self._chosen(self._by_place(node, [ends] * len(self.inputs.prompts), evaluation))
+
+    def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
+        """The operations `or` and `fill`, where they are a `KeepStage`."""
+        stage, there = KeepStage.of(node), self.inputs.block.there
+        if stage is None:
+            return None
+        taken = evaluation.tensor(stage.taken, OF_LISTS)
+        score, present = self._competing(stage.score, self._narrowed(stage, evaluation))
+        number = self._number(stage, evaluation)
+        kernel = self.inputs.steps.kernels["then"]
+        return self._chosen(kernel(taken, score, present, there, number, in_all=stage.in_all))
+
+    def _narrowed(self, stage: KeepStage, evaluation: Evaluation) -> Evaluation:
+        """An evaluation of a score for which ranks exchange only tokens that compete."""
+        frame, among = evaluation.frame, None
+        if frame.heads.divided:
+            among = stage.competing(self.inputs.bound, self.inputs.prompts)
+        if among is None:
+            return evaluation
+        start, stop = (max(frame.tokens - number, 0) for number in among)
+        # A copy of `known`: other nodes may read more tokens.
+        frame = replace(frame, wanted=slice(min(start, stop), stop))
+        return replace(evaluation, frame=frame, known=dict(evaluation.known))
+
+    def _competing(
+        self, node: Node, evaluation: Evaluation
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A score per list and column, and where it is present; None: at all entries."""
+        x = evaluation.value(node)
+        score = spread(x, OF_LISTS, evaluation.frame)
+        if x.mask is None or x.mask is self.inputs.block.there:
+            return score, None
+        return score, aligned(x.mask, x.mask_axes, OF_LISTS).expand(score.shape)
+
+    def _number(self, stage: KeepStage, evaluation: Evaluation) -> torch.Tensor:
+        """float64 [N], the number of a stage; made once per block if steps do not change it."""
+        node, ends, static = stage.number, self.inputs.block.ends, self.inputs.bound.static
+        if node.op == "floor" and not stage.in_all and static.needs(node) is None:
+            (node,) = node.args  # the kernel rounds it down
+        constant = static.follows(node, "prompt")
+        if constant and node in ends:
+            return ends[node]
+        data = as_tensor(evaluation.value(node).data, evaluation.frame).double().reshape(-1)
+        if constant:
+            ends[node] = data
+        return data
+
+    def _chosen(self, kept: torch.Tensor) -> Value:
+        """The set of kept entries as a value."""
+        return Value(
+            kept, OF_LISTS, self.inputs.block.there, OF_LISTS, zero_where_absent=True, finite=True
+        )
+
+    def _by_place(
+        self,
+        node: Node,
+        rules: Sequence[Ends],
+        evaluation: Evaluation,
+        score: torch.Tensor | None = None,
+        present: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Result of the kernel "best", whose `limits` are made once for a block.
+
+        Args:
+            node: selects entries by their place; rules: [B], its rule for each request.
+            score, present: from `_competing`; without a score only the ends stay.
+        """
+        block = self.inputs.block
+        if node not in block.ends:
+            block.ends[node] = self._limits(rules, evaluation)
+        limits, kernel = block.ends[node], self.inputs.steps.kernels["best"]
+        kept: torch.Tensor = kernel(score, present, block.there, limits)
+        return kept
+
+    def _limits(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
+        """int64 [N, 3], `limits` of the kernel "best"; N is 1, B, B * L or B * L * G."""
+        inputs = self.inputs
+        block, pairs = inputs.block, zip(rules, inputs.prompts, strict=True)
+        own = [each.rows(inputs.bound, prompt, inputs.steps.layers) for each, prompt in pairs]
+        if any(len(rows) > 1 for rows in own):
+            own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
+        rows = [row for each in own for row in each]
+        rows = rows[:1] if all(row == rows[0] for row in rows) else rows
+        limits = sent(torch.tensor(rows), block.there.device)
+        data = rules[0].of_data(inputs.bound)
+        if data:
+            limits = limits.repeat_interleave(len(block.there) // len(rows), 0)
+        for place, node in data.items():
+            given = inputs.steps.kernels["whole"](evaluation.value(node).tensor.double())
+            # Where the rule does not hold, the row says that all entries stay.
+            limits[:, place] = torch.maximum(limits[:, place], given)
+        return limits
+
+    def part(self, x: Value, newer: int = 0) -> Value:
+        """A value of the block, cut to these lists, without the last `newer` columns."""
+        if self.layer is None and not newer:
+            return x
+
+        def columns(own: torch.Tensor, at: int) -> torch.Tensor:
+            return own.narrow(at, self.first, own.shape[at] - self.first - newer)
+
+        return x.along("kv", lambda own, at: own[self.heads]).along("token", columns)
+
+    def _before(self, newer: int = 0) -> dict[str, Value]:
+        """The states before the steps; without new entries whose first value is not known.
+
+        Args:
+            newer: number of last columns to leave out of all states.
+        """
+        inputs = self.inputs
+        initial, states = inputs.steps.initial_values, inputs.block.states
+        return {
+            name: self.part(x, max(newer, inputs.number if math.isnan(initial[name]) else 0))
+            for name, x in states.items()
+        }
+
+    def _evaluation(self, frame: Frame, generated: Generated | None) -> Evaluation:
+        inputs = self.inputs
+        block, whole = inputs.block, self.layer is None
+        budget = None
+        if block.budgets is not None:
+            budget = Value(block.budgets[self.heads], ("kv",))
+        extra = {
+            "position": self._position,
+            "uniform": self._drawn,
+            "top": self._top,
+            "or": self._then,
+            "fill": self._then,
+        }
+        return Evaluation(
+            frame, inputs.steps.updates, budget=budget, generated=generated,
+            known=dict(inputs.per_list_values) if whole else {},
+            decided={name: self.part(x) for name, x in block.decided.items()},
+            others=alone if whole else known_before, extra=extra if whole else {},
+        )  # fmt: skip
+
+    def _frame(self, newer: int, steps: int | None = None) -> Frame:
+        """The frame of the step that `newer` steps follow, or of all `steps` at once."""
+        inputs, block = self.inputs, self.inputs.block
+        columns = slice(self.first, block.width - newer)
+        tokens = columns.stop - columns.start
+        whole = self.layer is None and not newer  # keeps the tensor: masks are told by identity
+        there: torch.Tensor | None = block.there if whole else block.there[self.heads, columns]
+        if self.layer is None:
+            # Columns stand for positions: only the order of entries and queries matters.
+            positions = inputs.steps.places(block.width, block.there.device)[columns]
+        else:
+            row = self.request * block.layers + self.layer
+            positions = block.positions[row, columns]
+            there = None if block.alike[row] else there
+        vectors: dict[str, Keys] = {
+            name: Entries(
+                x.pool,
+                x.ids[self.heads, columns],
+                None if x.scale is None else x.scale[self.heads],
+            )
+            for name, x in (("key", inputs.k), ("value", inputs.v))
+            if x is not None
+        }
+        prompt = inputs.prompts[self.request]
+        number = max(1, inputs.bound.step_queries(prompt)) if steps is None else steps
+        q, places = self._queries(number, newer, steps=steps is not None)
+        if q is not None:
+            vectors["query"] = q
+        places = positions[-number:] if places is None else places
+        return Frame(
+            inputs.bound, tokens, block.there.device, self.number, prompt,
+            layer=inputs.steps.layers[self.layer or 0], layered=self.layer is None,
+            vectors=vectors, positions=positions, there=there,
+            step=Step(inputs.generated[self.request] - newer, places, steps or 1),
+            kernels=inputs.steps.kernels, finite_checks=self.finite_checks, heads=inputs.heads,
+        )  # fmt: skip
+
+    def _queries(
+        self, number: int, newer: int, *, steps: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The `number` queries before the last `newer` ones, and their positions.
+
+        With all lists at once columns stand for positions. None: the frame's last positions.
+
+        Args:
+            steps: take the queries of these steps alone.
+        """
+        q, last, places, heads = self.inputs.q, self.inputs.last_queries, None, self.heads
+        if q is None:
+            return None, None
+        first, end = 0, q.shape[1] - newer
+        if last is not None and not steps:
+            q = last.queries
+            first, end = 0, q.shape[1] - newer
+            if self.layer is None:
+                places = self._columns(last.positions[:, max(first, end - number) : end])
+            else:
+                row = self.request * self.inputs.block.layers + self.layer
+                first = q.shape[1] - last.lengths[row]
+                places = last.positions[row, max(first, end - number) : end]
+        if self.layer is not None:
+            group = self.inputs.bound.shape.group
+            q = q[heads.start * group : heads.stop * group]
+        return q[:, max(first, end - number) : end], places
+
+    def _columns(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [B * L, W], the last column that queries at `positions` see."""
+        return (
+            torch.searchsorted(self.inputs.block.positions, positions.contiguous(), right=True) - 1
+        )
+
+    def _position(self, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `position`; -1 in front of a layer's first entry."""
+        block = self.inputs.block
+        return Value(block.positions.repeat_interleave(block.kv, 0).double(), OF_LISTS, finite=True)
+
+    def _drawn(self, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `uniform`."""
+        block, seed = self.inputs.block, counts.seed(evaluation.frame.number(node.args[0]))
+        generated = sent(torch.tensor(list(self.inputs.generated)), block.there.device)
+        steps, total = self.inputs.steps, self.inputs.bound.shape.kv_heads
+        given = (seed, block.positions, generated, total, steps.layers.start)
+        data = steps.heads.part(steps.kernels["draws"](*given), 0)
+        return Value(data, OF_LISTS, finite=True)

@@ -1,0 +1,443 @@
+"""What the layers of B requests remember while they decode, as one layer with B x L x G KV heads.
+
+A list holds the entries of one KV head of a layer of a request. All lists of a block have M
+columns, with the newest entry in the last one, and stay on the device from fold to fold.
+
+Dimensions: B requests, L layers, H query heads, G KV heads, M columns, W last queries, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from kvpolicy.dsl.execute.tensors.arriving import Arriving
+from kvpolicy.dsl.execute.tensors.heads import Heads
+from kvpolicy.dsl.execute.tensors.values import Value, aligned, as_given, sent, sizes_of, union
+from kvpolicy.dsl.ir.nodes import Node
+
+_Number = TypeVar("_Number", bound=int)
+_FIRST = 3  # numbers of a layer before those of its KV heads, see the kernel "tally"
+
+
+@dataclass(frozen=True)
+class Landed:
+    """How many entries of a request there were and how many stay, on the host.
+
+    Attributes:
+        counts_before, counts_after: int64 [L, G], numbers of entries before and after, of the KV
+            heads of all ranks; equal where nothing leaves.
+        finite: whether the model's tensors held neither NaN nor infinity; if not, nothing leaves.
+        left: number of entries that leave, over all lists; fewest: of the list that loses fewest.
+        dropped: per layer, most entries that one KV head drops.
+        positions, alike: per layer, for the KV heads here and if all is finite: number of positions
+            that some head keeps; whether all heads keep the same.
+        widest: largest number of positions that a layer keeps, on any rank.
+    """
+
+    counts_before: torch.Tensor
+    counts_after: torch.Tensor
+    finite: bool
+    left: int
+    fewest: int
+    dropped: list[int]
+    positions: list[int]
+    alike: list[bool]
+    widest: int
+
+
+class Counts:
+    """How many entries of a block's lists stay, as numbers on their way to the host.
+
+    Args:
+        numbers: int64 [B * L, 3 + 2 * G] or more columns, from `tally_gathered_later`.
+        requests: B; kv: G, of all ranks.
+    """
+
+    def __init__(self, numbers: torch.Tensor, requests: int, kv: int) -> None:
+        self.numbers, self._requests, self._kv = numbers, requests, kv
+        self._arriving = Arriving(numbers)
+        self._read: list[Landed] | None = None
+
+    def arrived(self) -> bool:
+        """Whether the numbers can be read without waiting."""
+        return self._arriving.arrived()
+
+    def read(self) -> list[Landed]:
+        """The numbers of each request; the host waits for them."""
+        if self._read is None:
+            self._read = _landed(self._arriving.read(), self._requests, self._kv)
+        return self._read
+
+
+def tally_gathered_later(
+    heads: Heads, numbers: torch.Tensor, good: torch.Tensor, *, alike: bool
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Results of the kernel "tally" for the KV heads of all ranks, which are asked now.
+
+    Args:
+        numbers, good: int64 [S, 3 + 2 * g] and bool [S], results for the g KV heads here.
+        alike: whether they are the same on all ranks, and for all KV heads of a layer.
+
+    Returns:
+        A function that gives int64 [S, 3 + 2 * G] and bool [S]: of all ranks, but for the first two
+        columns. Unless `alike`, R more columns hold the first one of each of several ranks.
+    """
+    if not heads.divided:
+        return lambda: (numbers, good)
+    kv = (numbers.shape[1] - _FIRST) // 2
+    if alike:
+        counts = [numbers[:, at, None].expand(-1, heads.total(kv)) for at in (_FIRST, _FIRST + kv)]
+        return lambda: (torch.cat([numbers[:, :_FIRST], *counts], 1), good)
+    gathered = heads.gathered_later([(torch.cat([numbers, good[:, None].long()], 1), None)])
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        (every,) = gathered()  # [R, S, 4 + 2 * g]
+        finite, all_good = (every[:, :, at].amin(0) for at in (_FIRST - 1, -1))
+        both = every[:, :, _FIRST:-1].split(kv, 2)
+        counts = [x.transpose(0, 1).flatten(1) for x in both]
+        first = torch.cat([numbers[:, : _FIRST - 1], finite[:, None]], 1)
+        return torch.cat([first, *counts, every[:, :, 0].T], 1), all_good.bool()
+
+    return found
+
+
+def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
+    """The numbers of each request, from `tally_gathered_later`; computed for all at once."""
+    each, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
+    before, stay = each[:, :, _FIRST : _FIRST + kv], each[:, :, _FIRST + kv : end]
+    finite = each[:, :, _FIRST - 1].min(1) > 0
+    after = np.where(finite[:, None, None], stay, before)
+    left = before - after
+    widest = np.maximum(each[:, :, 0], each[:, :, end:].max(2, initial=0)).max(1)
+    of_requests = zip(
+        *(torch.as_tensor(np.ascontiguousarray(x)).unbind(0) for x in (before, after)),
+        finite.tolist(), left.sum((1, 2)).tolist(), left.min((1, 2)).tolist(),
+        left.max(2).tolist(), each[:, :, 0].tolist(), each[:, :, 1].astype(bool).tolist(),
+        widest.tolist(), strict=True,
+    )  # fmt: skip
+    return [Landed(*own) for own in of_requests]
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """The last queries of B requests, where decode steps read queries of earlier steps.
+
+    Attributes:
+        queries: [B * L * H, W, D], the newest in the last column.
+        positions: int64 [B * L, W], of the queries.
+        lengths: [B * L], number of queries, which stand in the last columns.
+    """
+
+    queries: torch.Tensor
+    positions: torch.Tensor
+    lengths: list[int]
+
+    def and_then(self, queries: torch.Tensor, positions: torch.Tensor) -> LastQueries:
+        """With queries [B * L * H, T, D] of T more steps, at the last T of [B * L, M] positions."""
+        number = queries.shape[1]
+        return LastQueries(
+            torch.cat([self.queries, queries.to(self.queries.dtype)], 1),
+            torch.cat([self.positions, positions[:, -number:]], 1),
+            [n + number for n in self.lengths],
+        )
+
+    @staticmethod
+    def none(queries: torch.Tensor, positions: torch.Tensor) -> LastQueries:
+        """No queries yet; arguments as in `and_then`, for their sizes and dtypes."""
+        return LastQueries(queries[:, :0], positions[:, :0], [0] * len(positions))
+
+    def last(self, window: int) -> LastQueries:
+        """The last `window` queries, as views."""
+        return LastQueries(
+            self.queries[:, -window:], self.positions[:, -window:],
+            [min(n, window) for n in self.lengths],
+        )  # fmt: skip
+
+    def select(
+        self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> LastQueries:
+        """As `Block.select`; `of` takes these requests from a tensor."""
+        lengths = _listed(self.lengths, requests, places)
+        return LastQueries(of(self.queries), of(self.positions), lengths)
+
+    @staticmethod
+    def joined(blocks: list[Block]) -> LastQueries | None:
+        """The queries of several blocks; None if no block has any."""
+        found = next((each.last_queries for each in blocks if each.last_queries is not None), None)
+        if found is None:
+            return None
+        heads = len(found.queries) // len(found.lengths)
+        parts = [
+            each.last_queries or LastQueries.none(
+                found.queries.new_zeros(heads * len(each.lengths), 0, found.queries.shape[2]),
+                each.positions,
+            )
+            for each in blocks
+        ]  # fmt: skip
+        width = max(x.queries.shape[1] for x in parts)
+        return LastQueries(
+            torch.cat([padded(x.queries, 1, width, 0.0) for x in parts]),
+            torch.cat([padded(x.positions, 1, width, -1) for x in parts]),
+            [n for x in parts for n in x.lengths],
+        )
+
+
+@dataclass
+class Block:
+    """What the layers of B requests remember.
+
+    Attributes:
+        requests: B; kv: G, of this rank.
+        lengths: [B * L], number of positions of a layer that some KV head holds.
+        alike: [B * L], whether all KV heads of a layer hold the same positions.
+        widest: [B], number of positions of a request's longest layer, on any rank.
+        positions: int64 [B * L, M], -1 in front of a layer's first.
+        there: bool [B * L * G, M], which entries a list holds.
+        states: name -> float64 value whose axis `kv` runs over lists, and `token` over columns.
+        merge_states: the same for states of the merge; NaN at layers that have not merged.
+        decided: name -> the prefill's value of a `let` that decode reads, per list or one number.
+        budgets: float64 [B * L * G], the prefill's floored budgets; None where nothing reads them.
+        last_queries: the last queries; None where no step reads those of earlier steps.
+        finite: bool [B * L * G], whether what was read since the last fold was finite; None:
+            nothing was read.
+        numbers: int64 [B * L, 3 + 2 * G], kernel "tally" at the last fold; None before the first.
+        used: int64 [B * L], `lengths` on the device, if entries that left are gaps; None: no gaps.
+        since: steps since every list was cut to at most what its rule keeps; None: unknown.
+        ends: made so far, for all steps: int64 [N, 3] `limits` of the kernel "best" by node that
+            selects entries by their place, and float64 [N] by number of a `KeepStage`.
+    """
+
+    requests: int
+    kv: int
+    lengths: list[int]
+    alike: list[bool]
+    widest: list[int]
+    positions: torch.Tensor
+    there: torch.Tensor
+    states: dict[str, Value]
+    merge_states: dict[str, Value] = field(default_factory=dict)
+    decided: dict[str, Value] = field(default_factory=dict)
+    budgets: torch.Tensor | None = None
+    last_queries: LastQueries | None = None
+    finite: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+    since: int | None = None
+    ends: dict[Node, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.lengths) // self.requests
+
+    @property
+    def width(self) -> int:
+        """M."""
+        return self.there.shape[1]
+
+    def broad(self, request: int) -> int:
+        """Number of cached positions of a request's longest layer, on any rank."""
+        return self.widest[request]
+
+    def where(self, request: int, layer: int) -> tuple[slice, int]:
+        """The lists of one layer of a request, and their first column."""
+        number = request * self.layers + layer
+        heads = slice(number * self.kv, (number + 1) * self.kv)
+        return heads, self.width - self.lengths[number]
+
+    def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
+        """The rows of one layer of a request, without the empty columns in front."""
+        heads, first = self.where(request, layer)
+        return x[heads, first:]
+
+    def after_leaving(self) -> Block:
+        """As in `Folded`; nothing has left."""
+        return self
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """`lengths` on the device, int64 [B * L]."""
+        if self.used is not None:
+            return self.used
+        return sent(torch.tensor(self.lengths), self.there.device)
+
+    def select(self, places: Sequence[int]) -> Block:
+        """The requests at `places`, in this order."""
+        if list(places) == list(range(self.requests)):
+            return self
+        index = sent(torch.tensor(places), self.there.device)
+
+        def of(x: torch.Tensor) -> torch.Tensor:
+            by_request: torch.Tensor = x.unflatten(0, (self.requests, -1))
+            return by_request.index_select(0, index).flatten(0, 1)
+
+        last = self.last_queries
+
+        def maybe(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else of(x)
+
+        return Block(
+            len(places), self.kv,
+            _listed(self.lengths, self.requests, places),
+            _listed(self.alike, self.requests, places),
+            [self.widest[place] for place in places],
+            of(self.positions), of(self.there),
+            _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
+            budgets=maybe(self.budgets),
+            last_queries=None if last is None else last.select(self.requests, places, of),
+            finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
+            since=self.since,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A block after steps at the last of which entries might leave.
+
+    Attributes:
+        block: with all entries, those of the steps and those that leave included.
+        staying: bool [B * L * G, M], the entries that stay.
+        counts: how many stay.
+        whole: the block to go on with if nothing leaves after all.
+    """
+
+    block: Block
+    staying: torch.Tensor
+    counts: Counts
+    whole: Block
+
+    def broad(self, request: int) -> int:
+        """As in `Block`; the host waits for the numbers."""
+        return self.counts.read()[request].widest
+
+    def after_leaving(self) -> Block:
+        """The block, with gaps for entries that have left; the host waits for the numbers."""
+        landed = self.counts.read()
+        return replace(
+            self.block,
+            lengths=[n for own in landed for n in own.positions],
+            alike=[same for own in landed for same in own.alike],
+            widest=[own.widest for own in landed],
+            there=self.staying, used=self.counts.numbers[:, 0],
+        )  # fmt: skip
+
+
+Remembered = Block | Folded
+
+
+def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
+    """Numbers per layer, of the requests at `places`."""
+    size = len(own) // requests
+    return [x for place in places for x in own[place * size : (place + 1) * size]]
+
+
+def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
+    """Values per list, their tensors changed."""
+    return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
+
+
+def joined_block(parts: Sequence[tuple[Remembered, int]]) -> Block:
+    """One block of requests, given by block and place, in this order, `after_leaving`."""
+    taken = []
+    for _, same in itertools.groupby(parts, lambda part: id(part[0])):
+        own = list(same)
+        taken.append(own[0][0].after_leaving().select([place for _, place in own]))
+    return taken[0] if len(taken) == 1 else _joined(taken)
+
+
+def _joined(parts: list[Block]) -> Block:
+    """The requests of several blocks, with all newest entries in the last columns."""
+    first, width = parts[0], max(each.width for each in parts)
+    device = first.there.device
+    wide = partial(padded, width=width)
+    lists = [len(each.there) for each in parts]
+
+    def joined(own: list[dict[str, Value]]) -> dict[str, Value]:
+        return {name: listed([each[name] for each in own], lists, device) for name in own[0]}
+
+    def known(own: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [x for x in own if x is not None]
+        return torch.cat(there) if len(there) == len(own) else None
+
+    finite = [each.finite for each in parts]
+    if any(x is not None for x in finite):  # where nothing was read, all is finite
+        finite = [
+            x if x is not None else each.there.new_ones(len(each.there))
+            for x, each in zip(finite, parts, strict=True)
+        ]
+    used = None
+    if any(each.used is not None for each in parts):
+        used = torch.cat([each.on_device for each in parts])
+    since = [each.since for each in parts if each.since is not None]
+    return Block(
+        sum(each.requests for each in parts), first.kv,
+        [n for each in parts for n in each.lengths], [n for each in parts for n in each.alike],
+        [n for each in parts for n in each.widest],
+        torch.cat([wide(each.positions, 1, nothing=-1) for each in parts]),
+        torch.cat([wide(each.there, 1, nothing=False) for each in parts]),
+        joined([each.states for each in parts]),
+        joined([each.merge_states for each in parts]), joined([each.decided for each in parts]),
+        budgets=known([each.budgets for each in parts]),
+        last_queries=LastQueries.joined(parts), finite=known(finite),
+        numbers=known([each.numbers for each in parts]), used=used,
+        since=max(since) if len(since) == len(parts) else None,
+    )  # fmt: skip
+
+
+def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor:
+    """A tensor filled up to `width` columns in dimension `at`, with `nothing` in front."""
+    missing = width - x.shape[at]
+    after = 2 * (x.dim() - 1 - at)
+    return x if not missing else F.pad(x, (*[0] * after, missing, 0), value=nothing)
+
+
+def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
+    """Values of layers, or of groups of lists, as one value per list.
+
+    Values per token end in the last column; shorter ones get zeros in front. One number of the host
+    that all parts have stays that.
+
+    Args:
+        lists: number of lists that each part stands for.
+    """
+    numbers = [x.data for x in parts if not isinstance(x.data, torch.Tensor) and x.mask is None]
+    if len(numbers) == len(parts) and len(set(numbers)) == 1:
+        return parts[0]
+    axes = union(("kv",), *(x.axes for x in parts))
+    sizes = sizes_of(*parts)
+    if "token" in axes:
+        sizes["token"] = max(sizes_of(x).get("token", 0) for x in parts)
+    kind = torch.float64
+    if all(as_given(x.data, device).dtype == torch.bool for x in parts):
+        kind = torch.bool
+
+    def wide(data: torch.Tensor, own: tuple[str, ...], number: int, x: Value) -> torch.Tensor:
+        size = {**sizes, **sizes_of(x), "kv": number}
+        data = aligned(data, own, axes).expand([size[axis] for axis in axes])
+        at = axes.index("token") if "token" in axes else 0
+        return padded(data, at, sizes["token"], 0) if at else data
+
+    data = torch.cat([
+        wide(as_given(x.data, device).to(kind), x.axes, number, x)
+        for x, number in zip(parts, lists, strict=True)
+    ])  # fmt: skip
+    mask = None
+    if any(x.mask is not None for x in parts):
+        mask = torch.cat([
+            wide(as_given(True if x.mask is None else x.mask, device), x.mask_axes, number, x)
+            for x, number in zip(parts, lists, strict=True)
+        ])  # fmt: skip
+    finite = all(x.finite for x in parts)
+    return Value(data, axes, mask, axes if mask is not None else (), finite=finite)
+
+
+def without_heads(x: Value) -> Value:
+    """A value that all KV heads of a layer share, without the axis `kv`."""
+    return replace(x, data=x.tensor[0], axes=x.axes[1:]) if x.axes[:1] == ("kv",) else x

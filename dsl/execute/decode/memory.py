@@ -1,0 +1,282 @@
+"""One request while it decodes: what it remembers, as a place in a block of requests.
+
+A `Memory` holds no keys and no values; `follow_together` takes it through decode steps.
+
+Dimensions: L layers, H query heads, G KV heads, M cached positions of a layer, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.decode.lists import (
+    Block,
+    Folded,
+    Landed,
+    LastQueries,
+    Remembered,
+    listed,
+    padded,
+    without_heads,
+)
+from kvpolicy.dsl.execute.layer.choice import Held
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.prefill.run import Run
+from kvpolicy.dsl.execute.tensors.values import Value, as_given, union
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host knows of the entries that a prefill keeps.
+
+    Attributes:
+        held: per layer here, for the KV heads here.
+        widest: largest number of positions that a layer keeps, on any rank.
+    """
+
+    held: Sequence[Held]
+    widest: int
+
+
+def _held(kept: torch.Tensor) -> Held:
+    positions, alike = Held.of(kept).tolist()
+    return Held(positions, bool(alike))
+
+
+class Memory:
+    """What a request remembers while it decodes; tensors are not changed, so copies go on alone.
+
+    Attributes:
+        generated: number of decode steps so far.
+        not_finite: whether the model's tensors held NaN or infinity; from then on nothing leaves.
+            `land` finds it after the next fold.
+        steps: what a decode step computes.
+    """
+
+    def __init__(self, bound: Bound, prompt: int, block: Block, steps: Steps) -> None:
+        """
+        Args:
+            block: of this request alone.
+        """
+        self.bound, self.prompt, self.steps = bound, prompt, steps
+        self.generated = 0
+        self.not_finite = False
+        self._block: Remembered = block
+        self._place = 0
+        self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
+        self._landed: Landed | None = None
+
+    @classmethod
+    def after(cls, run: Run, known: Known | None = None) -> Memory | None:
+        """The memory after a prefill that is finished and `merged`; None: nothing leaves.
+
+        Args:
+            known: what the host knows of kept entries; None: the host waits for the device.
+        """
+        bound, steps = run.program.bound, run.program.steps
+        if steps is None:
+            return None
+        memory = cls(bound, run.prompt, _remembered(run, steps, known), steps)
+        memory.not_finite = run.not_finite
+        return memory
+
+    @property
+    def block(self) -> tuple[Remembered, int]:
+        """The block that holds what is remembered, and the request's place in it."""
+        return self._block, self._place
+
+    def joint_key(self, steps: int, *, leaves: bool) -> Hashable:
+        """A key, equal for requests that can be taken through `steps` steps together.
+
+        The host waits for numbers, see `land`.
+
+        Args:
+            leaves: whether entries may leave at the last step.
+        """
+        self.land()
+        generated = self.generated + steps
+        leaves = leaves and self.bound.leaves_at(generated, self.prompt)
+        numbers = self.steps.joint_key(self.steps.rule(self.prompt), self.prompt, generated)
+        # A block is as wide as its longest list: less than twice what each request needs.
+        size = (self.width + steps).bit_length()
+        return id(self.steps), self.not_finite, steps, leaves, numbers, size
+
+    @property
+    def width(self) -> int:
+        """Number of cached positions of the longest layer, on any rank; call `land` before."""
+        return self._block.broad(self._place)
+
+    def followed(
+        self, block: Remembered, place: int, steps: int, reported: dict[str, dict[int, Value]]
+    ) -> None:
+        """Takes over the result of `steps` steps: block, place in it, and reported lets."""
+        self.generated += steps
+        self._block, self._place, self._landed = block, place, None
+        self._reported = reported
+
+    def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
+        """As `FixedSize.holds`, for counts after a step."""
+        return self.steps.fixed_size.holds(self.prompt, counts)
+
+    def landed(self) -> bool:
+        """Whether `land` would not wait for the device; the same on all ranks."""
+        if not isinstance(self._block, Folded):
+            return True
+        counts = self._block.counts
+        if self.steps.heads.divided:
+            return counts.numbers.device.type == "cpu"
+        return counts.arrived()
+
+    def land(self) -> Landed | None:
+        """Reads how many entries left at the last steps; the host waits for the numbers.
+
+        If the model's tensors were not finite, none have.
+
+        Returns:
+            The numbers; None if nothing could leave at the last steps.
+        """
+        if self._landed is None and isinstance(self._block, Folded):
+            self._landed = self._block.counts.read()[self._place]
+            if not self._landed.finite:
+                self.not_finite = True
+                self._block, self._place = self._block.block.select([self._place]), 0
+        return self._landed
+
+    def withdraw(self, *, finite: bool) -> None:
+        """Keeps all entries that would have left at the last steps.
+
+        Args:
+            finite: whether the model's tensors were finite; if not, nothing leaves any more.
+        """
+        if isinstance(self._block, Folded):
+            self._block, self._place = self._block.whole.select([self._place]), 0
+        self._landed = None
+        self.not_finite |= not finite
+
+    def numbers(self) -> Landed:
+        """As `land`, after steps at which entries might leave.
+
+        Raises:
+            TypeError: nothing could leave.
+        """
+        landed = self.land()
+        if landed is None:
+            raise TypeError("nothing could leave at the last steps")
+        return landed
+
+    def reported(self) -> dict[str, dict[int, Value]]:
+        """Reported let -> layer -> value, at the layers where the last step computed it."""
+        return self._reported
+
+    def thresholds(self) -> dict[str, list[Value | None]]:
+        """State of the merge -> its value at each layer, None where it has not begun."""
+        merge = self.steps.rules.merge
+        states = merge.states if merge is not None else {}
+        return {
+            name: [self._threshold(name, layer) for layer in range(len(self.steps.layers))]
+            for name in states
+        }
+
+    def _threshold(self, name: str, layer: int) -> Value | None:
+        block = self._block.block if isinstance(self._block, Folded) else self._block
+        merge = self.steps.rules.merge
+        x, (heads, _) = block.merge_states[name], block.where(self._place, layer)
+        if merge is None or not isinstance(x.data, torch.Tensor):
+            return None  # no layer has merged
+        own = replace(x, data=x.data[heads])
+        if own.tensor.isnan().all():
+            return None
+        return own if "kv" in merge.states[name].type.axes else without_heads(own)
+
+
+def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
+    """The block of one request after its prefill, without the dropped entries."""
+    bound, kept = run.program.bound, run.finish()
+    kv = run.program.heads.number(bound.shape.kv_heads)
+    layers = run.program.layers
+    there, positions, states, known = [], [], [], []
+    for place, number in enumerate(layers):
+        places = run.there(number)
+        own = kept[place][:, places]
+        known.append(_held(own) if told is None else told.held[place])
+        # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
+        some = (~own.any(0)).to(torch.uint8).argsort(stable=True)[: known[-1].positions]
+        positions.append(places[some])
+        there.append(own[:, some])
+        states.append({
+            name: _chosen(x, some)
+            for name, x in run.states(number).items()
+            if name in steps.inherited
+        })  # fmt: skip
+    device, lengths = there[0].device, [len(x) for x in positions]
+    width = max(*lengths, 1)
+    if told is None:
+        widest = int(run.program.heads.per_rank(torch.tensor(width, device=device)).max())
+    else:
+        widest = max(told.widest, 1)
+
+    def all_layers(values: list[Value]) -> Value:
+        return listed(values, [kv] * len(values), device)
+
+    whole = torch.cat([padded(x, 1, width, False) for x in there])
+    block = Block(
+        1, kv, lengths, [x.alike for x in known], [widest],
+        torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
+        {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
+    )  # fmt: skip
+    shape = bound.shape
+    sizes = {"kv": len(whole), "group": shape.group, "token": width, "dim": shape.head_dim}
+    for name, first in steps.initial_values.items():
+        if name not in block.states and not math.isnan(first):
+            axes = union(("kv",), steps.updates[name].type.axes)
+            size = [sizes[axis] for axis in axes]
+            data = torch.full(size, first, dtype=torch.float64, device=device)
+            block.states[name] = Value(data, axes, finite=True)
+    nothing = Value(math.nan, finite=True)  # marks a state that has not begun
+    before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
+    block.merge_states = {
+        name: all_layers([own.get(name, nothing) for own in before]) for name in steps.merge_updates
+    }
+    if run.not_finite:
+        return block
+    block.decided = {name: all_layers(own) for name, own in run.decided().items()}
+    if steps.reads_budget:
+        x = all_layers(run.budgets())
+        block.budgets = as_given(x.data, device).double().expand(len(whole))
+    block.last_queries = _last_queries(run)
+    return block
+
+
+def _as_wide(x: Value, width: int) -> Value:
+    """A state padded in front to `width` columns."""
+    if "token" not in x.axes:
+        return x
+    return replace(x, data=padded(x.tensor, x.axes.index("token"), width, 0.0))
+
+
+def _chosen(x: Value, some: torch.Tensor) -> Value:
+    """A state at the tokens with the indices `some`."""
+    data = x.tensor
+    if "token" in x.axes:
+        data = data.index_select(x.axes.index("token"), some)
+    return replace(x, data=data, mask=None, mask_axes=())
+
+
+def _last_queries(run: Run) -> LastQueries | None:
+    """The prompt's last queries; None where decode steps read none of them."""
+    layers = run.program.layers
+    tails = [run.last_queries(number) for number in layers]
+    found = [x for x in tails if x is not None]
+    if not found:
+        return None
+    lengths = [x.shape[1] for x in found]
+    ends = [run.there(number)[-n:] for number, n in zip(layers, lengths, strict=True)]
+    width = max(lengths)
+    return LastQueries(
+        torch.cat([padded(x, 1, width, 0.0) for x in found]),
+        torch.stack([padded(x, 0, width, -1) for x in ends]), lengths,
+    )  # fmt: skip

@@ -1,0 +1,356 @@
+"""Generated kernels in the torch program: the inputs of a bundle, and its values.
+
+Kernels compute in float32; their results are stored as float64. Kernels of a prefill read whole
+layers, those of decode steps read entries, which may differ between KV heads.
+
+Dimensions: G KV heads, H query heads, n tokens or entries of a layer, W queries of a window, D head
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
+from kvpolicy.dsl.codegen.parts import Output
+from kvpolicy.dsl.codegen.source import GeneratedFile, generate
+from kvpolicy.dsl.execute.operations.operands import operands
+from kvpolicy.dsl.execute.operations.table import reduce
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels, Keys, Slots, dense
+from kvpolicy.dsl.execute.tensors.values import Frame, Step, Value, aligned, as_tensor, sizes_of
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ops.operations import Kind, Operation
+
+# Compiled source: from arguments to results and checks, which say whether tensors were finite.
+Run = Callable[..., tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]]
+
+_EIGHT_BITS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+_TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16)) | _EIGHT_BITS
+
+
+@dataclass
+class Generated:
+    """The generated kernels of one bound policy.
+
+    Attributes:
+        fusion: the bundles that they compute.
+        compiled: from the policy's name and a generated source to its `Run`.
+    """
+
+    bound: Bound
+    fusion: Fusion
+    compiled: Callable[[str, str], Run]
+    _files: dict[tuple[int, bool], GeneratedFile] = field(default_factory=dict)
+    _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fusion: Fusion, kernels: Kernels) -> Generated | None:
+        """The kernels of what is fused; None if it is nothing, or the table has no "generated"."""
+        if "generated" not in kernels or not fusion.bundles:
+            return None
+        return cls(fusion.bound, fusion, kernels["generated"])
+
+    @cached_property
+    def reads_lse(self) -> bool:
+        """Whether kernels need the log-sum-exp of queries' logits."""
+        given = [x for each in self.fusion.bundles for x in each.outputs]
+        return any(node.operation.softmax for x in given for node in x.walk())
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes that the kernels write per token and KV head."""
+        return sum(self._file(each, float32=False).token_bytes for each in self.fusion.bundles)
+
+    def bundle(self, node: Node, frame: Frame) -> Bundle | None:
+        """The bundle that computes a node; None if there is none, or it cannot serve the frame."""
+        found = self.fusion.bundle_of.get(node)
+        return found if found is not None and self.serves(found, frame) else None
+
+    def covers(self, node: Node, frame: Frame) -> bool:
+        """Whether kernels do all that a node's operands read of queries, keys and values."""
+        found = self._all_of(node)
+        return bool(found) and all(self.serves(each, frame) for each in found)
+
+    @once
+    def _all_of(self, node: Node) -> list[Bundle]:
+        """The bundles that do all of these reads; empty if torch has to read as well."""
+        found: list[Bundle] = []
+        waiting, seen = list(operands(node)), set()
+        while waiting:
+            each = waiting.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            if each in self.fusion.bundle_of:
+                found.append(self.fusion.bundle_of[each])
+            elif each.operation.reads_tensors:
+                return []
+            else:
+                waiting.extend(operands(each))
+        return found
+
+    def serves(self, bundle: Bundle, frame: Frame) -> bool:
+        """Whether kernels can serve a frame: its phase, all its queries at once, its dtypes."""
+        if (frame.step is not None) != self.fusion.steps or frame.rows is not None:
+            return False
+        needed = ["key"]
+        if bundle.reads_values:
+            needed.append("value")
+        if bundle.window is not None:
+            needed.append("query")
+        found = [frame.vectors[name].dtype for name in needed if name in frame.vectors]
+        return bool(frame.tokens) and len(found) == len(needed) and set(found) <= _TYPES
+
+    def values(
+        self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value], **options: int
+    ) -> dict[Node, Value]:
+        """The bundle's outputs, by node.
+
+        Args:
+            frame: the layer's.
+            value: gives the value of a node that the bundle reads.
+            options: for the source's `run`.
+        """
+        vectors = frame.vectors
+        float32 = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
+        source, run = self._source(bundle, float32)
+        inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
+        numbers = [_number(how, node, frame) for how, node in source.numbers]
+        given = _given(bundle, frame, source.order)
+        made, checks = run(*given, inputs, numbers, **options)
+        frame.finite_checks.extend(checks)
+        return _completed(bundle, source.results, made, frame)
+
+    def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
+        """Compiles the kernels before a request waits for them, by a run on dummy queries.
+
+        Args:
+            keys, values: rows of a pool as a server passes them; their content does not matter.
+            queries: dtype of the queries.
+        """
+        bound, (heads, tokens, size) = self.bound, keys.shape
+        number = 1 if self.fusion.steps else tokens
+        q = torch.zeros(heads * bound.shape.group, number, size, dtype=queries, device=keys.device)
+        vectors: dict[str, Keys] = {"query": q, "key": keys, "value": values}
+        frame = Frame(bound, tokens, keys.device, heads, tokens, vectors=vectors)
+        frames = [frame]
+        places = torch.arange(tokens, device=keys.device)
+        if self.fusion.steps:
+            frames = _of_steps(frame, keys, values, places)
+        elif bound.propagates:
+            frames.append(replace(frame, positions=places))
+        for frame in frames:
+            for bundle in self.fusion.bundles:
+                if not self.serves(bundle, frame):
+                    continue
+                # `split` cuts the lists, so that the kernel that joins the pieces is compiled too.
+                for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
+                    self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
+
+    def _file(self, bundle: Bundle, *, float32: bool) -> GeneratedFile:
+        key = (id(bundle), float32)
+        if key not in self._files:
+            steps = self.fusion.steps
+            self._files[key] = generate(bundle, self.bound, float32=float32, steps=steps)
+        return self._files[key]
+
+    def _source(self, bundle: Bundle, float32: bool) -> tuple[GeneratedFile, Run]:
+        key = (id(bundle), float32)
+        if key not in self._sources:
+            source = self._file(bundle, float32=float32)
+            run = self.compiled(self.bound.program.name, source.text)
+            self._sources[key] = (source, run)
+        return self._sources[key]
+
+
+def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) -> list[Frame]:
+    """The frame as a decode step, twice: second as if KV heads held different entries."""
+    vectors = dict(frame.vectors)
+    for name, x in (("key", keys), ("value", values)):
+        ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
+        vectors[name] = Entries(x.pool[0].view(-1, x.shape[2]), ids, x.scale)
+    made = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
+    there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
+    return [made, replace(made, there=there)]
+
+
+def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
+    """Zeros in place of a value that a kernel reads."""
+    window = 0 if bundle.window is None else frame.window(bundle.window)
+    sizes = {
+        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, "query": window,
+    }  # fmt: skip
+    kind = torch.bool if node.type.kind == "truth" else torch.float64
+    shape = [sizes[axis] for axis in node.type.axes]
+    return Value(torch.zeros(shape, dtype=kind, device=frame.device), node.type.axes)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
+    """Queries, keys, values, facts about tokens, and their number, as kernels take them.
+
+    Args:
+        ordered: whether kernels read the order of each KV head's entries.
+    """
+    step, vectors = frame.step, frame.vectors
+    rows = _in_slots if step is None else _by_id
+    q = asked = lse = None
+    if bundle.window is not None:
+        window = frame.window(bundle.window)
+        q = _last(frame.read("query"), 1, window)
+        if "lse" in vectors:  # a copy starts at an aligned address, as kernels expect
+            lse = frame.read("lse")
+            lse = lse.narrow(1, lse.shape[1] - window, window)
+            lse = lse.clone(memory_format=torch.contiguous_format)
+        asked = None if step is None else _last(step.places, -1, window).contiguous()
+    values = rows(vectors["value"]) if bundle.reads_values else (None, None, None)
+    holds = ranks = order = None
+    if step is not None and frame.there is not None:
+        holds = frame.there.contiguous().view(torch.int8)
+        if ordered:
+            ranks = frame.there.cumsum(-1, dtype=torch.int32)
+            if any(node.operation.kind is Kind.POOL for node in bundle.tail):
+                held = holds.sort(dim=-1, descending=True, stable=True)
+                order = held.indices.int()
+    marks = (frame.positions, holds, ranks, order)
+    return (q, asked, lse), rows(vectors["key"]), values, marks, frame.tokens
+
+
+def _last(x: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+    return _unit(x.narrow(dim, x.shape[dim] - number, number))
+
+
+_Vectors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def _in_slots(x: Keys) -> _Vectors:
+    """Keys or values [L, *, G, D], the row of each token (None: its index), and their scale."""
+    if isinstance(x, Slots):
+        return _unit(x.pool), x.slots, x.scale
+    return _unit(dense(x).transpose(0, 1))[None], None, None
+
+
+def _by_id(x: Keys) -> _Vectors:
+    """Keys or values, the row of each entry (None if they are dense), and their scale."""
+    if isinstance(x, Entries):
+        return _unit(x.pool), x.ids.contiguous(), x.scale
+    return _unit(dense(x)), None, None
+
+
+def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:
+    """An input with all axes of `to`: float32 or int8 data, or with `there` its mask as int8."""
+    sizes = {
+        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
+    }  # fmt: skip
+    shape = [sizes[axis] for axis in to]
+    own, axes = x.data, x.axes
+    if there:
+        own, axes = (True if x.mask is None else x.mask), x.mask_axes
+    data = aligned(as_tensor(own, frame), axes, to).expand(shape)
+    return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
+
+
+def _number(how: str, node: Node, frame: Frame) -> float | int:
+    """A number of the host as a kernel takes it."""
+    x = frame.number(node)
+    if how == "truth":
+        return int(bool(x))
+    if how == "value":
+        return float(x)
+    if how == "count":
+        return counts.whole(x, frame.tokens)
+    width = max(1, counts.whole(float(x), 2**31))
+    if how == "width":
+        return float(width)
+    reach = (width - 1) // 2 if how == "before" else width // 2
+    return min(reach, frame.tokens)
+
+
+# What torch completes: splits and parts, and reductions over tokens and KV heads.
+
+
+def _completed(
+    bundle: Bundle, results: tuple[Output, ...], made: tuple[torch.Tensor, ...], frame: Frame
+) -> dict[Node, Value]:
+    parts: dict[Node, dict[str, torch.Tensor]] = {}
+    for result, data in zip(results, made, strict=True):
+        data = data.view(torch.bool) if result.truth else data
+        if result.splits:
+            data = _joined(result.node.operation, data)
+        parts.setdefault(result.node, {})[result.part] = data
+    axes = {result.node: result.axes for result in results}
+    reductions = {each.node: each for each in bundle.reductions}
+    values = {}
+    for node in bundle.outputs:
+        own = parts[node]
+        each, bounded = reductions.get(node), node in bundle.finite
+        if each is not None and (each.rest or "count" in own):
+            x = _rest(node, each.rest, own, axes[node], frame, bounded=bounded)
+        else:
+            x = _value(own, axes[node], bounded=bounded)
+        values[node] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
+    return values
+
+
+def _joined(row: Operation, parts: torch.Tensor) -> torch.Tensor:
+    """A reduction of the results of parts, which lie along the first dimension, in float64."""
+    if parts.dtype == torch.bool:
+        return parts.any(0)
+    if row.infinite_of_none:
+        return (parts.amax(0) if row.of_none == -math.inf else parts.amin(0)).double()
+    return parts.sum(0, dtype=torch.float64)
+
+
+def _value(parts: dict[str, torch.Tensor], axes: tuple[str, ...], *, bounded: bool) -> Value:
+    there = parts.get("there")
+    mask_axes = axes if there is not None else ()
+    return Value(parts["value"], axes, there, mask_axes, finite=bounded)
+
+
+def _rest(
+    node: Node,
+    rest: tuple[str, ...],
+    parts: dict[str, torch.Tensor],
+    axes: tuple[str, ...],
+    frame: Frame,
+    *,
+    bounded: bool,
+) -> Value:
+    """The reduction over the axes that the kernel left, in float64."""
+    # KV heads per layer, where each layer is reduced apart.
+    apart = frame.bound.shape.kv_heads if frame.layered and "kv" in rest else None
+    over = tuple(axis for axis in rest if axis in axes)
+    dims = [axes.index(axis) for axis in over]
+    left = tuple(axis for axis in axes if axis not in over)
+    if node.op in ("mean", "count"):
+        # Kernels stored 0 for entries that a KV head does not hold.
+        total = torch.stack(list(parts.values()))
+        if apart is not None:
+            total = total.unflatten(1, (-1, apart))
+            dims = [2, *(dim + 2 for dim in dims if dim)]
+            left = ("kv", *left)
+        else:
+            dims = [dim + 1 for dim in dims]
+        total = total.sum(dims) if dims else total
+        if apart is not None:
+            total = total.unsqueeze(2).expand(-1, -1, apart, *total.shape[2:])
+        if node.op == "count":
+            (data,) = total
+        else:
+            by_name = dict(zip(parts, total, strict=True))
+            data = by_name["sum"] / by_name["count"]
+            data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        data = data if apart is None else data.flatten(0, 1)
+        return Value(data, left, finite=node.op == "count" or bounded)
+    x = Value(parts["value"], axes, finite=bounded)
+    return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

@@ -1,0 +1,392 @@
+"""Merging in the torch program: what dropped entries add to those that stay.
+
+All reads precede all writes. With Triton's kernels the host does not wait for the device, if the
+caller bounds the number of entries that a KV head drops and no data decide the number of receivers.
+
+Dimensions: G KV heads, n candidates of a layer, P dropped entries of a KV head at most, S receivers
+of a dropped entry at most, D head size, B requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import torch
+from kvpolicy.dsl.execute.layer.combination import Combinations, is_product
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation
+from kvpolicy.dsl.execute.tensors.kernels import Entries, Keys, dense
+from kvpolicy.dsl.execute.tensors.values import Value, aligned, as_tensor, filled, sizes_of, union
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Merge, Node, State
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.dsl.ops.operations import Kind
+
+_DROPPED = ("kv", "dropped")
+_TOKENS = ("kv", "token")
+
+# Sources and weights of each receiver, see the kernel "links".
+Links = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """The receivers of each dropped entry.
+
+    Attributes:
+        index: int64 [G, P, S], columns among the n candidates; 0 where there is no receiver.
+        there: bool [G, P, S], whether there is one.
+    """
+
+    index: torch.Tensor
+    there: torch.Tensor
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """`index` and `there` [G, P] of every entry's first receiver, then of its second, ..."""
+        return zip(self.index.unbind(2), self.there.unbind(2), strict=True)
+
+
+@dataclass
+class Merging:
+    """The merge of one layer: `begun`, then `finished`.
+
+    Attributes:
+        states: values of the merge's states after it.
+    """
+
+    merge: Merge
+    evaluation: Evaluation
+    kept: torch.Tensor
+    states: dict[str, Value] = field(default_factory=dict)
+    _index: torch.Tensor = field(init=False)
+    _present: torch.Tensor = field(init=False)
+    _receivers: Receivers = field(init=False)
+    _links: Links = field(init=False)
+    _own: torch.Tensor | None = field(init=False)
+    _divide: torch.Tensor | None = field(init=False)
+
+    @classmethod
+    def begun(
+        cls,
+        merge: Merge,
+        evaluation: Evaluation,
+        kept: torch.Tensor,
+        updates: Mapping[str, State],
+        before: Mapping[str, Value],
+        most: int,
+    ) -> Merging:
+        """Begins a merge: finds receivers, and asks other ranks for what weights need.
+
+        Args:
+            merge: the section.
+            evaluation: the layer's, with its keys and values.
+            kept: bool [G, n].
+            updates: the merge's states, see `updating`.
+            before: their values before this step; states that have not begun are left out.
+            most: P, an upper bound of the entries that a KV head drops.
+        """
+        made = cls(merge, evaluation, kept)
+        made.evaluation = replace(
+            evaluation,
+            updates={**evaluation.updates, **updates},
+            before={**evaluation.before, **before},
+            after=dict(evaluation.after),
+            known=dict(evaluation.known),
+            extra={
+                **evaluation.extra,
+                "dropped": made._read_dropped,
+                "target": made._read_target,
+                "special": made._sum,
+                "mean": made._mean,
+            },
+        )
+        made._find(most)
+        made.evaluation.dropped = made._present
+        made._compare()
+        decide = [node for node in (merge.accept, merge.weight) if node is not None]
+        made.evaluation.ask([*decide, *state_roots(updates)])
+        return made
+
+    def waiting(self) -> Merging:
+        """Releases keys, values and other vectors until the merge is `finished`; returns it."""
+        frame = replace(self.evaluation.frame, vectors={})
+        known = {name: x for name, x in self.evaluation.known.items() if "dim" not in x.axes}
+        self.evaluation.frame, self.evaluation.known = frame, known
+        return self
+
+    def finished(self, vectors: Mapping[str, Keys] | None = None) -> Merging:
+        """Computes states and weights; returns the merge.
+
+        Args:
+            vectors: the layer's keys and values; only after `waiting`.
+        """
+        if vectors is not None:
+            self.evaluation.frame = replace(self.evaluation.frame, vectors=dict(vectors))
+        self.states = {name: self.evaluation.state(name) for name in self.merge.states}
+        self._weigh()
+        return self
+
+    def of_layers(self, before: Mapping[str, Value], heads: int) -> dict[str, Value]:
+        """States after a merge of several layers, a number per KV head.
+
+        Args:
+            before: the same before the merge, which stay in layers that nothing leaves.
+            heads: KV heads per layer.
+        """
+        kernel, made = self.evaluation.frame.kernels["updated_where_left"], {}
+        for name, old in before.items():
+            new = self.states[name]
+            numbers = (self._spread(x, ("kv",), math.nan).double() for x in (new, old))
+            data = kernel(*numbers, self._present, heads)
+            made[name] = Value(data, ("kv",), finite=new.finite and old.finite)
+        return made
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values after the merge: float64 [G, n, D] from [G, n, D]."""
+        kernel = self.evaluation.frame.kernels["merge_rows"]
+        merged: torch.Tensor = kernel(x, self._links, self._own, self._divide)
+        return merged
+
+    def write(self, entries: Entries, proceed: torch.Tensor) -> None:
+        """Merges keys or values [G, n, D] in the pool itself.
+
+        Args:
+            proceed: bool [B, *], a row for G / B KV heads each, to which nothing is written if any
+                value of the row is false.
+        """
+        kernel = self.evaluation.frame.kernels["merge_entries"]
+        kernel(entries.pool, entries.ids, self._links, self._own, self._divide, proceed)
+
+    def of_some(self, heads: slice, first: int) -> Merging:
+        """The merge of some KV heads, without the columns before `first`, which hold no entry."""
+        made = Merging(self.merge, self.evaluation, self.kept[heads, first:])
+        sources, weights, offsets = (x[heads] for x in self._links)
+        made._links = sources - first, weights, offsets[:, first:]
+        made._own, made._divide = (
+            None if x is None else x[heads, first:] for x in (self._own, self._divide)
+        )
+        return made
+
+    def keep_links(self) -> None:
+        """Releases what `rows` and `write` do not need."""
+        self.evaluation = Evaluation(replace(self.evaluation.frame, vectors={}))
+
+    # Who receives.
+
+    def _find(self, most: int) -> None:
+        frame, into = self.evaluation.frame, self.merge.into
+        there = torch.ones_like(self.kept) if frame.there is None else frame.there
+        steps = 0
+        if into.op == "next":
+            steps = counts.whole(self.evaluation.number(into.args[0]), frame.tokens)
+        self._index, self._present, *found = frame.kernels["following"](
+            self.kept, there, most, steps
+        )
+        self._receivers = Receivers(*found)
+        if into.op == "nearest":
+            self._receivers = self._nearest(into.args[0])
+
+    def _vectors(self, node: Node) -> torch.Tensor:
+        """float64 [G, n, D], vectors that are compared."""
+        frame = self.evaluation.frame
+        x = filled(self.evaluation.value(node), 0.0)
+        return x.expand(frame.kv, frame.tokens, -1)
+
+    def _nearest(self, node: Node) -> Receivers:
+        """For each dropped entry the kept one with the highest cosine.
+
+        Keys and values are read where they lie, in the dtype of the cache.
+        """
+        frame = self.evaluation.frame
+        cached = node.operation.kind is Kind.VECTOR
+        x = frame.vectors[node.op] if cached else self._vectors(node)
+        vectors, ids = _vectors(x)
+        given = (vectors, self._index, self._present, self.kept, ids)
+        index, there = frame.kernels["nearest"](*given)
+        return Receivers(index[..., None], there[..., None])
+
+    # What the expressions of a merge read.
+
+    def _compare(self) -> None:
+        """Finds inner products of dropped entries and their receivers in one pass over the cache.
+
+        Torch would hold both as float64 vectors.
+        """
+        frame, roots = self.evaluation.frame, merge_roots(self.merge)
+        if self._receivers.index.shape[2] != 1:
+            return
+        for name in ("key", "value"):
+            side, inner = partial(_side, name), cache(partial(self._inner, frame.vectors[name]))
+            cosines = [node for node in nodes_of(roots) if _is_cosine(node, side)]
+            for node in cosines:
+                self.evaluation.set_value(node, inner()[3])
+            seen = set(cosines)
+            Combinations(self.evaluation, side, inner).prepare(
+                node for root in roots for node in root.walk(seen)
+            )
+
+    def _inner(self, x: Keys) -> list[Value]:
+        """What the kernel "inner_products" gives for dropped entries and their receivers."""
+        ((to, there),) = self._receivers
+        vectors, ids = _vectors(x)
+        given = (vectors, self._index, self._present, to, there, ids)
+        made = self.evaluation.frame.kernels["inner_products"](*given)
+        if isinstance(x, Entries) and x.scale is not None:
+            # The kernel reads numbers without their scale, which a cosine does not depend on.
+            made[:3] *= (x.scale.double() ** 2)[:, None]
+        return [Value(each, _DROPPED, finite=True) for each in made]
+
+    def _read(
+        self, x: Value, index: torch.Tensor, there: torch.Tensor
+    ) -> tuple[Value, torch.Tensor]:
+        """A value per token, read at columns `index`, and its mask with a dimension per axis."""
+        frame = self.evaluation.frame
+        axes = union(x.axes, ("kv",))
+        sizes = {**sizes_of(x), "kv": frame.kv}
+        shape = [sizes[axis] for axis in axes]
+        at = axes.index("token")
+        wide = tuple("dropped" if axis == "token" else axis for axis in axes)
+        places = aligned(index, _DROPPED, wide)
+        places = places.expand([*shape[:at], index.shape[1], *shape[at + 1 :]])
+        data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(at, places)
+        present = aligned(there, _DROPPED, wide)
+        if x.mask is None or x.mask is frame.there:  # entries that are dropped or receive are there
+            return Value(data, wide, there, _DROPPED, finite=x.finite), present
+        mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(at, places)
+        mask = mask & present
+        return Value(data, wide, mask, wide, finite=x.finite), mask
+
+    def _read_dropped(self, node: Node, evaluation: Evaluation) -> Value:
+        x = evaluation.value(node.args[0])
+        return self._read(x, self._index, self._present)[0]
+
+    def _read_target(self, node: Node, evaluation: Evaluation) -> Value:
+        """The mean over the receivers of each dropped entry."""
+        x, to = evaluation.value(node.args[0]), self._receivers
+        frame = evaluation.frame
+        whole = x.mask is None or x.mask is frame.there
+        if x.axes == _TOKENS and whole:
+            data = frame.kernels["target"](x.tensor.double(), to.index, to.there)
+            return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
+        parts = [(to.index, to.there)]
+        if to.index.shape[2] > 1 and not set(x.axes) <= {"kv", "token"}:
+            # Vectors of one receiver at a time, so that P * S of them are never held.
+            parts = [(index[..., None], there[..., None]) for index, there in to]
+        totals, numbers = [], []
+        for index, there in parts:
+            part, present = self._read(x, index.flatten(1), there.flatten(1))
+            at, shape = part.axes.index("dropped"), index.shape[1:]
+            totals.append(filled(part, 0.0).unflatten(at, shape).sum(at + 1))
+            numbers.append(present.unflatten(at, shape).sum(at + 1))
+        total, number = (sum(each[1:], each[0]) for each in (totals, numbers))
+        data = (total / number).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
+
+    def _mean(self, node: Node, evaluation: Evaluation) -> Value | None:
+        """The operation `mean` over several layers' entries, as if each layer were alone.
+
+        None: it is computed as elsewhere.
+        """
+        frame = evaluation.frame
+        if not frame.layered or node.across_layers:
+            return None
+        x = evaluation.value(node.args[0])
+        columns = node.axes == ("kv",) and x.axes == _DROPPED and x.mask is self._present
+        if not (columns or "dropped" in node.axes):
+            return None
+        kv_heads = frame.bound.shape.kv_heads if "kv" in node.axes else 1
+        kernel = frame.kernels["means_of_columns" if columns else "means"]
+        made = kernel(self._of_each(x, _DROPPED, self._present), self._present, kv_heads)
+        return Value(made, _DROPPED if columns else ("kv",), finite=x.finite)
+
+    def _sum(self, node: Node, evaluation: Evaluation) -> Value:
+        """`mass` and `members` of the receivers."""
+        frame = evaluation.frame
+        if node.value == "mass":
+            data = frame.kernels["merge_mass"](self._links, self._own)
+        else:
+            data = frame.kernels["members"](self._links)
+        return Value(data, _TOKENS, finite=True)
+
+    # Weights.
+
+    def _weigh(self) -> None:
+        frame, merge = self.evaluation.frame, self.merge
+        accepted = self._present
+        if merge.accept is not None:
+            accepted = self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
+        weight = Value(1.0) if merge.weight is None else self.evaluation.value(merge.weight)
+        to = self._receivers
+        weights = self._of_each(weight, _DROPPED, self._present)
+        given = (self._index, to.index, to.there, accepted, weights)
+        self._links = frame.kernels["links"](*given, frame.tokens)
+        self._own = self._of_kept(merge.own)
+        self._divide = self._of_kept(merge.divide)  # may name `mass`, which `own` is part of
+
+    def _of_kept(self, node: Node | None) -> torch.Tensor | None:
+        if node is None:
+            return None
+        return self._of_each(self.evaluation.value(node), _TOKENS, self.evaluation.frame.there)
+
+    def _of_each(self, x: Value, axes: tuple[str, ...], there: torch.Tensor | None) -> torch.Tensor:
+        """A number per entry, [G, n] or [G, P]: 0 where absent, undefined where no entry is."""
+        if x.mask is there:
+            x = replace(x, mask=None, mask_axes=())
+        return self._spread(x, axes, 0.0)
+
+    def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
+        frame = self.evaluation.frame
+        sizes = {"kv": frame.kv, "token": frame.tokens, "dropped": self._index.shape[1]}
+        data = as_tensor(x.data, frame)
+        if x.mask is not None:
+            data = filled(replace(x, data=data), filler)
+        return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])
+
+
+def _vectors(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Vectors [G, n, D] and None, or a pool [E, D] and rows int64 [G, n], as kernels take them."""
+    return (x.pool, x.ids) if isinstance(x, Entries) else (dense(x), None)
+
+
+def compares(node: Node) -> bool:
+    """Whether a node follows from inner products of dropped entries and their receivers."""
+    return any(is_product(node, partial(_side, name)) for name in ("key", "value"))
+
+
+def _side(name: str, node: Node) -> int | None:
+    """0 for the key (or value) of the dropped entries, 1 for that of receivers, else None."""
+    sides = ("dropped", "target")
+    return sides.index(node.op) if node.op in sides and node.args[0].op == name else None
+
+
+def _is_cosine(node: Node, side: Callable[[Node], int | None]) -> bool:
+    """Whether a node is the cosine of both vectors, as the language writes it out."""
+    if node.op != "divide" or node.args[1].op != "multiply":
+        return False
+    product, lengths = node.args
+    if product.op != "sum" or product.axes != ("dim",) or product.args[0].op != "multiply":
+        return False
+    vectors = product.args[0].args
+    own = [_measured(each) for each in lengths.args]
+    same = all(x is y for x, y in zip(own, vectors, strict=True))
+    return same and {side(x) for x in vectors} == {0, 1}
+
+
+def _measured(length: Node) -> Node | None:
+    """The x of `sqrt(sum[dim](x ^ 2))`; None of another node."""
+    if length.op != "sqrt" or length.args[0].op != "sum" or length.args[0].axes != ("dim",):
+        return None
+    square = length.args[0].args[0]
+    twice = square.op == "power" and square.args[1].op == "number" and square.args[1].value == 2
+    return square.args[0] if twice else None
+
+
+def merged_rows(
+    merging: Merging, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Keys and values [G, n, D] after a merge; None for what `apply` leaves alone."""
+    apply = merging.merge.apply
+    keys = merging.rows(k) if "key" in apply else None
+    return keys, merging.rows(v) if "value" in apply else None

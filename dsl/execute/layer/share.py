@@ -1,0 +1,109 @@
+"""Sharing in the torch program: two layers store one direction per entry.
+
+Dimensions: G KV heads, N tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.execute.layer.combination import Combinations
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
+from kvpolicy.dsl.execute.tensors.kernels import Kernels
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, aligned, as_tensor, filled
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.traverse import nodes_of
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+_AXES = ("kv", "token")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What two layers store together.
+
+    Attributes:
+        direction_k, direction_v: float64 [G, N, D]; None where `apply` leaves it out.
+        except_k, except_v: bool [G, N]: entries that keep both vectors.
+    """
+
+    direction_k: torch.Tensor | None
+    direction_v: torch.Tensor | None
+    except_k: torch.Tensor | None
+    except_v: torch.Tensor | None
+
+
+def shared(
+    bound: Bound,
+    prompt: int,
+    layer: int,
+    below: Pair,
+    own: Pair,
+    kernels: Kernels,
+    heads: Heads = ALL,
+) -> Shared | None:
+    """Directions and exceptions at a layer; None where `share.when` does not hold.
+
+    Args:
+        bound: the policy.
+        prompt: N.
+        layer: from 0; there is a layer below.
+        below, own: keys and values [G, N, D] of the layer below and of this one.
+        kernels: by name, see `execute/tensors/kernels.py`.
+        heads: the model's KV heads that these are.
+    """
+    share = bound.lowered.share
+    if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
+        return None
+    made: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    for name, under, upper in zip(("key", "value"), below, own, strict=True):
+        made[name] = (None, None)
+        if name not in share.apply:
+            continue
+        frame = Frame(
+            bound, prompt, upper.device, heads.number(bound.shape.kv_heads), prompt, layer=layer,
+            vectors={"key": own[0], "value": own[1]}, kernels=kernels, heads=heads,
+        )  # fmt: skip
+        vectors = {"below": under, "own": upper}
+        made[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
+    return Shared(made["key"][0], made["value"][0], made["key"][1], made["value"][1])
+
+
+def side_of_share(node: Node) -> int | None:
+    """0 for the vectors of the layer below, 1 for those of this one."""
+    return ("below", "own").index(node.symbol) if node.op == "special" else None
+
+
+def _one(
+    evaluation: Evaluation,
+    direction: Node,
+    exceptions: Node | None,
+    vectors: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def special(node: Node, _: Evaluation) -> Value:
+        return Value(vectors[node.symbol].double(), ("kv", "token", "dim"), finite=True)
+
+    evaluation = replace(evaluation, extra={"special": special})
+    kernels = evaluation.frame.kernels
+    inner = kernels["gram"](vectors["below"], vectors["own"])
+    # NaN or infinity decides nothing: both vectors stay.
+    finite = evaluation.frame.heads.per_rank(inner.isfinite().all()).all()
+    products = [Value(x, _AXES) for x in inner]
+    combinations = Combinations(evaluation, side_of_share, lambda: products)
+    combinations.prepare(nodes_of([direction, exceptions]))
+    weights = combinations.weights(direction)
+    if weights is not None:
+        a, b = (spread(x, _AXES, evaluation.frame) for x in weights)
+        data = kernels["blend"](vectors["below"], vectors["own"], a, b)
+    else:
+        x = evaluation.value(direction)
+        data = as_tensor(x.data, evaluation.frame) if x.mask is None else filled(x, 0.0)
+        data = aligned(data, x.axes, (*_AXES, "dim"))
+        data = data.double().expand(vectors["own"].shape)
+    apart = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
+    if exceptions is not None:
+        apart = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
+    return torch.where(finite, data, 0.0), apart | ~finite

@@ -1,0 +1,1 @@
+"""Operations of the language on these tensors."""

@@ -1,0 +1,1 @@
+"""What a policy computes, found once per bound policy or prompt length."""

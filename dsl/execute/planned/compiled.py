@@ -1,0 +1,133 @@
+"""What all requests of a bound policy share: what is to be computed, kernels, plans.
+
+Dimensions: N tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.stages import exchanged
+from kvpolicy.dsl.execute.layer.generated import Generated
+from kvpolicy.dsl.execute.planned.plan import Plan
+from kvpolicy.dsl.execute.planned.prefill import Prefill
+from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
+from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots, installed
+from kvpolicy.dsl.ir.heads import heads_last
+from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.once import once
+
+# Number of plans kept, for the prompt lengths seen last.
+_PLANS = 8
+# With 32 layers of 8 KV heads: the scores of 131,072 tokens; or of 32,768 tokens all that `snapkv`
+# computes, and the queries of its window.
+DEFERRED_BYTES = 256 << 20
+
+
+class Compiled:
+    """A bound policy, ready to be evaluated; shared by all requests.
+
+    Args:
+        bound: the policy.
+        report: also compute budgets, scores and reported lets, for `Run.result`.
+        kernels: the table of `execute/tensors/kernels.py`; None: the installed one of torch.
+        heads: which of the model's KV heads are here, and how the others are reached.
+        layers: the model's layers that are here; None: all. `bind/stages.py` says whether a part
+            can be computed apart.
+        keys_stay: whether keys and values of all layers can still be read after the last one.
+        deferred_bytes: most bytes of a prompt that are held until the last layer, or taken by
+            scoring several layers together.
+
+    Attributes:
+        bound: the policy; where other ranks hold KV heads, with reductions across heads rewritten
+            by `ir/heads.py`.
+        steps: what decode steps compute; None without `decode:`.
+        exchanged: numbers of each layer that stages tell each other; empty if all layers are here.
+        accumulates: whether earlier chunks of a prompt may be passed to `Run.accumulate`.
+        generated: the prefill's generated kernels; None if there are none.
+        reads_lse: whether a prefill computes less if it is given the log-sum-exp of its logits.
+
+    Raises:
+        PolicyError: the policy needs data that a prefill does not offer; or as in `installed`.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        *,
+        report: bool = False,
+        kernels: Kernels | None = None,
+        heads: Heads = ALL,
+        layers: range | None = None,
+        keys_stay: bool = False,
+        deferred_bytes: int = DEFERRED_BYTES,
+    ) -> None:
+        kernels = installed() if kernels is None else kernels
+        if heads.divided:
+            bound = replace(bound, lowered=heads_last(bound.lowered))
+        self.bound, self.kernels, self.report, self.heads = bound, kernels, report, heads
+        self.layers = range(bound.shape.layers) if layers is None else layers
+        whole = len(self.layers) == bound.shape.layers
+        self.exchanged: tuple[Node, ...] = () if whole else exchanged(bound)
+        self._deferred_bytes = deferred_bytes
+        self._prefill = Prefill(bound, report, heads, defers=False)
+        # Where a layer chooses the tokens of deeper layers, nothing can wait for the last one.
+        self._deferring = None if bound.propagates else Prefill(bound, report, heads, defers=True)
+        self.accumulates = self._prefill.accumulates
+        self.steps = None
+        if bound.folded.decode is not None:
+            self.steps = Steps(bound, report, kernels, heads, self.layers)
+        self.generated = Generated.of(self._prefill.fusion, kernels)
+        self.reads_lse = self.generated is not None and self.generated.reads_lse
+        self.keys_stay = keys_stay
+
+    def prefill(self, prompt: int) -> Prefill:
+        """What the prefill of a prompt of `prompt` tokens computes."""
+        held = 8 * self._lists * prompt
+        if self._deferring is None or held > self._deferred_bytes:
+            return self._prefill
+        return self._deferring
+
+    @property
+    def _lists(self) -> int:
+        """Number of KV heads here, over all layers here."""
+        return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
+
+    def layers_together(self, prompt: int) -> int:
+        """Most of a prompt's layers that are scored together, see `Run.show`; 1: none are.
+
+        Together they take as many launches as one layer.
+        """
+        layers = len(self.layers)
+        if not prompt or not self.keys_stay or self.prefill(prompt).alike_by is None:
+            return 1
+        if self.generated is None or self.generated.fusion.reasons:
+            return 1
+        shape = self.bound.shape
+        # Numbers of two bytes; queries in float32 take twice as much.
+        queries = 2 * self.bound.queries(prompt) * shape.group * shape.head_dim
+        held = self._lists * (self.generated.token_bytes * prompt + queries)
+        groups = max(1, -(-held // max(1, self._deferred_bytes)))
+        return -(-layers // groups)
+
+    @once.at_most(_PLANS)
+    def plan(self, prompt: int, device: torch.device) -> Plan:
+        """The values that only the prompt's length N decides."""
+        nodes = self.prefill(prompt).planned
+        return Plan.make(self.bound, nodes, prompt, device, self.kernels, self.heads)
+
+    def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
+        """Compiles the generated kernels before a request waits for them.
+
+        Args:
+            keys, values: rows of a pool as a server passes them, with any contents, which are not
+                changed.
+            queries: dtype of the queries.
+        """
+        decode = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
+        for generated in (self.generated, *decode):
+            if generated is not None:
+                generated.warm(keys, values, queries)

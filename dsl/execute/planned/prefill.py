@@ -1,0 +1,235 @@
+"""What a prefill computes, found once per bound policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.codegen.fusion import Fusion
+from kvpolicy.dsl.execute.layer.evaluate import updating
+from kvpolicy.dsl.execute.operations.operands import operands
+from kvpolicy.dsl.execute.operations.table import is_computed
+from kvpolicy.dsl.execute.planned.alike import like_heads
+from kvpolicy.dsl.execute.planned.plan import plannable
+from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
+from kvpolicy.dsl.ir.heads import across_heads
+from kvpolicy.dsl.ir.nodes import Node, State, When
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.ops.operations import Kind, Operation
+from kvpolicy.dsl.syntax.diagnostics import refused
+
+
+class Prefill:
+    """The values that a prefill has to compute, and when.
+
+    Args:
+        report: also compute budgets, scores and reported `let`s.
+        heads: the model's KV heads that are here.
+        defers: whether selections among a layer's tokens are made for all layers at once, after the
+            last one; scores are held until then.
+
+    Attributes:
+        roots: nodes whose values `Run.result` gives after `finish`.
+        propagation_lets: name -> reported `let` on which propagation is decided.
+        updates, merge_updates: states of the prefill and of its merge, see `updating`.
+        layer_roots: nodes that each layer computes while its tensors are at hand, and keeps.
+        later: nodes that are computed after the last layer, or in a merge.
+        planned: nodes that the prompt's length decides, see `plannable`.
+        unheld_nodes: nodes whose values are not held: one other node reads them, nothing else does.
+        looks, early_looks: node that later layers read by `past` or `at` -> nodes of the numbers of
+            layers that `past` reads; None: any layer may be read. `early_looks` are read by
+            propagation or states, and recorded as long as propagation is tested.
+        needs_ranks: whether layers look across KV heads, or propagate tokens, before the last one.
+        merges_need_ranks: whether merges look across KV heads.
+        sums: sum state, by name -> R of its `name + R`, a reduction over queries.
+        accumulates: whether chunks of a prompt can be summed up, see `Run.accumulate`.
+        scored: nodes of `layer_roots` that the prompt's length does not decide.
+        alike_by: layers with the same values of these numbers of the host can be computed together,
+            as more KV heads of one; None: no layers can.
+
+    Raises:
+        PolicyError: the policy needs data that a prefill does not offer.
+    """
+
+    def __init__(self, bound: Bound, report: bool, heads: Heads = ALL, *, defers: bool) -> None:
+        self.bound, self._defers, rules = bound, defers, bound.lowered.prefill
+        self._heads = heads
+        self.roots = [keep_of(rules), *rules.decided.values()]
+        if rules.budget is not None and (report or reads_budget(bound)):
+            self.roots.append(rules.budget)
+        self.roots += [rules.score] if report and rules.score is not None else []
+        self.propagation_lets = (
+            {name: rules.lets[name] for name in bound.propagation_lets} if report else {}
+        )
+        self.roots += (
+            [rules.lets[n] for n in rules.lets if n not in bound.propagation_lets] if report else []
+        )
+        merge_states = {} if rules.merge is None else rules.merge.states
+        self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
+        early = propagate_roots(bound.lowered.propagate)
+        merge = merge_roots(rules.merge)
+        self.merges_need_ranks = any(map(across_heads, nodes_of(merge)))
+        every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
+        self._check(every)
+        self.layer_roots = self._layer_roots(self.roots, merge)
+        # All that the prefill computes of its layers, merges apart.
+        self.everything = [*self.roots, *self.layer_roots, *self.propagation_lets.values(), *early]
+        remembered = state_roots(self.updates)
+        self.everything += remembered
+        # What the propagation and the rest read is held for as long as either needs it.
+        looks = _looks([*self.layer_roots, *remembered, *early])
+        self.early_looks = {node: looks[node] for node in _looks([*early, *remembered])}
+        self.looks = {node: looks[node] for node in _looks([*self.layer_roots, *remembered])}
+        computed = list(nodes_of(self.everything))
+        at_once = nodes_of([*self.layer_roots, *remembered, *early])
+        self.needs_ranks = bound.propagates or any(map(across_heads, at_once))
+        self.planned = plannable(bound, computed, self.everything)
+        self.later = frozenset(node for node in computed if self._is_later(node))
+        readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
+        asked = {*self.everything, *self.looks, *self.early_looks}
+        self.unheld_nodes = frozenset(name for name in readers if readers[name] == 1) - asked
+        self.sums = {} if bound.propagates else self._sums(rules.states)
+        # Other nodes that read all queries cannot be computed chunk by chunk.
+        whole = [n for n in every if n.operation.is_window and not n.args]
+        inside = {n for total in self.sums.values() for n in total.walk()}
+        self.accumulates = bool(self.sums) and all(n in inside for n in whole)
+        known = {*self.planned}
+        self.scored = [node for node in self.layer_roots if node not in known]
+        self.alike_by = self._alike_by(known)
+
+    @property
+    def fusion(self) -> Fusion:
+        """What generated kernels compute of the prefill."""
+        return Fusion(self.bound, self.everything, self.updates)
+
+    def _alike_by(self, known: set[Node]) -> tuple[Node, ...] | None:
+        roots = [*self.scored, *state_roots(self.updates)]
+        if self.looks or not roots:
+            return None
+        seen, static = {*known}, self.bound.static
+        nodes = [node for root in roots for node in root.walk(seen)]
+        per_layer = not self._heads.divided
+        if not like_heads(nodes, static, _of_any_layer, per_layer=per_layer, numbers=True):
+            return None
+        read = known & {x for node in nodes for x in operands(node)}
+        every = [*nodes, *nodes_of(read)]
+        if any(x.across_layers for x in every):
+            return None
+        tensors = [x for x in every if static.needs(x) is None]
+        numbers = [*roots, *(x for node in tensors for x in (*node.args, *operands(node)))]
+        return tuple(dict.fromkeys(x for x in numbers if "layer" in (static.needs(x) or ())))
+
+    def _check(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if not is_computed(node) and self.bound.static.needs(node) is None:
+                raise refused(
+                    self.bound.program.name,
+                    "phase",
+                    f"`{node.op}` is not available at the end of a layer's prefill",
+                )
+
+    def _layer_roots(self, roots: list[Node], merge: list[Node]) -> list[Node]:
+        """The outermost nodes that need only their own layer and those before it."""
+        found = [node for root in roots for node in self._now(root)]
+        for root in merge:
+            # Keys and values are there again when entries are merged, attention is not.
+            found += [
+                node
+                for node in self._now(root)
+                if any(each.operation.gone_after_layer for each in node.walk())
+            ]
+        return list(dict.fromkeys(found))
+
+    def _now(self, node: Node) -> Iterable[Node]:
+        if self.bound.static.needs(node) is not None:
+            return
+        if not self._is_later(node):
+            yield node
+            return
+        for argument in operands(node):
+            yield from self._now(argument)
+
+    @once
+    def _is_later(self, node: Node) -> bool:
+        merge = node.operation.kind is Kind.MERGE or (
+            node.op == "state" and node.value in self.merge_updates
+        )
+        return (
+            merge
+            or node.when >= When.END
+            or (self._defers and _chooses(node))
+            or self._gathers_later(node)
+            or any(self._is_later(x) for x in operands(node))
+        )
+
+    def _gathers_later(self, node: Node) -> bool:
+        """Whether a node across KV heads of other ranks waits for one exchange of all layers."""
+        if not self._heads.divided or not across_heads(node):
+            return False
+        return self._defers or all("token" not in x.type.axes for x in operands(node))
+
+    def _sums(self, states: Mapping[str, State]) -> dict[str, Node]:
+        found = {}
+        for name, state in self.updates.items():
+            parts = state.next.args if state.next is not None and state.next.op == "add" else ()
+            rest = [each for each in parts if each.op != "before"]
+            if len(parts) == 2 and len(rest) == 1 and states[name].start is None:
+                if self._is_additive(rest[0]):
+                    found[name] = rest[0]
+        return found
+
+    def _is_additive(self, node: Node) -> bool:
+        """Whether a node is a sum over all queries that depends on their attention alone."""
+        if not node.operation.adds_up or "query" not in node.axes:
+            return False
+        if "token" in node.axes or "layer" in node.axes:
+            return False
+        leaves = [each for each in node.walk() if not operands(each)]
+        if any(each.across_layers for each in node.walk()):
+            return False
+        static = self.bound.static
+        windows = [each for each in leaves if each.operation.reads_queries]
+        rest = [each for each in leaves if not each.operation.reads_queries]
+        return all(not w.args for w in windows) and all(
+            static.needs(each) is not None for each in rest
+        )
+
+
+def _of_any_layer(row: Operation) -> bool:
+    """Whether a leaf is known per KV head, or equal for all, if every layer has all tokens."""
+    return row.reads_tensors or row.kind in (Kind.PLACE, Kind.WINDOW)
+
+
+def _chooses(node: Node) -> bool:
+    """Whether a node orders one layer's tokens, or its KV heads, by numbers that data decide."""
+    orders = node.operation.sorts and node.when is When.LAYER
+    if not orders or set(node.args[0].type.axes) - {"kv", "token"}:
+        return False
+    rows = [each.operation for each in node.args[0].walk()]
+    return any(row.reads_tensors or row.kind is Kind.REMEMBERED for row in rows)
+
+
+def reads_budget(bound: Bound) -> bool:
+    """Whether decode reads the numbers of the prefill's budget."""
+    return bound.lowered.decode is not None and any(
+        node.op == "budget"
+        for node in nodes_of([bound.lowered.decode.keep, *merge_roots(bound.lowered.decode.merge)])
+    )
+
+
+def _looks(roots: Iterable[Node]) -> dict[Node, list[Node] | None]:
+    """The nodes that `past` and `at` read of earlier layers, see `Prefill.looks`."""
+    found: dict[Node, list[Node] | None] = {}
+    for node in nodes_of(roots):
+        if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:
+            continue
+        x = node.args[0 if node.op == "past" else 1]
+        numbers = found.get(x, [])
+        if node.op == "at" or numbers is None:
+            found[x] = None
+        else:
+            found[x] = [*numbers, node.args[1]]
+    return found

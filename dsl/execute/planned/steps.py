@@ -1,0 +1,344 @@
+"""What a decode step computes, found once per bound policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.bind.ends import Ends, end_of
+from kvpolicy.dsl.bind.fixed_size import FixedSize
+from kvpolicy.dsl.bind.kept import heads_differ
+from kvpolicy.dsl.bind.sum_states import SumStates
+from kvpolicy.dsl.codegen.fusion import Fusion
+from kvpolicy.dsl.execute.layer.evaluate import updating
+from kvpolicy.dsl.execute.layer.generated import Generated
+from kvpolicy.dsl.execute.layer.merge import compares
+from kvpolicy.dsl.execute.operations.table import is_computed
+from kvpolicy.dsl.execute.planned.alike import like_heads
+from kvpolicy.dsl.execute.planned.prefill import reads_budget
+from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
+from kvpolicy.dsl.execute.tensors.kernels import Kernels
+from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS
+from kvpolicy.dsl.ir.heads import across_heads
+from kvpolicy.dsl.ir.nodes import Node, When
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.dsl.ops.operations import Kind, Operation
+from kvpolicy.dsl.syntax.diagnostics import refused
+
+
+def _only_orders(node: Node) -> bool:
+    """Whether a node uses positions only to order entries."""
+    return node.op in ("top", "negate") or not any(_is_place(each) for each in node.args)
+
+
+def _is_place(node: Node) -> bool:
+    return node.op == "position" or (node.op == "negate" and _is_place(node.args[0]))
+
+
+def _of_each_head(node: Node) -> bool:
+    """Whether a node reduces `dropped` of many layers as if each layer were alone.
+
+    Other layers may drop more entries: the padding of the axis must count as no entry, and must not
+    change the order of a sum.
+    """
+    if "dropped" not in node.axes:
+        return True
+    x = node.args[0].type
+    mean = node.op == "mean" and not x.absent and set(x.axes) == {"kv", "dropped"}
+    return mean or ("kv" in x.axes and node.op not in ("sum", "mean", "var"))
+
+
+def _joins_layer(node: Node) -> bool:
+    """Whether a node works along tokens on values per token that combine a layer's KV heads.
+
+    They are present wherever some head of the layer has an entry; a list has only the entries of
+    its head. What a set leaves over is each head's own in any case.
+    """
+    if "token" not in (*node.axes, *node.operation.reads_along):
+        return False
+    return any(
+        "token" in x.type.axes
+        and "kv" not in x.type.axes
+        and not x.left_over
+        and any("kv" in each.axes for each in x.walk())
+        for x in node.args
+    )
+
+
+def _check_ranks(bound: Bound, nodes: list[Node]) -> None:
+    """Refuses nodes that compare cached entries of KV heads on different ranks.
+
+    Raises:
+        PolicyError: there is such a node.
+    """
+    for node in nodes:
+        if across_heads(node) and any("token" in each.type.axes for each in node.args):
+            raise refused(
+                bound.program.name,
+                "phase",
+                f"`{node.op}` compares cached entries of KV heads on different ranks at a decode "
+                f"step, and each head keeps its own",
+                "let all KV heads keep the same entries, or serve it without tensor parallelism",
+            )
+
+
+def _is_position(row: Operation) -> bool:
+    return row.name == "position"
+
+
+def _takes_any(node: Node, place: int) -> bool:
+    """Whether an argument may be a number per KV head instead of one of the host."""
+    if node.op in ("top", "missing"):
+        return place == {"top": 1, "missing": 0}[node.op]
+    return node.operation.elementwise
+
+
+class Steps:
+    """The rules of decode, ready to be evaluated.
+
+    Attributes:
+        rules: lowered rules of decode; keep: their `keep`.
+        updates, merge_updates: states, and those of the merge, see `updating`.
+        inherited: names of the states that go on from the prefill.
+        merge_goes_on: whether the states of the merge do.
+        report: `let`s whose values `kvpolicy run` shows, by name.
+        advances: whether states change from step to step.
+        at_once: whether several steps advance the states as one sum over their queries.
+        advancing_reads, leaving_reads: whether keys or values are read to advance the states, and
+            where entries leave.
+        advancing_reads_queries, leaving_reads_queries: whether queries are read there.
+        initial_values: state, by name -> its value for new entries; NaN if data or the request
+            decide it.
+        leaving_merge: whether leaving entries are merged.
+        layers: layers of the model that are here.
+        kernels: table of kernels, see `execute/tensors/kernels.py`.
+        fusions: what is fused for the states, and for what is read where entries leave.
+        advancing, leaving: the generated kernels of both; None if there are none.
+        advancing_roots: nodes that advance the states.
+        fixed_size: whether lists keep as many entries at every later fold, see `FixedSize`.
+        ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
+        states_alike, keep_alike: whether layers may stand for more KV heads of one (`like_heads`):
+            where several steps advance the states, and where `keep` decides.
+
+    Raises:
+        ValueError: nothing leaves while decoding.
+        PolicyError: the policy needs what a decode step does not offer, or compares entries of KV
+            heads on different ranks.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        report: bool,
+        kernels: Kernels,
+        heads: Heads = ALL,
+        layers: range | None = None,
+    ) -> None:
+        self.kernels, self.heads = kernels, heads
+        self.layers = range(bound.shape.layers) if layers is None else layers
+        rules = bound.lowered.decode
+        if rules is None or rules.keep is None:
+            raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
+        self.rules, self.keep = rules, rules.keep
+        merge_states = {} if rules.merge is None else rules.merge.states
+        self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
+        self.inherited = {name for name, state in rules.states.items() if state.inherited}
+        self.merge_goes_on = any(state.inherited for state in merge_states.values())
+        self.report = dict(rules.lets) if report else {}
+        self.reads_budget = reads_budget(bound)
+        self.ranks_alike = not heads_differ(bound.lowered)
+        remembered = list(nodes_of(state_roots(rules.states)))
+        self.advancing_roots = state_roots(self.updates)
+        leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
+        leaving = list(nodes_of(leaving_roots))
+        self._check(bound, [*remembered, *leaving])
+        if heads.divided and not self.ranks_alike:
+            _check_ranks(bound, [*remembered, *leaving])
+        sums = SumStates(bound.static)
+        states = self.updates.values()
+        self.initial_values = self._initial_values(bound)
+        self.advances = any(x.next is not None for x in states)
+        self.advances |= any(map(math.isnan, self.initial_values.values()))
+        self.at_once = all(map(sums.state, states))
+        self.fixed_size = FixedSize(bound, states_present=self.at_once)
+        self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
+        self.leaving_merge = rules.merge is not None
+        self.leaving_reads = self.leaving_merge or any(
+            node.operation.reads_tensors for node in leaving
+        )
+        self.advancing_reads_queries = any(node.type.window for node in remembered)
+        self.leaving_reads_queries = any(node.type.window for node in leaving)
+        self.fusions = (
+            Fusion(bound, self.advancing_roots, self.updates, steps=True),
+            Fusion(bound, leaving_roots, steps=True),  # states are known by then
+        )
+        self.advancing, self.leaving = (Generated.of(each, kernels) for each in self.fusions)
+        # What reads tensors needs the order of the entries, not their positions.
+        known = not any(map(math.isnan, self.initial_values.values()))
+        self.states_alike = (
+            self.at_once
+            and known
+            and self._alike(bound, self.advancing_roots, lambda row: row.reads_tensors)
+        )
+        self.states_alike &= not self.advancing_reads or self.by_kernels
+        self.keep_alike = not report and self._alike(bound, [self.keep], _is_position)
+        self._places: torch.Tensor | None = None
+        self._bound = bound
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether generated kernels do all reads that advance the states."""
+        return self.advancing is not None and not self.advancing.fusion.reasons
+
+    def _initial_values(self, bound: Bound) -> dict[str, float]:
+        """The attribute `initial_values`."""
+        found = {}
+        for name, state in self.updates.items():
+            first = 0.0
+            if state.start is not None and bound.static.needs(state.start) == frozenset():
+                first = float(bound.number(state.start, 1))
+            elif state.start is not None:
+                first = math.nan
+            found[name] = first
+        return found
+
+    @once
+    def rule(self, prompt: int) -> Ends | Node | None:
+        """The rule by which the lists of several layers and requests are decided at once.
+
+        `Ends` where `keep` has that form; else the node `keep`, which is evaluated as it is. None:
+        after a prompt of so many tokens, layers are decided one after the other.
+        """
+        bound, states = self._bound, self.updates.values()
+        if not self.states_alike:
+            return None
+        entries = all(state.type.axes in (OF_LISTS, OF_HEADS) for state in states)
+        if self.report or not entries or not self._merges_alike():
+            return None
+        rule = Ends.of(bound, prompt)
+        if rule is not None and self._of_heads(list(nodes_of(self._deciding(rule))), _is_position):
+            return rule
+        keep = [self.keep]
+        if self.keep_alike or self._of_heads(list(nodes_of(keep)), _is_position, numbers=True):
+            shared, _ = self._numbers(self.keep)
+            if not any("layer" in (bound.static.needs(node) or ()) for node in shared):
+                return self.keep
+        return None
+
+    def _deciding(self, rule: Ends | Node | None) -> list[Node]:
+        """The nodes of a rule that data decide."""
+        if not isinstance(rule, Ends):
+            return [] if rule is None else [rule]
+        score = [] if rule.score is None else [rule.score]
+        return score + list(rule.of_data(self._bound).values())
+
+    def _merges_alike(self) -> bool:
+        """Whether the entries of many layers can be merged as those of one, in their pool."""
+        merge = self.rules.merge
+        if merge is None:
+            return True
+        if self._bound.positions == "slots" and "key" in merge.apply:
+            return False  # keys would be rounded before they turn, and after
+        if any(state.type.axes or state.type.absent for state in merge.states.values()):
+            return False
+        nearest, (of_into,) = merge.into.op == "nearest", merge.into.args
+        if nearest and of_into.operation.kind is not Kind.VECTOR:
+            return False
+        if not nearest and self._bound.static.needs(of_into) is None:
+            return False
+        roots = [node for node in merge_roots(merge) if node is not merge.into]
+        # A kernel finds inner products of entries and their receivers, see `Merging`.
+        products = [node for node in nodes_of(roots) if nearest and compares(node)]
+        seen = set(products)
+        nodes = [node for root in roots for node in root.walk(seen)]
+        if any(x.operation.kind is Kind.VECTOR or not _of_each_head(x) for x in nodes):
+            return False
+        return self._of_heads(
+            nodes, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
+        )
+
+    def _of_heads(
+        self, nodes: list[Node], reads: Callable[[Operation], bool], *, numbers: bool = False
+    ) -> bool:
+        """Whether values at a step can be computed for many layers as for one.
+
+        Args:
+            reads: whether a leaf may be read besides tensors of the model.
+            numbers: see `like_heads`.
+        """
+        static = self._bound.static
+        reads_too = lambda row: row.reads_tensors or reads(row)  # noqa: E731
+        alike = like_heads(nodes, static, reads_too, per_layer=True, numbers=numbers)
+        if not alike or not all(_only_orders(node) for node in nodes):
+            return False
+        if not self.ranks_alike and any(_joins_layer(node) for node in nodes):
+            return False
+        if not any(node.operation.reads_tensors for node in nodes):
+            return True
+        made = self.leaving
+        return made is not None and not any(node in made.fusion.reasons for node in nodes)
+
+    def places(self, width: int, device: torch.device) -> torch.Tensor:
+        """int64 [width], 0 to width - 1: a view of a tensor that is made once."""
+        if self._places is None or len(self._places) < width or self._places.device != device:
+            self._places = torch.arange(max(width, 1024) * 2, device=device)
+        return self._places[:width]
+
+    def joint_key(self, rule: Ends | Node | None, prompt: int, generated: int) -> Hashable:
+        """A key that is equal for requests that may be taken through a step together.
+
+        It holds the rule, and the numbers of the host that all lists of a computation share.
+        """
+        shared, _ = self._numbers(rule)
+        numbers = [self._bound.number(node, prompt, generated=generated) for node in shared]
+        return rule is None, tuple(map(id, self._deciding(rule))), tuple(numbers)
+
+    def per_list_numbers(self, rule: Ends | Node | None) -> list[Node]:
+        """Numbers of the host that may differ between lists."""
+        return self._numbers(rule)[1]
+
+    def _numbers(self, rule: Ends | Node | None) -> tuple[list[Node], list[Node]]:
+        """Numbers of the host in states, scores and merges: those lists share, and others."""
+        roots = list(self.advancing_roots) if self.states_alike else []
+        if rule is not None:
+            roots += [*self._deciding(rule), *merge_roots(self.rules.merge)]
+        return self._divided(*roots)
+
+    @once
+    def _divided(self, *roots: Node) -> tuple[list[Node], list[Node]]:
+        """As `_numbers`: what is computed entry by entry takes a number per list, all else one."""
+        static = self._bound.static
+        compiled = {
+            node
+            for each in (self.advancing, self.leaving)
+            for node in (() if each is None else each.fusion.inside())
+        }
+        shared: dict[Node, None] = {}
+        per_list = dict.fromkeys(node for node in roots if static.needs(node))
+        for node in nodes_of(roots):
+            if static.needs(node) is not None or end_of(self._bound, node):
+                continue
+            for place, each in enumerate(node.args):
+                if static.needs(each):
+                    free = node not in compiled and _takes_any(node, place)
+                    (per_list if free else shared)[each] = None
+        return list(shared), [node for node in per_list if node not in shared]
+
+    def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
+        states = self.updates.values()
+        each_head = all(state.type.axes[:1] == ("kv",) for state in states)
+        alike = like_heads(list(nodes_of(roots)), bound.static, reads)
+        return each_head and alike and not (states and bound.propagates)
+
+    @staticmethod
+    def _check(bound: Bound, nodes: list[Node]) -> None:
+        for node in nodes:
+            other_layers = node.across_layers and node.when > When.PROMPT
+            if bound.static.needs(node) is not None or (is_computed(node) and not other_layers):
+                continue
+            raise refused(
+                bound.program.name, "phase", f"`{node.op}` is not available at a decode step"
+            )

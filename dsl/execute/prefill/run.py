@@ -1,0 +1,745 @@
+"""One prefill: what its layers decide, one after the other or all together.
+
+Dimensions: L layers, l layers that are here, H query heads, G KV heads, N tokens of the prompt, n
+tokens of one layer, T queries, D head size, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.execute.layer.across import History, Layers, known_before, look_back
+from kvpolicy.dsl.execute.layer.choice import shift_of
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
+from kvpolicy.dsl.execute.layer.exchange import decoded, encoded, entries_of_layers
+from kvpolicy.dsl.execute.layer.merge import Merging
+from kvpolicy.dsl.execute.layer.share import Shared, shared
+from kvpolicy.dsl.execute.planned.compiled import Compiled
+from kvpolicy.dsl.execute.planned.plan import Plan
+from kvpolicy.dsl.execute.planned.prefill import Prefill
+from kvpolicy.dsl.execute.prefill.chunk_sums import ChunkSums
+from kvpolicy.dsl.execute.prefill.noted import Noted
+from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
+from kvpolicy.dsl.execute.tensors.heads import Heads
+from kvpolicy.dsl.execute.tensors.kernels import Keys, Slots
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, of_layer, snapped, with_layer_axis
+from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.nodes import Node, Propagate, When
+from kvpolicy.dsl.ir.traverse import state_roots
+from kvpolicy.dsl.ops.host import Number
+
+# Keys after RoPE and values [l * G, n, D] of l layers, or rows of a pool; None: none are needed.
+KeysValues = tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]
+
+
+def _floored(x: Value) -> Value:
+    """The floor; a number of the host stays one, so that no step waits for the device."""
+    if isinstance(x.data, torch.Tensor):
+        return Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite)
+    return _floored_number(x.data)
+
+
+def _floored_number(x: Number) -> Value:
+    return Value(float(counts.floored(x)))
+
+
+@dataclass
+class Run:
+    """One prefill, whose layers may have different tokens.
+
+    Attributes:
+        prompt: N.
+        queries: W, number of each layer's last queries that `observe` reads.
+        tokens: number of tokens of a second prefill; None in a first one, which has N.
+        not_finite: whether the model's tensors held NaN or infinity, so that everything is kept;
+            final after `finish`, or `settle`.
+        restarted: whether the prefill has to begin again, by `again`, on the tokens that `observe`
+            returned.
+        selected_layer: first layer at which `propagate.first` held; None if at none so far.
+        propagated: layer that propagated -> int64 [m] positions of the tokens that went deeper.
+        propagation_lets: layer -> name -> value of the reported `let`s on which propagation was
+            decided there.
+    """
+
+    program: Compiled
+    prompt: int
+    tokens: int | None = None
+    not_finite: bool = False
+    restarted: bool = False
+    selected_layer: int | None = None
+    propagated: dict[int, torch.Tensor] = field(default_factory=dict)
+    propagation_lets: dict[int, dict[str, Value]] = field(default_factory=dict)
+    _finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
+    _found: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
+    _plan: Plan | None = None
+    _evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    _history: History = field(default_factory=History)
+    _sums: dict[int, ChunkSums] = field(default_factory=dict)
+    _layers: Layers | None = None
+    _kept: list[torch.Tensor] = field(default_factory=list)
+    _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _noted: Noted | None = None  # layers that wait to be scored together
+    _of_all: dict[Node, Value] = field(default_factory=dict)
+    _merging: dict[int, Merging | None] = field(default_factory=dict)
+    _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
+
+    @cached_property
+    def queries(self) -> int:
+        """Number of the prompt's last queries that `observe` reads."""
+        return min(self.program.bound.queries(self.prompt), self.size)
+
+    @cached_property
+    def _prefill(self) -> Prefill:
+        return self.program.prefill(self.prompt)
+
+    @cached_property
+    def _heads(self) -> Heads:
+        return self.program.heads.joined()
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of this prefill: N, or `tokens` of a second one."""
+        return self.prompt if self.tokens is None else self.tokens
+
+    def show(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        entries: Callable[[range], KeysValues],
+        tokens: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Scores a layer, by itself or together with others that have the same tokens.
+
+        Queries that wait for further layers are copied; they take the launches of one layer then.
+
+        Args:
+            layer, q, tokens, lse: as in `observe`.
+            entries: from layers that follow each other, the last of them this one, to their keys
+                and values, [l * G, n, D] one layer after the other, or rows of a pool; called when
+                they are scored.
+
+        Returns:
+            As `observe`.
+
+        Raises:
+            RuntimeError: a layer has been left out.
+        """
+        number = self.size if tokens is None else len(tokens)
+        if not self._is_noted(layer, number):
+            return self.observe(layer, q, *entries(range(layer, layer + 1)), tokens, lse=lse)
+        first = q.shape[1] - min(self.queries, number)
+        self._note(layer, q[:, first:], number, None if lse is None else lse[:, first:])
+        if due := self._due:
+            self._score(*entries(due), tokens)
+        return None
+
+    def observe(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None,
+        tokens: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Computes all that one layer decides; the tensors are neither kept nor changed.
+
+        Args:
+            layer: from 0, each once; in order, where layers read those before them.
+            q: [H, T, D] queries after RoPE of the last T of its tokens, at least min(`queries`, n).
+            k: [G, n, D] keys after RoPE of the tokens that reached the layer, or rows of a pool.
+            v: [G, n, D] values likewise; may be None unless `bound.needs_values`.
+            tokens: int64 [n], ascending: positions of the tokens that reached the layer; None: all.
+            lse: float32 [H, T], the natural logarithm of each query's sum of exp(q k / sqrt(D))
+                over the tokens that it sees, as attention has found it. Only kernels read it,
+                which compute it if it is None.
+
+        Returns:
+            int64 [m], ascending: places among the n tokens of those that deeper layers compute;
+            None: all. With `restarted`, those that the second prefill computes, perhaps all.
+        """
+        frame = self._frame(layer, k.device, k.shape[1], tokens, _vectors(q, k, v, lse))
+        evaluation = self._evaluation(frame)
+        if layer in self._sums:
+            self._sums.pop(layer).finish(evaluation)
+        deeper = self._propagate(evaluation)
+        if not self._scores_later():
+            self._finish_layer(evaluation)
+            self._remember_queries([layer], q[None])
+        return deeper
+
+    # Layers that are scored together.
+
+    @cached_property
+    def together(self) -> int:
+        """Most layers that are scored together; 1: each by itself."""
+        return 1 if self._sums else self.program.layers_together(self.prompt)
+
+    def _is_noted(self, layer: int, tokens: int) -> bool:
+        """Whether a layer which `tokens` tokens reach waits, to be scored with others."""
+        if self.together == 1 or not self._hands_all_on(layer, tokens):
+            return False
+        return self._noted is not None or self._goes_with(layer + 1, layer, tokens)
+
+    @property
+    def _due(self) -> range:
+        """Layers that have been noted and are to be scored now; empty if others come first."""
+        if self._noted is None:
+            return range(0)
+        noted, tokens = self._noted.layers, self._noted.tokens
+        full = len(noted) == self._noted.most
+        more = not full and self._goes_with(noted.stop, noted.start, tokens)
+        return range(0) if more else noted
+
+    def _note(self, layer: int, q: torch.Tensor, tokens: int, lse: torch.Tensor | None) -> None:
+        """Copies a layer's queries [H, T, D] and log-sum-exp [H, T] for `_score`.
+
+        If one of the layers has no log-sum-exp, kernels compute that of all.
+        """
+        if self._noted is None:
+            most = min(self.together, self.program.layers.stop - layer)
+            self._noted = Noted(range(layer, layer), tokens, most, {})
+        if layer != self._noted.layers.stop:
+            raise RuntimeError(f"layer {self._noted.layers.stop} comes before {layer}")
+        self._noted.add(q, lse)
+
+    def _score(
+        self,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None,
+        positions: torch.Tensor | None,
+    ) -> None:
+        """Computes all that the noted layers decide; arguments as `show` has them."""
+        noted, self._noted = self._noted, None
+        if noted is None:
+            raise RuntimeError("no layer has been noted")
+        layers, (q, lse) = noted.layers, noted.of_all_heads()
+        one = self._frame(layers.start, k.device, k.shape[1], positions, _vectors(q, k, v, lse))
+        evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
+        prefill, size = self._prefill, (len(layers), k.shape[0] // len(layers))
+        values = {x: with_layer_axis(evaluation.value(x), x.type, *size) for x in prefill.scored}
+        states = {
+            name: with_layer_axis(evaluation.state(name), state.type, *size)
+            for name, state in self.program.bound.lowered.prefill.states.items()
+        }
+        if layers == self.program.layers:
+            self._of_all = values
+        for place, layer in enumerate(layers):
+            frame = self._frame(layer, k.device, k.shape[1], positions, {})
+            own = replace(self._evaluation(frame), unheld_nodes=frozenset(), others=alone)
+            own.known.update({node: of_layer(x, place) for node, x in values.items()})
+            own.after.update({name: of_layer(x, place) for name, x in states.items()})
+            self._evaluations[layer] = own
+        self._remember_queries(layers, noted.queries)
+
+    def _hands_all_on(self, layer: int, tokens: int) -> bool:
+        """Whether the host knows that a layer hands all its tokens on, and is scored."""
+        propagate, bound = self._tested(), self.program.bound
+        if propagate is None:
+            return True
+        if self._scores_later() or self._prefill.early_looks or self._prefill.propagation_lets:
+            return False
+        if bound.static.needs(propagate.moment) is None:
+            return False
+        return not bound.number(propagate.moment, self.prompt, layer, length=tokens)
+
+    def _goes_with(self, layer: int, first: int, tokens: int) -> bool:
+        """Whether a layer, if it exists, can be scored together with one before it."""
+        if layer not in self.program.layers or not self._hands_all_on(layer, tokens):
+            return False
+        bound, by = self.program.bound, self._prefill.alike_by or ()
+        return all(
+            bound.number(x, self.prompt, layer, length=tokens)
+            == bound.number(x, self.prompt, first, length=tokens)
+            for x in by
+        )
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether ranks exchange anything, or have to decide alike, while layers are observed."""
+        return self.program.heads.divided and self._prefill.needs_ranks
+
+    def accumulate(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | Slots,
+        v: torch.Tensor | Slots | None = None,
+        *,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Adds an earlier chunk's queries to the sum states, where `program.accumulates`.
+
+        Args:
+            layer: from 0; a layer's chunks in order, before its `observe`.
+            q: [H, T, D] the chunk's queries; k, v: [G, n, D] of all n tokens up to its end,
+                or rows of a pool.
+            lse: as in `observe`.
+
+        Raises:
+            RuntimeError: the policy has nothing to accumulate.
+        """
+        if not self.program.accumulates:
+            raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
+        sums = self._sums.setdefault(layer, ChunkSums(self._prefill.sums))
+        frame = self._frame(layer, k.device, k.shape[1], None, _vectors(q, k, v, lse))
+        sums.add(self._evaluation(frame), q.shape[1])
+
+    def again(self, prompt: int) -> Run:
+        """The second prefill, over the `prompt` chosen tokens, at positions 0, 1, ...
+
+        Raises:
+            RuntimeError: the policy does not restart.
+        """
+        if not self.program.bound.restarts:
+            raise RuntimeError(f"`{self.program.bound.program.name}` does not restart")
+        return Run(self.program, self.prompt, prompt)
+
+    def _frame(
+        self,
+        layer: int,
+        device: torch.device,
+        tokens: int,
+        positions: torch.Tensor | None,
+        vectors: Mapping[str, Keys],
+    ) -> Frame:
+        planned = self._planned(device).frame
+        frame = replace(
+            planned,
+            layer=layer,
+            vectors=vectors,
+            finite_checks=self._finite_checks,
+            heads=self._heads,
+        )
+        if tokens == self.prompt:
+            return frame
+        # `fixed` and `memo` of the plan's frame are for all tokens of the prompt.
+        positions = None if tokens == self.size else positions
+        return replace(frame, tokens=tokens, positions=positions, fixed={}, memo={})
+
+    def _planned(self, device: torch.device) -> Plan:
+        if self._plan is None:
+            self._plan = self.program.plan(self.prompt, device)
+        return self._plan
+
+    def _evaluation(self, frame: Frame) -> Evaluation:
+        prefill, plan = self._prefill, self._planned(frame.device)
+        return Evaluation(
+            frame, prefill.updates, known=dict(plan.values[frame.layer]),
+            unheld_nodes=prefill.unheld_nodes, others=self._others,
+            generated=self.program.generated,
+        )  # fmt: skip
+
+    def _others(self, node: Node, evaluation: Evaluation) -> Value:
+        """The value of a node over layers done so far, or over `layer` without data."""
+        if node.when <= When.PROMPT:
+            return known_before(node, evaluation)
+        return look_back(node, evaluation, self._history)
+
+    # Propagation.
+
+    def _tested(self) -> Propagate | None:
+        """The rules by which a layer may propagate; None if there are none, or they have acted."""
+        propagate = self.program.bound.lowered.propagate
+        if propagate is None or self.tokens is not None or self.not_finite or self.prompt == 0:
+            return None
+        done = propagate.first is not None and self.selected_layer is not None
+        return None if done else propagate
+
+    def _scores_later(self) -> bool:
+        """Whether this pass is not scored, since a second one is known to come."""
+        bound = self.program.bound
+        if not bound.restarts or self.tokens is not None or self.not_finite:
+            return False
+        layer = bound.propagation_layer(self.prompt)
+        return self.restarted or (layer is not None and layer < bound.shape.layers)
+
+    def _propagate(self, evaluation: Evaluation) -> torch.Tensor | None:
+        """int64 [m], places of a layer's tokens that go deeper; None: all."""
+        prefill, frame = self._prefill, evaluation.frame
+        propagate = self._tested()
+        if propagate is None:
+            return None
+        lets = prefill.propagation_lets
+        self.propagation_lets[frame.layer] = {name: evaluation.value(x) for name, x in lets.items()}
+        chosen = None
+        if evaluation.holds(propagate.moment):
+            # One exchange with other ranks for what goes deeper and for what stays.
+            evaluation.ask(
+                [propagate.tokens, *([] if self.program.bound.restarts else self._computed_here)]
+            )
+            chosen = evaluation.tensor(propagate.tokens, ("token",))
+        for x, numbers in prefill.early_looks.items():
+            self._history.record(x, evaluation, _read(numbers, evaluation))
+        if chosen is None:
+            return None
+        number = self._number(chosen)
+        if number is None:
+            return None
+        # An empty selection drops nothing.
+        places = (~chosen).to(torch.uint8).argsort(stable=True)
+        chosen = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
+        if propagate.first is not None:
+            self.selected_layer = frame.layer
+        self.propagated[frame.layer] = frame.places[chosen]
+        # A restart happens even with all tokens: layers so far may have been left unscored.
+        self.restarted = self.program.bound.restarts
+        return chosen if self.restarted or len(chosen) < frame.tokens else None
+
+    def _number(self, chosen: torch.Tensor) -> int | None:
+        """Number of chosen tokens; None if tensors are not finite, so that all go deeper.
+
+        The host waits for the device, once.
+        """
+        finite = self.finite
+        if finite is None:
+            return int(chosen.sum())
+        number, is_finite = torch.stack([chosen.sum(), finite.long()]).tolist()
+        self.not_finite |= not is_finite
+        return number if is_finite else None
+
+    # What a layer keeps for later.
+
+    @property
+    def _computed_here(self) -> list[Node]:
+        """Nodes that each layer computes while its tensors are at hand."""
+        states = state_roots(self._prefill.updates)
+        return [*self._prefill.layer_roots, *states]
+
+    def _finish_layer(self, evaluation: Evaluation) -> None:
+        """Computes what needs the layer's tensors, and releases them."""
+        prefill, frame = self._prefill, evaluation.frame
+        known = dict(self._planned(frame.device).values[frame.layer])
+        evaluation.ask(self._computed_here)
+        known.update({node: evaluation.value(node) for node in prefill.layer_roots})
+        evaluation.states_of(self.program.bound.lowered.prefill.states)
+        for x, numbers in prefill.looks.items():
+            self._history.record(x, evaluation, _read(numbers, evaluation))
+        frame.vectors = {}  # the frame is this layer's alone
+        self._evaluations[frame.layer] = replace(
+            evaluation, known=known, unheld_nodes=frozenset(), others=alone
+        )
+
+    def layer_numbers(self) -> torch.Tensor:
+        """int64 [l, S, 3], numbers of the layers that are here for the other stages.
+
+        Only where numbers are `exchanged`, once all of these layers have been observed.
+        """
+        return encoded(self.program.exchanged, self._here())
+
+    def take_layer_numbers(self, numbers: torch.Tensor) -> None:
+        """Takes the `layer_numbers` of all layers of the model, before `finish`.
+
+        Args:
+            numbers: int64 [L, S, 3], S numbers of each layer in parts, see exchange.py.
+        """
+        here = self._here()
+        self._compare(here, decoded(self.program.exchanged, numbers, here[0]))
+
+    def entries_kept(self) -> list[int]:
+        """[L] entries that each list of a layer keeps, of all layers of the model.
+
+        To be called after `take_layer_numbers`.
+
+        Raises:
+            TypeError: all layers of the model are here.
+        """
+        if self.not_finite:
+            return [self.prompt] * self.program.bound.shape.layers
+        model = self._all_layers.model
+        if model is None:
+            raise TypeError(f"all layers of `{self.program.bound.program.name}` are here")
+        return entries_of_layers(self.program.bound, self.prompt, model)
+
+    def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
+        """[l], the kept tokens of each layer that is here, bool [G, N]; once all were observed.
+
+        A token that did not reach a layer is not kept there.
+
+        Args:
+            wait: whether the host waits for the device to say if the model's tensors were finite.
+                If not, the caller passes what `finite` held to `settle` before it goes on.
+
+        Raises:
+            RuntimeError: numbers are `exchanged`, and `take_layer_numbers` has not been called.
+        """
+        if not self._kept:
+            self._kept = self._finish(wait)
+        return list(self._kept)
+
+    @property
+    def finite(self) -> torch.Tensor | None:
+        """0-d bool: whether the model's tensors were finite; None: none were read.
+
+        Ranks that hold other KV heads are asked for theirs.
+        """
+        number, total = len(self._finite_checks.results), self.program.bound.shape.kv_heads
+        if number and (self._found is None or self._found[0] != number):
+            heads = self._heads
+            found = self._finite_checks.everywhere(heads, heads.number(total), total)
+            if found is not None:
+                self._found = number, found.all()
+        return None if self._found is None else self._found[1]
+
+    def settle(self, *, finite: bool) -> None:
+        """Takes the value that `finite` held, after `finish` without waiting."""
+        self.not_finite |= not finite
+
+    def _here(self) -> list[Evaluation]:
+        """The evaluation of each layer that is here, once all have been observed."""
+        device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
+        for layer in self.program.layers:
+            if layer not in self._evaluations:  # the policy reads no tensor
+                frame = self._frame(layer, device, self.size, None, {})
+                self._evaluations[layer] = self._evaluation(frame)
+        return [self._evaluations[layer] for layer in self.program.layers]
+
+    def _compare(self, here: list[Evaluation], known: list[dict[Node, Value]]) -> None:
+        """Puts the layers side by side, so that nodes may look across them.
+
+        Args:
+            known: [L] numbers of each layer by node, if other stages have layers; else empty.
+        """
+        prefill, model = self._prefill, None
+        if known:
+            frame = replace(here[0].frame, vectors={})
+            each = [self._evaluation(replace(frame, layer=i)) for i in range(len(known))]
+            for evaluation, numbers in zip(each, known, strict=True):
+                evaluation.known.update(numbers)
+            later = prefill.later - {*self.program.exchanged}
+            model = Layers(each, self.size, later, prefill.unheld_nodes)
+        self._layers = Layers(here, self.size, prefill.later, prefill.unheld_nodes, model)
+        self._layers.known.update(self._of_all)
+
+    def _finish(self, wait: bool) -> list[torch.Tensor]:
+        bound = self.program.bound
+        self._history.values.clear()
+        each = self._here()
+        device, layers = each[0].frame.device, bound.shape.layers
+        if self._layers is None:
+            if self.program.exchanged:
+                raise RuntimeError("nothing has been heard of other stages' layers")
+            part = len(each) < layers
+            self._compare(each, [{} for _ in range(layers)] if part else [])
+        rules, keep = bound.lowered.prefill, keep_of(bound.lowered.prefill)
+        self._all_layers.ask([keep, *rules.decided.values()])
+        if wait and self.finite is not None:
+            self.not_finite |= not self.finite.item()
+        if self.not_finite:
+            sizes = [(x.frame.kv, x.frame.tokens) for x in each]
+            kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
+        else:
+            values = zip(self.result(keep), each, strict=True)
+            kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
+        unsure = None if wait or self.finite is None else ~self.finite
+        return self._placed([x.frame.positions for x in each], kept, unsure)
+
+    def _placed(
+        self,
+        positions: list[torch.Tensor | None],
+        kept: list[torch.Tensor],
+        unsure: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """bool [G, N] by layer, from what is kept of its own tokens.
+
+        Layers with the same tokens take as many operations as one.
+
+        Args:
+            positions: of each layer's tokens; None: all.
+            kept: bool [G, n] by layer.
+            unsure: 0-d, whether all of them are kept instead; None: they are not.
+        """
+        found: list[torch.Tensor] = []
+        each = zip(positions, kept, strict=True)
+        for _, layers in groupby(each, key=lambda layer: id(layer[0])):
+            (tokens, *_), own = zip(*layers, strict=True)
+            if unsure is None and tokens is None:
+                found.extend(own)
+                continue
+            made = torch.stack(own)
+            if unsure is not None:
+                made |= unsure
+            if tokens is not None:
+                placed = made.new_zeros(*made.shape[:2], self.size)
+                placed[:, :, tokens] = made
+                made = placed
+            found.extend(made.unbind())
+        return found
+
+    @property
+    def _all_layers(self) -> Layers:
+        if self._layers is None:
+            raise RuntimeError("`finish` comes first")
+        return self._layers
+
+    def result(self, root: Node) -> list[Value]:
+        """The value of a node of `Prefill.roots` at every layer, on its tokens; after `finish`."""
+        return self._all_layers.of_each(root)
+
+    def budgets(self) -> list[Value]:
+        """The floored budget at every layer, one number or one per KV head; after `finish`.
+
+        Raises:
+            TypeError: the policy has no budget.
+        """
+        bound, root = self.program.bound, self.program.bound.lowered.prefill.budget
+        if root is None:
+            raise TypeError(f"`{bound.program.name}` has no budget")
+        if bound.static.needs(root) is None:
+            return [_floored(x) for x in self.result(root)]
+        return [_floored_number(each.number(root)) for each in self._all_layers.evaluations]
+
+    def decided(self) -> dict[str, list[Value]]:
+        """Values of the prefill's `let`s that decode reads, by name and layer; after `finish`."""
+        return {
+            name: self.result(node)
+            for name, node in self.program.bound.lowered.prefill.decided.items()
+        }
+
+    # After `finish`.
+
+    def there(self, layer: int) -> torch.Tensor:
+        """int64 [n]: positions of the tokens that reached a layer."""
+        return self._evaluations[layer].frame.places
+
+    def shift(self, layer: int) -> torch.Tensor | None:
+        """int64 [G, N], how far each kept key moves forward; None unless `positions: slots`."""
+        if self.program.bound.positions != "slots" or self.prompt == 0:
+            return None
+        kept = self._kept_at(layer)
+        # Tokens that did not reach the layer take no slot there either.
+        return shift_of(kept, torch.ones_like(kept))
+
+    @property
+    def merges_need_ranks(self) -> bool:
+        """Whether merges need other ranks, so that `begin_merge` of all layers comes first."""
+        return self.program.heads.divided and self._prefill.merges_need_ranks
+
+    def begin_merge(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
+    ) -> None:
+        """Asks other ranks for what `merged` needs, so that one exchange serves all layers.
+
+        Args:
+            layer, k, v, most: as in `merged`.
+        """
+        begun = self._begun_merge(layer, self._own_rows(layer, k, v), most)
+        self._merging[layer] = None if begun is None else begun.waiting()
+
+    def merged(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float64 keys and values [G, N, D] after the merge, or unchanged if nothing is merged.
+
+        Args:
+            layer: from 0, each once.
+            k, v: [G, N, D] of all tokens; rows of tokens that did not reach the layer mean nothing.
+            most: upper bound of the entries that a KV head drops; None: the host waits for the
+                device to count them.
+        """
+        vectors = self._own_rows(layer, k, v)
+        if layer in self._merging:
+            merging = self._merging.pop(layer)
+        else:
+            merging = self._begun_merge(layer, vectors, most)
+        if merging is None:
+            return k.double(), v.double()
+        merging.finished(vectors)
+        self._merge_states[layer] = merging.states
+        made, places = [], self._evaluations[layer].frame.positions
+        for name, whole in (("key", k), ("value", v)):
+            if name not in merging.merge.apply:
+                made.append(whole.double())
+            elif places is None:
+                made.append(merging.rows(vectors[name]))
+            else:
+                made.append(whole.double().index_copy(1, places, merging.rows(vectors[name])))
+        return made[0], made[1]
+
+    def _own_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keys and values [G, n, D] of the tokens that reached a layer."""
+        places = self._evaluations[layer].frame.positions
+        if places is not None:
+            k, v = k[:, places], v[:, places]
+        return {"key": k, "value": v}
+
+    def _begun_merge(
+        self, layer: int, vectors: Mapping[str, Keys], most: int | None
+    ) -> Merging | None:
+        """A layer's merge; None where nothing is merged."""
+        merge = self.program.bound.lowered.prefill.merge
+        if merge is None or self.not_finite:
+            return None
+        evaluation, kept = self._evaluations[layer], self._kept_at(layer)
+        if evaluation.frame.positions is not None:
+            kept = kept[:, evaluation.frame.positions]
+        if most is None:
+            most = int(self.program.heads.per_rank((~kept).sum(-1).max()).max())
+        if not most:
+            return None
+        frame = replace(evaluation.frame, vectors=dict(vectors))
+        updates = self._prefill.merge_updates
+        return Merging.begun(merge, replace(evaluation, frame=frame), kept, updates, {}, most)
+
+    def shared(
+        self,
+        layer: int,
+        below_k: torch.Tensor,
+        below_v: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+    ) -> Shared | None:
+        """What a layer and the one below store together, see `share.shared`; None: nothing."""
+        below, own = (below_k, below_v), (own_k, own_v)
+        kernels = self.program.kernels
+        heads = self.program.heads
+        return shared(self.program.bound, self.prompt, layer, below, own, kernels, heads)
+
+    def _kept_at(self, layer: int) -> torch.Tensor:
+        return self._kept[layer - self.program.layers.start]
+
+    def states(self, layer: int) -> dict[str, Value]:
+        """States of a layer's tokens after the prefill."""
+        return self._evaluations[layer].after
+
+    def merge_states(self, layer: int) -> dict[str, Value]:
+        """States of a layer's merge; empty if it has not merged."""
+        return self._merge_states.get(layer, {})
+
+    def last_queries(self, layer: int) -> torch.Tensor | None:
+        """[H, T, D], the prompt's last queries, which decode steps read; None if they read none."""
+        return self._tails.get(layer)
+
+    def _remember_queries(self, layers: Sequence[int], q: torch.Tensor) -> None:
+        """Copies those of [*, H, T, D] queries of some layers that decode steps may read."""
+        bound = self.program.bound
+        number = 0 if bound.folded.decode is None else bound.step_queries(self.prompt) - 1
+        if number > 0:
+            self._tails.update(zip(layers, q[:, :, -number:].clone(), strict=True))
+
+
+def _vectors(
+    q: torch.Tensor,
+    k: torch.Tensor | Slots,
+    v: torch.Tensor | Slots | None,
+    lse: torch.Tensor | None,
+) -> dict[str, Keys]:
+    """The tensors that are not None by name, as in `Frame`."""
+    given = {"query": q, "key": k, "value": v, "lse": lse}
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
+    """How many layers, this one included, are read later; None: any."""
+    if numbers is None:
+        return None
+    layers = evaluation.frame.bound.shape.layers
+    return max(counts.whole(evaluation.number(each), layers) for each in numbers)
