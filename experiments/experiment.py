@@ -128,7 +128,7 @@ class Switchback:
 
 
 @dataclass(frozen=True)
-class Analysis:
+class AnalysisRules:
     """When the experiment decides.
 
     Attributes:
@@ -183,7 +183,7 @@ class Experiment:
     design: Switchback | None = None
     shadow: Shadow | None = None
     metrics: tuple[Metric, ...] = ()
-    analysis: Analysis = Analysis()
+    analysis: AnalysisRules = AnalysisRules()
     steps: tuple[Step, ...] = ()
 
     @cached_property

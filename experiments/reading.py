@@ -14,7 +14,7 @@ from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.experiments.experiment import (
     DEFAULT_TARGETING_KEY,
     NO_POLICY,
-    Analysis,
+    AnalysisRules,
     Arm,
     Experiment,
     Metric,
@@ -338,7 +338,7 @@ class _Checker:
             design=_built(Switchback, self.switchback()),
             shadow=_built(Shadow, file.get("shadow")),
             metrics=tuple(_metric(metric.value) for metric in file.get("metrics")),
-            analysis=_built(Analysis, file.get("analysis")) or Analysis(),
+            analysis=_built(AnalysisRules, file.get("analysis")) or AnalysisRules(),
             steps=tuple(_built(Step, step.value) for step in file.get("steps") or ()),
         )
 

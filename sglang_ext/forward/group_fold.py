@@ -37,7 +37,7 @@ from kvpolicy.sglang_ext.forward.fold import (
     give_up_tail,
     wasteful,
 )
-from kvpolicy.sglang_ext.forward.reader import Reader
+from kvpolicy.sglang_ext.forward.reader import EntryReader
 from kvpolicy.sglang_ext.request.request import State
 
 if TYPE_CHECKING:
@@ -410,7 +410,9 @@ class GroupFold:
         """The fold of a request that is written by itself."""
         services, together = self._services, self._together
         slots = together._bound.positions == "slots"
-        reader = Reader.of(services.arena, together._table, each.request, each.state, each.length)
+        reader = EntryReader.of(
+            services.arena, together._table, each.request, each.state, each.length
+        )
         choices = self._staying.choices(place, reader.gathered, slots=slots)
         return Fold(services, each.request, each.state, each.length, reader.gathered, choices)
 

@@ -13,7 +13,7 @@ from kvpolicy.sglang_ext.request.request import State
 
 
 @dataclass(frozen=True)
-class Reader:
+class EntryReader:
     """Reads all entries of one request."""
 
     arena: Arena
@@ -45,25 +45,25 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class ListReader(Reader):
+class ListReader(EntryReader):
     """For a request with private pages; `lists` says where its entries are."""
 
     lists: Lists
 
     def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Reader`."""
+        """As of `EntryReader`."""
         where = self.lists.of(0, layer)
         return self.kernels.gather(self.arena.entries, self.arena.values, *where, there)
 
 
 @dataclass(frozen=True)
-class SlotReader(Reader):
+class SlotReader(EntryReader):
     """For a request that has lost nothing; `slots` are int64 [N] of its tokens."""
 
     slots: torch.Tensor
 
     def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of `Reader`."""
+        """As of `EntryReader`."""
         if there is not None:
             raise RuntimeError("entries have left a request that has no private pages")
         k, v = self.arena.storage[layer][:, self.slots].transpose(1, 2)

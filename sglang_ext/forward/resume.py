@@ -19,7 +19,7 @@ from kvpolicy.sglang_ext.forward.failures import DECODING, READING
 from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member
 from kvpolicy.sglang_ext.forward.leaving import Leaving, Room, check_last_fold, may_leave
-from kvpolicy.sglang_ext.forward.reader import ListReader, Reader
+from kvpolicy.sglang_ext.forward.reader import EntryReader, ListReader
 from kvpolicy.sglang_ext.request.pending_steps import LONGEST
 from kvpolicy.sglang_ext.request.request import State, iterate_rows
 
@@ -41,7 +41,7 @@ class _Resumed:
     state: State
     first: int
     end: int
-    reader: Reader
+    reader: EntryReader
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def member(self, first: int, end: int) -> Member:
@@ -79,7 +79,7 @@ class ResumeStep:
             if in_stages and goes_on and state.leaves_at(length - state.prompt):
                 self.leaving.append(Leaving(request, state, length))
             with services.failures.contained(request, READING):
-                reader = Reader.of(arena, self._table, request, state, length)
+                reader = EntryReader.of(arena, self._table, request, state, length)
                 self._resumed.append(_Resumed(request, state, prefix, length, reader))
 
     def overwrite(

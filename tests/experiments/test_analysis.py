@@ -11,7 +11,7 @@ from kvpolicy.experiments import distinct_keys
 from kvpolicy.experiments.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.assignment import assign, fraction
 from kvpolicy.experiments.drift import Candidates, disagreements, divergence
-from kvpolicy.experiments.experiment import Analysis as Rules
+from kvpolicy.experiments.experiment import AnalysisRules as Rules
 from kvpolicy.experiments.experiment import (
     Arm,
     Experiment,

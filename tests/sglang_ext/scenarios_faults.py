@@ -67,7 +67,7 @@ POINTS = {
     "view": ("sglang_ext.forward.view", "make"),
     "planned view": ("sglang_ext.forward.view", "make"),
     "resumed pass": ("sglang_ext.request.request", "State.next_end"),
-    "resumed reader": ("sglang_ext.forward.reader", "Reader.of"),
+    "resumed reader": ("sglang_ext.forward.reader", "EntryReader.of"),
     "resumed attention": ("sglang_ext.forward.resume", "attend"),
     "resumed following": ("sglang_ext.forward.resume", "Group"),
 }

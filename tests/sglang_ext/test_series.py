@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from kvpolicy.experiments.experiment import Analysis, Arm, Experiment, Metric
+from kvpolicy.experiments.experiment import AnalysisRules, Arm, Experiment, Metric
 from kvpolicy.sglang_ext.experiment.live import Live
 from prometheus_client import REGISTRY
 
@@ -13,7 +13,7 @@ EXPERIMENT = Experiment(
     coverage=1.0,
     arms=(Arm("control", "none"), Arm("lava", "lava"), Arm("snapkv", "snapkv")),
     metrics=(Metric("error_rate", "guardrail", 0.1),),
-    analysis=Analysis(min_samples=20),
+    analysis=AnalysisRules(min_samples=20),
 )
 PREFIX = "sglang:kv_experiment_"
 
