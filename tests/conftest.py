@@ -123,6 +123,20 @@ def servers_are_forks() -> None:
     forked.servers_are_forks(serving)
 
 
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """Takes back what a test's code sets in the environment; nothing forks in another one."""
+    before = dict(os.environ)
+    yield
+    for name in before.keys() | os.environ.keys():
+        if name == "PYTEST_CURRENT_TEST" or os.environ.get(name) == before.get(name):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[browsers.Browser]:
     """A browser for all tests that look at pages."""

@@ -15,7 +15,7 @@ import forked
 import pytest
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 
 CHECKOUT = f"""
 import importlib.util, subprocess, sys
@@ -45,7 +45,6 @@ def rows(output):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@pytest.mark.thorough
 def test_demo():
     output = run("examples/demo.py", "--tokens", "256")
     table = {line[:22].strip(): line[22:].split("  ") for line in output.splitlines()}
@@ -56,7 +55,6 @@ def test_demo():
     assert "192 of 256" in output  # slots freed at 64 entries
 
 
-@pytest.mark.thorough
 def test_demo_experiment(tmp_path):
     """The good arm is cleared, the bad one is rolled back, and the report says so."""
     page = tmp_path / "report.html"
@@ -68,7 +66,6 @@ def test_demo_experiment(tmp_path):
     assert "sinks-6" in page.read_text()
 
 
-@pytest.mark.thorough
 def test_quality(tmp_path):
     """Every part at its smallest: table, conversations, variants, layers, and resumption."""
     names = "snapkv,sinks-recent,h2o,minicache"
@@ -103,7 +100,6 @@ def percent(cell):
     return int(cell.split()[0])
 
 
-@pytest.mark.thorough
 def test_quality_speed():
     output = run("benchmarks/quality_speed.py", "--samples", "2", "--length", "128")
     assert "20 samples of 128 tokens" in output
@@ -112,7 +108,6 @@ def test_quality_speed():
     assert seconds["everything"] == pytest.approx(sum(seconds.values()) / 2, abs=0.5)
 
 
-@pytest.mark.thorough
 def test_capacity():
     words = ("--requests", "60", "--prompt", "256", "--new", "16", "--at-once", "6")
     found = rows(run("benchmarks/capacity.py", *words))
@@ -124,7 +119,6 @@ def test_capacity():
     assert policy_of_8 > policy
 
 
-@pytest.mark.thorough
 def test_tight_pool():
     words = ("--policies", "snapkv,h2o", "--shares", "0.25", "--rounds", "1", "--layers", "2")
     sizes = ("--requests", "6", "--prompt", "128", "--new", "24", "--pool", "320")
@@ -161,7 +155,6 @@ def beside_stock(tmp_path_factory):
     return {path.stem: rows(path.read_text()) for path in folder.iterdir()}
 
 
-@pytest.mark.thorough
 def test_cost(beside_stock):
     assert len(beside_stock["cost"]) == 2
     for row in beside_stock["cost"]:
@@ -169,7 +162,6 @@ def test_cost(beside_stock):
         assert float(row[3].split()[0]) > 0
 
 
-@pytest.mark.thorough
 def test_methods(beside_stock):
     found = beside_stock["methods"]
     assert [row[0] for row in found] == [*METHODS]
@@ -190,7 +182,6 @@ def test_fold_interval(beside_stock):
         assert row[7] == "40 to 41"
 
 
-@pytest.mark.thorough
 def test_propagation():
     words = ("--tokens", "300", "--rounds", "1", "--layers", "4")
     stock, none, fastkv = rows(run("benchmarks/propagation.py", *words))
@@ -198,14 +189,12 @@ def test_propagation():
     assert 50 < float(fastkv[3]) < 70
 
 
-@pytest.mark.thorough
 def test_architectures():
     [row] = rows(run("benchmarks/architectures.py", "ernie-4.5", "--each", "1"))
     assert row[:4] == ["`ernie-4.5`", "`Ernie4_5ForCausalLM`", "20", "23"]
     assert (row[4], row[-1]) == ("0", "0")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("more", [(), ("--pp", "2", "--tp", "2")])
 def test_soak(more):
     words = ("--requests", "24", "--longest", "400", "--pool", "2000", "--at-once", "12")
@@ -216,7 +205,6 @@ def test_soak(more):
     assert int(compressed) > 3
 
 
-@pytest.mark.thorough
 def test_experiment_soak():
     output = run("benchmarks/experiment_soak.py", "--requests", "150")
     found, _, counts = output.partition("\n\n| requests | count |")
@@ -226,7 +214,6 @@ def test_experiment_soak():
     assert "| operator: POST experiment/abort | 1 |" in counts
 
 
-@pytest.mark.thorough
 def test_experiment_null():
     none, lava, one_key = rows(run("benchmarks/experiment_null.py", "--requests", "60"))
     assert none[2:6] == ["60", "0", "0", "-"]
@@ -235,7 +222,6 @@ def test_experiment_null():
     assert one_key[7] == "all traffic in one arm"
 
 
-@pytest.mark.thorough
 def test_experiment_overhead():
     words = ("--rounds", "1", "--requests", "12", "--prompt", "40", "--new", "4", "--sample", "1")
     output = run("benchmarks/experiment_overhead.py", *words)
@@ -243,7 +229,6 @@ def test_experiment_overhead():
     assert [row[0] for row in rows(output)] == ["without an experiment", "with it"]
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
 def test_gateway():
     """Cache-aware routing has the higher hit rate, with a policy as without one."""
@@ -254,7 +239,6 @@ def test_gateway():
     assert abs(made["cache_aware", "snapkv"] - made["cache_aware", "none"]) < 15
 
 
-@pytest.mark.thorough
 def test_host_model():
     """The benchmark itself checks operations of a fold; of times only their presence is checked."""
     words = ("--prefills", "snapkv", "--folds", "h2o,d2o", "--sizes", "3x2", "--requests", "1,3")
@@ -274,7 +258,6 @@ def test_host_model():
     assert 32 < int(numbers[0]) < int(numbers[-1])
 
 
-@pytest.mark.thorough
 def test_scale():
     """As many requests wait as were sent, and every part finds what it is to find."""
     words = ("--servers", "h2o", "--queued", "1,20", "--rounds", "3", "--policies", "2")
@@ -290,7 +273,6 @@ def test_scale():
     ]  # fmt: skip
 
 
-@pytest.mark.thorough
 def test_long_generation(tmp_path):
     picture = tmp_path / "slots.png"
     words = ("--new", "200", "--budget", "40", "--prompt", "20", "--plot", str(picture))
@@ -304,7 +286,6 @@ def test_long_generation(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-@pytest.mark.thorough
 def test_kernels(tmp_path):
     """Every case is checked against its reference; the report and the picture are written."""
     run("benchmarks/kernels.py", "--toy", "--out", str(tmp_path))
@@ -368,7 +349,6 @@ def test_figures_of_a_cpu_do_not_replace_those_of_a_gpu():
         assert "holds figures of a GPU at full size" in result.stderr
 
 
-@pytest.mark.thorough
 def test_serving(tmp_path):
     words = ("--policies", "snapkv,streamingllm", "--shares", "0.25", "--lengths", "200")
     sizes = ("--new", "12", "--at-once", "2", "--rounds", "1", "--crowd", "3")

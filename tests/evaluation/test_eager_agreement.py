@@ -16,7 +16,7 @@ from kvpolicy.evaluation import records
 from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "model-small"
 sys.path.insert(0, str(ROOT / "tests" / "reference"))
@@ -123,7 +123,6 @@ def disagreement(one: Answers, other: Answers) -> str | None:
     return None
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("policy", SETTINGS)
 def test_eval_measures_what_a_plain_model_does(served, questions, policy):
     plain = eager(questions, None if policy == "none" else policy, SETTINGS[policy])
@@ -133,7 +132,6 @@ def test_eval_measures_what_a_plain_model_does(served, questions, policy):
     assert not clear, f"{len(clear)} answers differ where no two words are near a tie"
 
 
-@pytest.mark.thorough
 def test_another_budget_on_one_side_is_seen(served, questions):
     some = {key: asked for key, asked in questions.items() if key[0] == "mk" and key[1] < 10}
     plain = eager(some, "snapkv", {"capacity": "10", "window": "8"})

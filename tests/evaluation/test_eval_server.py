@@ -17,7 +17,7 @@ import pytest
 from kvpolicy.evaluation import cli, records, serving
 from kvpolicy.evaluation.looking.kept import unpacked
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 
 CONVERSATIONS = ("multiturn", "multiturn-evicted", "multiturn-copy")
 ASKED = ["--lengths", "256", "--samples", "4", "--concurrency", "4", "--quiet"]
@@ -66,7 +66,6 @@ def whole(with_policies, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.thorough
 def test_every_question_has_a_record(whole):
     found = list(records.read(whole / "samples.jsonl"))
     assert len({record.key for record in found}) == len(found) == 3 * 4 * (1 + 3 * 2 + 4)
@@ -85,7 +84,6 @@ def test_every_question_has_a_record(whole):
     assert sum(scores) / len(scores) > 0.8
 
 
-@pytest.mark.thorough
 def test_what_a_later_turn_finds(whole):
     """In the tree and evicted, answers are equal; in the copy, the prompt is the first turn's."""
     found = {r.key: r for r in records.read(whole / "samples.jsonl")}
@@ -128,7 +126,6 @@ def test_the_summary(whole):
     assert (whole / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.thorough
 def test_killed_and_resumed(whole, with_policies, tmp_path):
     """No record is lost or doubled: they are the same as without the kill."""
     out, tasks = tmp_path / "out", ",".join(("niah", *CONVERSATIONS, "shared"))
@@ -163,7 +160,6 @@ def test_stock_sglang(stock, whole, tmp_path, capsys):
     assert all(theirs[key] == record for key, record in found.items())
 
 
-@pytest.mark.thorough
 def test_a_server_of_its_own_that_dies(model, tmp_path, monkeypatch, capsys):
     """The server is started with every setting, dies, and is started again; none is left behind."""
     out = tmp_path / "out"
@@ -218,7 +214,6 @@ def started_servers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pids
 
 
-@pytest.mark.thorough
 def test_a_killed_client_leaves_no_server_behind(model):
     """Not even one that is still starting."""
     script = f"from kvpolicy.evaluation.serving import serve\nwith serve({model!r}): pass"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "model-tiny"
 sys.path.insert(0, str(ROOT / "tests" / "reference"))
@@ -92,7 +92,6 @@ def log_probabilities(ids, name=None) -> np.ndarray:
     return torch.stack(answer.logits).log_softmax(-1).numpy()
 
 
-@pytest.mark.thorough(besides=["sinks-recent"])
 @pytest.mark.parametrize("name", ["snapkv", "sinks-recent", "streamingllm"])
 def test_distances_are_those_of_the_plain_model(compared, texts, name):
     positions, lines = compared

@@ -219,6 +219,7 @@ def test_choices_between_axes(name, condition):
     assert_agreement(f"{AWAY}{head}{FILL}")
 
 
+@pytest.mark.thorough(besides=["flag"])
 @pytest.mark.slow
 @pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 1"])
 @pytest.mark.parametrize(

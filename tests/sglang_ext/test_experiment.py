@@ -583,6 +583,7 @@ def changed(text, old, new):
     return text.replace(old, new)
 
 
+@pytest.mark.thorough
 def test_a_wrong_experiment_stops_the_launch(model, tmp_path):
     """One message with the place, before any process starts."""
     text = json.dumps(DOCUMENT, indent=1)

@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-@pytest.mark.thorough(besides=["prefill", "pairs", "propagation"])
+@pytest.mark.thorough(besides=["pairs", "propagation"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_fails_for_one_request_leaves_the_others_as_they_were(run, changing, case):
     policies, points, flags = CASES[case]
@@ -96,6 +96,7 @@ def test_what_fails_for_a_retracted_request_leaves_the_others_as_they_were(run):
     )
 
 
+@pytest.mark.thorough
 def test_a_prompt_that_keeps_the_room_it_borrowed_takes_it_from_nobody_for_good(run):
     """SGLang retracts if running requests need the slots; every answer is the same as alone."""
     seen = run("borrowed", length=200, output=50, max_total_tokens=480)

@@ -143,6 +143,7 @@ def test_answers_and_what_is_kept_are_those_of_one_process(server, expected):
     assert answers(server, order, alone=True)[0] == {i: expected[i] for i in order}
 
 
+@pytest.mark.thorough
 def test_requests_in_flight_together_and_in_another_order(server, expected):
     order = sorted(expected)
     random.Random(1).shuffle(order)

@@ -82,6 +82,7 @@ def ask(server, tokens, forced, output, policy="none"):
     return answer["output_ids"], rated, answer["meta_info"]["finish_reason"]["type"]
 
 
+@pytest.mark.thorough
 def test_what_follows_forced_tokens_is_what_stock_sglang_says_after_them(server, stock):
     tokens, rated, end = ask(server, prompt(8, 120), FORCED, 20 + len(FORCED))
     wanted, wanted_rated, wanted_end = stock[1]

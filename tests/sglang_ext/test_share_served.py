@@ -64,7 +64,7 @@ def test_chunked_prefill_gives_the_same_answers(seen, run):
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 
 
-@pytest.mark.thorough(besides=["retracted-chunks"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("env", "flags"),
     [

@@ -151,6 +151,7 @@ def assert_drifts(server, before, schedulers=(None,)):
     assert tallies["tight"]["drift"][1] > 0
 
 
+@pytest.mark.thorough
 def test_an_experiment_is_scored_again_on_all_ranks(server):
     """In slots that every rank has set aside."""
     assert_drifts(server, 0)

@@ -74,7 +74,7 @@ def test_choices_that_were_measured_are_warmed(path, tmp_path):
     assert [missing for _, missing in found.values()] == [[]] * 4
 
 
-@pytest.mark.thorough(besides=["h2o"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_what_was_not_warmed_is_seen(name):
     """Warmed without long prompts, kernels of long rows are missing."""
