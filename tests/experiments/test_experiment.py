@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from kvpolicy.experiments.experiment import (
-    Analysis,
+    AnalysisRules,
     Arm,
     Experiment,
     Key,
@@ -51,7 +51,7 @@ def test_what_may_change_keeps_the_revision(changes):
         {"design": Switchback(600.0, 60.0)},
         {"shadow": Shadow(0.02)},
         {"metrics": (Metric("error_rate", "guardrail", 0.01),)},
-        {"analysis": Analysis(alpha=0.01)},
+        {"analysis": AnalysisRules(alpha=0.01)},
     ],
 )
 def test_what_is_compared_makes_a_new_revision(changes):

@@ -20,6 +20,7 @@ from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
 from methods import METHODS
 
+EXPERTS_FAIL = ("glm-4-moe", "qwen3-moe")  # with SGLang 0.5.22 on a CPU, without a policy too
 WHEN_LOADED = ("cohere-2", "gemma-2", "gemma-3")  # refused when loaded, not by their config
 OTHERS = sorted(set(METHODS) - {*SLOTS, *TOKENS_LEAVE})
 
@@ -50,6 +51,8 @@ def test_each_architecture_is_a_row():
 def test_served(serve, tmp_path, name):
     from comparison import compare
 
+    if name in EXPERTS_FAIL and compat.installed_version() == "0.5.22":
+        pytest.skip("SGLang 0.5.22 does not serve it on a CPU")
     folder, methods = make(name, tmp_path), chosen(name)
     seen = serve(folder, {"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}, methods=methods, each=1, pause=2)
     different, ties, changed = compare(folder, seen["answers"], 1)
