@@ -26,7 +26,7 @@ test-all: setup
 
 # Language, policies and kernels without SGLang and slow tests, in three minutes.
 check: setup
-	$(TOGETHER) PROCESSES=2 SELECTED='-m "not server and not slow" $(CHECKED)'
+	$(TOGETHER) PROCESSES=2 SELECTED='--brief -m "not server and not slow" $(CHECKED)'
 
 pytest: setup
 	$(PYTHON) -m pytest $(PYTEST_ARGS) $(SELECTED)

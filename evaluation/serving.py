@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import requests
@@ -237,7 +238,7 @@ def serve(
             stderr=subprocess.STDOUT,
             env={**defaults, **os.environ, **(env or {})},
             start_new_session=True,
-            preexec_fn=_ends_with_parent,
+            preexec_fn=partial(_end_with, os.getpid()),
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
@@ -310,10 +311,12 @@ def _last_words(server: Server, what: str) -> str:
     return "\n".join([f"the SGLang server {what}; its last lines ({server.log}):", *lines[-15:]])
 
 
-def _ends_with_parent() -> None:
+def _end_with(client: int) -> None:
     """Make the server end with its client, even one that is killed (Linux); runs in the server."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != client:  # killed before the signal was asked for
+            os._exit(1)
 
 
 def _stop(process: subprocess.Popen) -> None:

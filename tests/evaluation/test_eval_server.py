@@ -226,6 +226,12 @@ def test_a_killed_client_leaves_no_server_behind(model):
     assert until(lambda: not alive(server))
 
 
+def test_a_client_that_is_gone_already_leaves_none_either():
+    script = "from kvpolicy.evaluation import serving; serving._end_with(-1); print('still there')"
+    result = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, ""), result.stderr
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
