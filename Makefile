@@ -24,7 +24,7 @@ test: setup
 test-all: setup
 	$(TOGETHER)
 
-# Language, policies and kernels without SGLang and slow tests, in three minutes.
+# Language, policies and kernels without SGLang and slow tests, in four minutes.
 check: setup
 	$(TOGETHER) PROCESSES=2 SELECTED='--brief -m "not server and not slow" $(CHECKED)'
 
