@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 # Matrices are small: threads of several processes would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported, by torch
@@ -96,9 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if config.getoption("brief"):
-        left_out = [item for item in items if brief.leaves_out(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=[item for item in items if brief.leaves_out(item)])
+        items[:] = [item for item in items if not brief.leaves_out(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -126,15 +126,8 @@ def servers_are_forks() -> None:
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
     """Takes back what a test's code sets in the environment; nothing forks in another one."""
-    before = dict(os.environ)
-    yield
-    for name in before.keys() | os.environ.keys():
-        if name == "PYTEST_CURRENT_TEST" or os.environ.get(name) == before.get(name):
-            continue
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            del os.environ[name]
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import brief
 import pytest
 
 
 def test_rows_that_are_named_are_there(request):
-    rows, named = {}, {}
+    found = {}
     for item in request.session.items:
-        mark = item.get_closest_marker("thorough")
-        if mark is not None and hasattr(item, "callspec"):
-            function = item.nodeid.partition("[")[0]
-            rows.setdefault(function, []).append(f"-{item.callspec.id}-")
-            named[function] = mark.kwargs.get("besides", ())
-    if not rows:
+        for words in brief.named(item):
+            key = item.nodeid.partition("[")[0], words
+            found[key] = found.get(key, False) or brief.is_row(item, words)
+    if not found:
         pytest.skip("no table was collected")
-    absent = {
-        (function, words)
-        for function, ids in rows.items()
-        for words in named[function]
-        if not any(f"-{words}-" in each for each in ids)
-    }
-    assert absent == set()
+    assert {key for key, there in found.items() if not there} == set()

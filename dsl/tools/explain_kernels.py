@@ -12,9 +12,8 @@ from kvpolicy.dsl.execute.layer.combination import is_combination
 from kvpolicy.dsl.execute.layer.evaluate import reduces_past
 from kvpolicy.dsl.execute.layer.share import side_of_share
 from kvpolicy.dsl.execute.operations.operands import distribution
-from kvpolicy.dsl.execute.planned.prefill import Prefill
+from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.execute.planned.steps import Steps
-from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.written import described
 from kvpolicy.dsl.ops.operations import Kind
@@ -24,36 +23,29 @@ _LARGE = frozenset(("query", "dim"))  # axes of large values
 _LONGEST = 88
 
 
-def fusions(bound: Bound) -> Iterator[Fusion]:
-    """What is generated for the prefill; for states while decoding; and where entries leave."""
-    yield Prefill(bound, False, defers=False).fusion
-    if bound.folded.decode is not None:
-        yield from Steps(bound, False, installed()).fusions
-
-
 def kernels(bound: Bound) -> Iterator[str]:
     """Lines on kernels of the prefill, then of decode steps."""
-    of_prefill, *of_steps = fusions(bound)
+    program = Compiled(bound)
+    of_prefill, *of_steps = program.fusions
     yield from (f"  {line}" for line in (*_passes(of_prefill), *reasons([of_prefill])))
     if bound.folded.prefill.merge is not None:
         yield f"  {_MERGE}"
     if bound.lowered.share is not None:
         yield f"  {_share(bound.lowered.share.direction)}"
-    if bound.folded.decode is None:
+    if program.steps is None:
         return
-    yield f"  {_while_decoding(bound)}"
+    yield f"  {_while_decoding(program.steps)}"
     for each in of_steps:
         yield from (f"    {line}" for line in _passes(each))
     yield from (f"    {line}" for line in reasons(of_steps))
-    if bound.folded.decode.merge is not None:
+    if program.steps.leaving_merge:
         yield f"    {_MERGE}"
 
 
 _MERGE = "kernel  hand-written: merge, of the rows that are dropped into those that stay"
 
 
-def _while_decoding(bound: Bound) -> str:
-    steps = Steps(bound, False, installed())
+def _while_decoding(steps: Steps) -> str:
     if not steps.advances:
         return "while decoding"
     how = "of several steps at once" if steps.at_once else "step by step"

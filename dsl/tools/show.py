@@ -9,10 +9,11 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.source import generate
+from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.explain import roots
-from kvpolicy.dsl.tools.explain_kernels import fusions, reasons
+from kvpolicy.dsl.tools.explain_kernels import reasons
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
 
 def sources(bound: Bound) -> Iterator[str]:
     """The texts of the generated files, the prefill's first; if none, a comment that says why."""
-    found = list(fusions(bound))
+    found = Compiled(bound).fusions
     for each in found:
         for bundle in each.bundles:
             yield generate(bundle, bound, steps=each.steps).text

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.tools.explain_kernels import fusions
 from kvpolicy.dsl.tools.show import sources
 from kvpolicy.kernels.scoring import generated
 
@@ -95,7 +95,7 @@ def test_the_text_is_for_readers():
 
 def test_reductions_of_one_window_share_a_pass():
     bound = bind(load("cake").require(), LLAMA, {})
-    (bundle,) = next(fusions(bound)).bundles
+    (bundle,) = Compiled(bound).fusions[0].bundles
     assert len(bundle.reductions) == 3
     text, _ = texts("cake")
     # One function for all of them, and one probability.

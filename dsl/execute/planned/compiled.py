@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.stages import exchanged
+from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.layer.generated import Generated
 from kvpolicy.dsl.execute.planned.plan import Plan
 from kvpolicy.dsl.execute.planned.prefill import Prefill
@@ -47,6 +48,7 @@ class Compiled:
         steps: what decode steps compute; None without `decode:`.
         exchanged: numbers of each layer that stages tell each other; empty if all layers are here.
         accumulates: whether earlier chunks of a prompt may be passed to `Run.accumulate`.
+        fusions: what is fused of the prefill, then of decode steps, see `Steps.fusions`.
         generated: the prefill's generated kernels; None if there are none.
         reads_lse: whether a prefill computes less if it is given the log-sum-exp of its logits.
 
@@ -80,7 +82,9 @@ class Compiled:
         self.steps = None
         if bound.folded.decode is not None:
             self.steps = Steps(bound, report, kernels, heads, self.layers)
-        self.generated = Generated.of(self._prefill.fusion, kernels)
+        of_prefill = Fusion(bound, self._prefill.everything, self._prefill.updates)
+        self.fusions = (of_prefill, *(() if self.steps is None else self.steps.fusions))
+        self.generated = Generated.of(of_prefill, kernels)
         self.reads_lse = self.generated is not None and self.generated.reads_lse
         self.keys_stay = keys_stay
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
-from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.layer.evaluate import updating
 from kvpolicy.dsl.execute.operations.operands import operands
 from kvpolicy.dsl.execute.operations.table import is_computed
@@ -99,11 +98,6 @@ class Prefill:
         known = {*self.planned}
         self.scored = [node for node in self.layer_roots if node not in known]
         self.alike_by = self._alike_by(known)
-
-    @property
-    def fusion(self) -> Fusion:
-        """What generated kernels compute of the prefill."""
-        return Fusion(self.bound, self.everything, self.updates)
 
     def _alike_by(self, known: set[Node]) -> tuple[Node, ...] | None:
         roots = [*self.scored, *state_roots(self.updates)]
