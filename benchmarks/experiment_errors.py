@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 import report
-from kvpolicy.experiments.reading import load
-from kvpolicy.experiments.simulation import Row, simulate
+from kvpolicy.experiments.definition.reading import load
+from kvpolicy.experiments.simulate.simulation import Row, simulate
 
 EXAMPLE = report.ROOT / "examples" / "experiments" / "lava-25.yaml"
 ERRORS = ("what", "values", "question", "runs", "ever happened, % (95 %)", "may be, %")

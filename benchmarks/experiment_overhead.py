@@ -24,7 +24,7 @@ import psutil
 import report
 import requests
 from kvpolicy.evaluation.serving import Server, serve
-from kvpolicy.experiments import reading
+from kvpolicy.experiments.definition import reading
 from kvpolicy.sglang_ext.experiment.live import LABELS, Live
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from scipy.stats import t

@@ -26,8 +26,8 @@ import numpy as np
 import report
 import requests
 from kvpolicy.evaluation.serving import Server, serve
-from kvpolicy.experiments import reading
-from kvpolicy.experiments.assignment import assign
+from kvpolicy.experiments.definition import reading
+from kvpolicy.experiments.replica.assignment import assign
 from soak import CHECKS, leaked
 from tqdm import tqdm
 

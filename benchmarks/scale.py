@@ -265,8 +265,8 @@ def of_fleet(options: argparse.Namespace) -> Rows:
 def of_experiment(options: argparse.Namespace) -> Rows:
     """Per number of replicas of an experiment: seconds to pool and show their documents."""
     sys.path.append(str(report.ROOT / "tests" / "experiments"))
-    from kvpolicy.experiments.overview import Answer, Overview
-    from kvpolicy.experiments.status import screen
+    from kvpolicy.experiments.fleet.overview import Answer, Overview
+    from kvpolicy.experiments.reporting.status import screen
     from made_experiment import made
 
     head = ("replicas", "of each, KiB", "pooled and shown, s", "for each, ms")

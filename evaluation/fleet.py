@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
-from kvpolicy.experiments.replica import Replica
+from kvpolicy.experiments.fleet.client import Replica
 
 _AT_ONCE = 32  # most replicas asked at the same time
 _WIDTH = 100

@@ -20,9 +20,9 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all, wh
 from kvpolicy.dsl.tools.cli import GENERATED, format_files, generated
 
 if TYPE_CHECKING:
-    from kvpolicy.experiments.experiment import Experiment
-    from kvpolicy.experiments.overview import Answer, Overview
-    from kvpolicy.experiments.replica import Replica
+    from kvpolicy.experiments.definition.experiment import Experiment
+    from kvpolicy.experiments.fleet.client import Replica
+    from kvpolicy.experiments.fleet.overview import Answer, Overview
 
 ADMIN_KEY = "SGLANG_ADMIN_KEY"  # environment variable
 _FILE = "path of an experiment"
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.reading import load
+    from kvpolicy.experiments.definition.reading import load
 
     code = 0
     for file in args.files:
@@ -94,7 +94,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def summary(experiment: Experiment) -> str:
     """One line about an experiment: name, arms, coverage, steps, design and revision."""
-    from kvpolicy.experiments.quantities import percent_text
+    from kvpolicy.experiments.definition.quantities import percent_text
 
     total = sum(arm.weight for arm in experiment.arms)
     arms = ", ".join(
@@ -111,21 +111,21 @@ def summary(experiment: Experiment) -> str:
 
 
 def _fmt(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.fmt import format_file
+    from kvpolicy.experiments.definition.fmt import format_file
 
     return format_files(args.files, format_file, check=args.check)
 
 
 def _schema(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.schema import schema_text
+    from kvpolicy.experiments.definition.schema import schema_text
 
     return generated(schema_text(), args)
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.reading import load
-    from kvpolicy.experiments.simulation import simulate
-    from kvpolicy.experiments.simulation_text import lines
+    from kvpolicy.experiments.definition.reading import load
+    from kvpolicy.experiments.simulate.simulation import simulate
+    from kvpolicy.experiments.simulate.text import lines
 
     experiment = load(args.file).require()
     rows = simulate(
@@ -144,7 +144,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.overview import Overview
+    from kvpolicy.experiments.fleet.overview import Overview
 
     if args.watch is not None and not args.url:
         raise refused("--watch", "arguments", "a file does not change; this belongs to --url")
@@ -164,7 +164,7 @@ def _status(args: argparse.Namespace) -> int:
 
 def wrong(overview: Overview) -> bool:
     """Whether the experiment is aborted, an arm rolled back or breached, or there is a warning."""
-    from kvpolicy.experiments.lifecycle import State
+    from kvpolicy.experiments.replica.lifecycle import State
 
     breached = any(verdict.outcome == "breached" for verdict in overview.guardrails)
     given_up = State.ABORTED in overview.states or bool(overview.rolled_back)
@@ -176,16 +176,16 @@ def _shown(args: argparse.Namespace, overview: Overview) -> str:
         import json
 
         return json.dumps(overview.as_document(), indent=1, ensure_ascii=False) + "\n"
-    from kvpolicy.experiments.status import screen
+    from kvpolicy.experiments.reporting.status import screen
 
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return screen(overview, width=_width(), colours=colours)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.headline import headline
-    from kvpolicy.experiments.overview import Overview
-    from kvpolicy.experiments.report import page
+    from kvpolicy.experiments.fleet.overview import Overview
+    from kvpolicy.experiments.reporting.headline import headline
+    from kvpolicy.experiments.reporting.page import page
 
     overview = Overview(_answers(args, _replicas(args)))
     path = Path(args.out)
@@ -198,7 +198,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _steer(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments import steering
+    from kvpolicy.experiments.fleet import steering
 
     body = {name: getattr(args, name, None) for name in ("arm", "reason", "force")}
     asked = {name: value for name, value in body.items() if value}
@@ -206,8 +206,8 @@ def _steer(args: argparse.Namespace) -> int:
 
 
 def _put(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments import steering
-    from kvpolicy.experiments.reading import load
+    from kvpolicy.experiments.definition.reading import load
+    from kvpolicy.experiments.fleet import steering
 
     found = load(args.file)
     if found.diagnostics:
@@ -218,7 +218,7 @@ def _put(args: argparse.Namespace) -> int:
 
 
 def _replicas(args: argparse.Namespace) -> list[Replica]:
-    from kvpolicy.experiments.replica import Replica
+    from kvpolicy.experiments.fleet.client import Replica
 
     api_key = _key("--api-key-env", args.api_key_env)
     admin_key = None
@@ -241,8 +241,8 @@ def _key(option: str, variable: str | None) -> str | None:
 
 
 def _answers(args: argparse.Namespace, replicas: list[Replica]) -> list[Answer]:
-    from kvpolicy.experiments import saved
-    from kvpolicy.experiments.overview import Answer
+    from kvpolicy.experiments.fleet import saved
+    from kvpolicy.experiments.fleet.overview import Answer
 
     if args.saved:
         return saved.read_all(args.saved)

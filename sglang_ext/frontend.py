@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any
 
-from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.experiment.raw import RAW
 from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
 from kvpolicy.sglang_ext.experiment.shadow import Shadows

@@ -45,6 +45,7 @@ PACKAGES = {
     "dsl": ("syntax", "ops", "ir", "check", "bind", "data", "interpret", "codegen", "execute",
             "tools"),
     "dsl/execute": ("tensors", "operations", "layer", "planned", "prefill", "decode"),
+    "experiments": ("statistics", "definition", "replica", "fleet", "reporting", "simulate"),
     "kernels": ("launch", "entries", "templates", "scoring", "merging", "attention"),
     "sglang_ext": ("face", "memory", "request", "report", "forward", "attention", "serving",
                    "experiment"),

@@ -14,7 +14,7 @@ import numpy as np
 from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
 from kvpolicy.evaluation.looking.terminal import percent
 from kvpolicy.evaluation.reporting import plot_style
-from kvpolicy.experiments import html_table, offline_page
+from kvpolicy.experiments.reporting import html_table, offline_page
 
 _COLUMNS = (
     "policy",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpolicy.evaluation.looking import terminal
 from kvpolicy.evaluation.looking.kept import Kept
-from kvpolicy.experiments import offline_page
+from kvpolicy.experiments.reporting import offline_page
 
 _SOURCES = Path(__file__).parents[1] / "pages"
 _OWN = ("kept_map.css", "kept_map.js", "inspect.js")

@@ -16,7 +16,7 @@ from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.reporting.results import Series
 from kvpolicy.evaluation.reporting.statistics import FEW
 from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named, point
-from kvpolicy.experiments import offline_page
+from kvpolicy.experiments.reporting import offline_page
 
 SOURCES = Path(__file__).parents[1] / "pages"
 OWN = (

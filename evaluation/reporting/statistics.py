@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from kvpolicy.experiments.shares import wilson
+from kvpolicy.experiments.statistics.shares import wilson
 
 FEW = 20  # units below which no bootstrap is used
 DRAWS = 2000  # samples of a bootstrap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpolicy.experiments.experiment import Experiment
+from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.sglang_ext.face.options import text_of
 
 

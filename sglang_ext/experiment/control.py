@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.experiments.lifecycle import ENDED
+from kvpolicy.experiments.replica.lifecycle import ENDED
 from kvpolicy.sglang_ext.experiment.live import InUse, Live
 from kvpolicy.sglang_ext.experiment.server import Server
 from kvpolicy.sglang_ext.face import compat

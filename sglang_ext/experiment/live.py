@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
-from kvpolicy.experiments import reading, state_file
-from kvpolicy.experiments.analysis import Analysis, Verdict
-from kvpolicy.experiments.assignment import Reason
-from kvpolicy.experiments.document import document
-from kvpolicy.experiments.evidence import Evidence
-from kvpolicy.experiments.experiment import NO_POLICY, Arm, Experiment
-from kvpolicy.experiments.lifecycle import ENDED, Lifecycle
-from kvpolicy.experiments.metrics import METRICS
-from kvpolicy.experiments.state_file import StateFileError
+from kvpolicy.experiments.definition import reading
+from kvpolicy.experiments.definition.experiment import NO_POLICY, Arm, Experiment
+from kvpolicy.experiments.definition.metrics import METRICS
+from kvpolicy.experiments.replica import state_file
+from kvpolicy.experiments.replica.analysis import Analysis, Verdict
+from kvpolicy.experiments.replica.assignment import Reason
+from kvpolicy.experiments.replica.document import document
+from kvpolicy.experiments.replica.evidence import Evidence
+from kvpolicy.experiments.replica.lifecycle import ENDED, Lifecycle
+from kvpolicy.experiments.replica.state_file import StateFileError
 from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.face.errors import Refused
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
-from kvpolicy.experiments import reading
-from kvpolicy.experiments.experiment import NO_POLICY, Experiment
+from kvpolicy.experiments.definition import reading
+from kvpolicy.experiments.definition.experiment import NO_POLICY, Experiment
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import LABELS, Live
 from kvpolicy.sglang_ext.face import compat, options

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.experiments.assignment import Reason
-from kvpolicy.experiments.experiment import Experiment
-from kvpolicy.experiments.lifecycle import Lifecycle, State
+from kvpolicy.experiments.definition.experiment import Experiment
+from kvpolicy.experiments.replica.assignment import Reason
+from kvpolicy.experiments.replica.lifecycle import Lifecycle, State
 
 if TYPE_CHECKING:
-    from kvpolicy.experiments.analysis import Analysis, Verdict
+    from kvpolicy.experiments.replica.analysis import Analysis, Verdict
 
 OUTCOMES = ("ok", "failed", "aborted")
 # What became of a sampled request: compared, or why not.

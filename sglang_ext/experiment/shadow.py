@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kvpolicy.experiments.drift import Candidates, disagreements, divergence
-from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.experiments.definition.experiment import NO_POLICY
+from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.series import COMPARED
 from kvpolicy.sglang_ext.face import compat

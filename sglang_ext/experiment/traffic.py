@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from kvpolicy.experiments.assignment import Reason
-from kvpolicy.experiments.experiment import NO_POLICY, Key
+from kvpolicy.experiments.definition.experiment import NO_POLICY, Key
+from kvpolicy.experiments.replica.assignment import Reason
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named

@@ -28,7 +28,7 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.cost_limit import check_cost
-from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import pairing
 from kvpolicy.sglang_ext.face.errors import Refused
 

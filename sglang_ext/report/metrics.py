@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.request.reasons import Reason
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.memory.arena import Arena

@@ -17,7 +17,7 @@ from kvpolicy.dsl.execute.decode.memory import Known, Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.ir.once import once
-from kvpolicy.experiments.experiment import NO_POLICY
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face.asked import POLICY, named
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import Policy

@@ -26,7 +26,7 @@ from deployed import (
     words,
 )
 from kvpolicy.dsl.check.policy import load as load_policy
-from kvpolicy.experiments import reading
+from kvpolicy.experiments.definition import reading
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None,
@@ -38,7 +38,7 @@ KUBERNETES = "1.33"  # the oldest version that is still looked after
 EXPORTED = """
 import sys
 from prometheus_client import REGISTRY
-from kvpolicy.experiments import reading
+from kvpolicy.experiments.definition import reading
 from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.report.metrics import Metrics
 before = {family.name for family in REGISTRY.collect()}

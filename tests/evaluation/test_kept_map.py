@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.experiments import offline_page
+from kvpolicy.experiments.reporting import offline_page
 
 SOURCES = Path(__file__).parents[2] / "evaluation" / "pages"
 

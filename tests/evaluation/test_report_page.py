@@ -12,7 +12,7 @@ from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting import page, results, summary_text
 from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.summary import Summary, Turns
-from kvpolicy.experiments import offline_page
+from kvpolicy.experiments.reporting import offline_page
 
 sys.path.insert(0, str(Path(__file__).parent))
 import made_run

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.experiments import reading
-from kvpolicy.experiments.analysis import Analysis
-from kvpolicy.experiments.lifecycle import ENDED
+from kvpolicy.experiments.definition import reading
+from kvpolicy.experiments.replica.analysis import Analysis
+from kvpolicy.experiments.replica.lifecycle import ENDED
 from made_experiment import Made
 
 PATH = "/kv_policy/experiment"

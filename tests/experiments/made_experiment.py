@@ -4,12 +4,12 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from kvpolicy.experiments import reading
-from kvpolicy.experiments.analysis import Analysis
-from kvpolicy.experiments.assignment import assign
-from kvpolicy.experiments.document import document
-from kvpolicy.experiments.experiment import Experiment
-from kvpolicy.experiments.lifecycle import Lifecycle
+from kvpolicy.experiments.definition import reading
+from kvpolicy.experiments.definition.experiment import Experiment
+from kvpolicy.experiments.replica.analysis import Analysis
+from kvpolicy.experiments.replica.assignment import assign
+from kvpolicy.experiments.replica.document import document
+from kvpolicy.experiments.replica.lifecycle import Lifecycle
 
 TEXT = """\
 experiment: lava-25

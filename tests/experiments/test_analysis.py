@@ -7,12 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kvpolicy.experiments import distinct_keys
-from kvpolicy.experiments.analysis import WORST, Analysis, pooled
-from kvpolicy.experiments.assignment import assign, fraction
-from kvpolicy.experiments.drift import Candidates, disagreements, divergence
-from kvpolicy.experiments.experiment import AnalysisRules as Rules
-from kvpolicy.experiments.experiment import (
+from kvpolicy.experiments.definition.experiment import AnalysisRules as Rules
+from kvpolicy.experiments.definition.experiment import (
     Arm,
     Experiment,
     Key,
@@ -20,7 +16,11 @@ from kvpolicy.experiments.experiment import (
     Shadow,
     Switchback,
 )
-from kvpolicy.experiments.judge import breach_threshold, clear_threshold
+from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
+from kvpolicy.experiments.replica.assignment import assign, fraction
+from kvpolicy.experiments.replica.judge import breach_threshold, clear_threshold
+from kvpolicy.experiments.statistics import distinct_keys
+from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
 
 EXPERIMENT = Experiment(
     name="a-test",

@@ -5,7 +5,8 @@ import timeit
 from dataclasses import replace
 
 import pytest
-from kvpolicy.experiments.assignment import (
+from kvpolicy.experiments.definition.experiment import Arm, Experiment, Switchback
+from kvpolicy.experiments.replica.assignment import (
     Assignment,
     Reason,
     assign,
@@ -13,7 +14,6 @@ from kvpolicy.experiments.assignment import (
     in_burn_in,
     window_of,
 )
-from kvpolicy.experiments.experiment import Arm, Experiment, Switchback
 from scipy import stats
 
 KEYS = [f"user-{i}" for i in range(100_000)]

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.bounded_mean import ABOVE, BELOW, BoundedMean
+from kvpolicy.experiments.statistics.bounded_mean import ABOVE, BELOW, BoundedMean
 from scipy import optimize, special, stats
 from statsmodels.stats.proportion import proportion_confint
 

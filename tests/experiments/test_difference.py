@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.difference import PairedDifference
+from kvpolicy.experiments.statistics.difference import PairedDifference
 from statsmodels.stats.proportion import confint_proportions_2indep
 
 

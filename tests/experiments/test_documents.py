@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvpolicy.experiments.distinct_keys import MAX_KEYS
-from kvpolicy.experiments.form import FILE
-from kvpolicy.experiments.metrics import METRICS
-from kvpolicy.experiments.reading import load, read
-from kvpolicy.experiments.sample_ratio import ALARM
+from kvpolicy.experiments.definition.form import FILE
+from kvpolicy.experiments.definition.metrics import METRICS
+from kvpolicy.experiments.definition.reading import load, read
+from kvpolicy.experiments.statistics.distinct_keys import MAX_KEYS
+from kvpolicy.experiments.statistics.sample_ratio import ALARM
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()

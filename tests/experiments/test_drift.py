@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.drift import Candidates, disagreements, divergence
+from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
 from scipy.special import log_softmax, rel_entr
 
 

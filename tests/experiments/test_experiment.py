@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from kvpolicy.experiments.experiment import (
+from kvpolicy.experiments.definition.experiment import (
     AnalysisRules,
     Arm,
     Experiment,
@@ -14,7 +14,7 @@ from kvpolicy.experiments.experiment import (
     Switchback,
     as_document,
 )
-from kvpolicy.experiments.quantities import (
+from kvpolicy.experiments.definition.quantities import (
     duration_text,
     duration_value,
     percent_text,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.experiments.fmt import format_file, format_text
-from kvpolicy.experiments.reading import as_document, load, read
+from kvpolicy.experiments.definition.fmt import format_file, format_text
+from kvpolicy.experiments.definition.reading import as_document, load, read
 
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER.parents[1] / "examples" / "experiments" / "lava-25.yaml"

@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from kvpolicy.experiments import state_file
-from kvpolicy.experiments.assignment import Reason
-from kvpolicy.experiments.experiment import Arm, Experiment, Key, Step
-from kvpolicy.experiments.lifecycle import Lifecycle, State
-from kvpolicy.experiments.state_file import StateFileError
+from kvpolicy.experiments.definition.experiment import Arm, Experiment, Key, Step
+from kvpolicy.experiments.replica import state_file
+from kvpolicy.experiments.replica.assignment import Reason
+from kvpolicy.experiments.replica.lifecycle import Lifecycle, State
+from kvpolicy.experiments.replica.state_file import StateFileError
 
 EXPERIMENT = Experiment(
     name="trial",

@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
-from kvpolicy.experiments.experiment import DEFAULT_TARGETING_KEY, Key, Metric, Step, Switchback
-from kvpolicy.experiments.reading import as_document, check_policies, load, read
+from kvpolicy.experiments.definition.experiment import (
+    DEFAULT_TARGETING_KEY,
+    Key,
+    Metric,
+    Step,
+    Switchback,
+)
+from kvpolicy.experiments.definition.reading import as_document, check_policies, load, read
 
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER.parents[1] / "examples" / "experiments" / "lava-25.yaml"

@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from kvpolicy.experiments import offline_page, report
-from kvpolicy.experiments.html_table import table
-from kvpolicy.experiments.overview import Answer, Overview
-from kvpolicy.experiments.report_charts import change, charts
+from kvpolicy.experiments.fleet.overview import Answer, Overview
+from kvpolicy.experiments.reporting import offline_page
+from kvpolicy.experiments.reporting import page as report
+from kvpolicy.experiments.reporting.charts import change, charts
+from kvpolicy.experiments.reporting.html_table import table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from made_experiment import SWITCHBACK, TEXT, THREE, Made, made

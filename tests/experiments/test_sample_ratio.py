@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.sample_ratio import ALARM, CONCENTRATIONS, SampleRatio
+from kvpolicy.experiments.statistics.sample_ratio import ALARM, CONCENTRATIONS, SampleRatio
 from scipy import special, stats
 
 
@@ -82,7 +82,7 @@ def test_an_arm_of_weight_zero_gets_nothing():
 
 def test_an_arm_that_is_rolled_back_is_no_mismatch():
     """Keys of other arms continue by their weights; the arm's earlier count is still shown."""
-    from kvpolicy.experiments.distinct_keys import STAGES, DistinctKeys
+    from kvpolicy.experiments.statistics.distinct_keys import STAGES, DistinctKeys
 
     rng = np.random.default_rng(5)
     weights = {"a": 1.0, "b": 1.0, "c": 2.0}
@@ -104,7 +104,7 @@ def test_an_arm_that_is_rolled_back_is_no_mismatch():
 
 def test_another_key_with_the_same_hash_stays_out_of_other_arms():
     """Arms of replicas would mix: keys of the second and third became some of a fourth."""
-    from kvpolicy.experiments.distinct_keys import STAGES, DistinctKeys
+    from kvpolicy.experiments.statistics.distinct_keys import STAGES, DistinctKeys
 
     weights = {"a": 1.0, "b": 1.0, "c": 1.0}
     replicas = [DistinctKeys(weights) for _ in range(2)]

@@ -6,8 +6,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from kvpolicy.experiments.reading import as_document, load
-from kvpolicy.experiments.schema import schema, schema_text
+from kvpolicy.experiments.definition.reading import as_document, load
+from kvpolicy.experiments.definition.schema import schema, schema_text
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.bounded_mean import BoundedMean
-from kvpolicy.experiments.difference import PairedDifference
-from kvpolicy.experiments.experiment import Arm, Metric, Switchback
-from kvpolicy.experiments.made_data import KINDS
-from kvpolicy.experiments.paths import (
+from kvpolicy.experiments.definition.experiment import Arm, Metric, Switchback
+from kvpolicy.experiments.definition.reading import load
+from kvpolicy.experiments.simulate.made_data import KINDS
+from kvpolicy.experiments.simulate.paths import (
     first_at_least,
     log_bayes_factors,
     log_e_above,
     log_e_below,
     sums,
 )
-from kvpolicy.experiments.reading import load
-from kvpolicy.experiments.sample_ratio import SampleRatio
-from kvpolicy.experiments.shares import wilson
-from kvpolicy.experiments.simulation import simulate
+from kvpolicy.experiments.simulate.simulation import simulate
+from kvpolicy.experiments.statistics.bounded_mean import BoundedMean
+from kvpolicy.experiments.statistics.difference import PairedDifference
+from kvpolicy.experiments.statistics.sample_ratio import SampleRatio
+from kvpolicy.experiments.statistics.shares import wilson
 from statsmodels.stats.proportion import proportion_confint
 
 ROOT = Path(__file__).parents[2]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.experiments import text_table, words
 from kvpolicy.experiments.commands import wrong
-from kvpolicy.experiments.document import document
-from kvpolicy.experiments.headline import decided, headline, lacks
-from kvpolicy.experiments.outlook import outlook
-from kvpolicy.experiments.overview import Answer, Overview
-from kvpolicy.experiments.status import evidence, screen
+from kvpolicy.experiments.fleet.outlook import outlook
+from kvpolicy.experiments.fleet.overview import Answer, Overview
+from kvpolicy.experiments.replica.document import document
+from kvpolicy.experiments.reporting import text_table, words
+from kvpolicy.experiments.reporting.headline import decided, headline, lacks
+from kvpolicy.experiments.reporting.status import evidence, screen
 
 sys.path.insert(0, str(Path(__file__).parent))
 from made_experiment import SWITCHBACK, TEXT, THREE, Made, experiment, feed, made

@@ -13,7 +13,7 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.experiments import reading
+from kvpolicy.experiments.definition import reading
 from kvpolicy.sglang_ext.experiment.control import Control
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import Server

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from kvpolicy.experiments.experiment import AnalysisRules, Arm, Experiment, Metric
+from kvpolicy.experiments.definition.experiment import AnalysisRules, Arm, Experiment, Metric
 from kvpolicy.sglang_ext.experiment.live import Live
 from prometheus_client import REGISTRY
 

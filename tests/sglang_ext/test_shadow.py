@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.drift import Candidates
-from kvpolicy.experiments.experiment import Arm, Experiment
+from kvpolicy.experiments.definition.experiment import Arm, Experiment
+from kvpolicy.experiments.statistics.drift import Candidates
 from kvpolicy.sglang_ext import frontend
 from kvpolicy.sglang_ext.experiment import shadow
 from kvpolicy.sglang_ext.experiment.series import Series

@@ -10,8 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.experiments import state_file
-from kvpolicy.experiments.experiment import Arm, Experiment, Key, Metric, Shadow, Step, as_document
+from kvpolicy.experiments.definition.experiment import (
+    Arm,
+    Experiment,
+    Key,
+    Metric,
+    Shadow,
+    Step,
+    as_document,
+)
+from kvpolicy.experiments.replica import state_file
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.control import Control, _policy_in
 from kvpolicy.sglang_ext.experiment.live import Live
@@ -482,7 +490,7 @@ def test_two_servers_do_not_share_a_state_file(stepping, tmp_path):
     code = """if True:
         import sys
         from pathlib import Path
-        from kvpolicy.experiments import state_file
+        from kvpolicy.experiments.replica import state_file
         claimed = state_file.claim(Path(sys.argv[1]))
         print(claimed is not None, flush=True)
         sys.stdin.read()

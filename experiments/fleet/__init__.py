@@ -1,0 +1,1 @@
+"""All replicas: asking them, giving them orders, and what they have seen, pooled."""

@@ -1,0 +1,331 @@
+"""What all replicas of an experiment have seen, pooled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
+from kvpolicy.experiments.definition import reading
+from kvpolicy.experiments.definition.experiment import Experiment
+from kvpolicy.experiments.definition.metrics import METRICS
+from kvpolicy.experiments.fleet.outlook import Outlook, outlook
+from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
+from kvpolicy.experiments.replica.lifecycle import ENDED, State
+from kvpolicy.experiments.replica.verdict import Verdict
+
+_NEEDED = (
+    "experiment", "name", "revision", "digest", "state", "reason", "promoted", "rolled_back",
+    "coverage", "default", "elapsed_seconds", "step", "steps", "next_step_in_seconds", "log",
+    "reload", "state_saved", "warnings", "analysis", "shadow",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of one replica.
+
+    Attributes:
+        name: its address, or the file that holds the answer.
+        document: the JSON value that `document.document` makes.
+    """
+
+    name: str
+    document: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm, over all replicas.
+
+    Attributes:
+        arm, policy: names.
+        requests, finished, failed, shadowed, shadowed_tokens: counts.
+        keys: number of distinct keys; None with `design: switchback`.
+        wanted: share that the weights give the arm among the arms that are not rolled back.
+        seen: its share of the keys of these arms, or of their requests with `design: switchback`;
+            None before the first.
+        gone: whether a replica has rolled it back; then `wanted` is 0 and `seen` None.
+        means: mean of each metric of `TALLIES` in its unit; None before the first value.
+    """
+
+    arm: str
+    policy: str
+    requests: int
+    finished: int
+    failed: int
+    shadowed: int
+    shadowed_tokens: int
+    keys: int | None
+    wanted: float
+    seen: float | None
+    gone: bool
+    means: Mapping[str, float | None]
+
+
+class Overview:
+    """One experiment in one or several replicas.
+
+    Attributes:
+        experiment: the experiment as the first replica has it.
+        answers: the answers of the replicas.
+        analysis: the pooled analysis of all replicas.
+        verdicts: the verdicts of that analysis.
+    """
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        """
+        Raises:
+            PolicyError: an answer is not such a document, or the answers are of different
+                revisions.
+        """
+        for answer in answers:
+            _check(answer)
+        self.answers = list(answers)
+        _check_agreement(self.answers)
+        self.experiment = _experiment(self.answers[0])
+        try:
+            analyses = [answer.document["analysis"] for answer in self.answers]
+            self.analysis: Analysis = pooled(self.experiment, analyses)
+        except ValueError as error:
+            raise refused(self.answers[0].name, "server", str(error)) from None
+        self.verdicts: list[Verdict] = self.analysis.verdicts()
+
+    @cached_property
+    def states(self) -> dict[State, list[str]]:
+        """State -> names of the replicas that are in it."""
+        found: dict[State, list[str]] = {}
+        for answer in self.answers:
+            found.setdefault(State(answer.document["state"]), []).append(answer.name)
+        return found
+
+    @property
+    def state(self) -> State | None:
+        """The state of all replicas; None if they differ."""
+        return next(iter(self.states)) if len(self.states) == 1 else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the experiment has ended at all replicas."""
+        return all(state in ENDED for state in self.states)
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reasons why the experiment has ended, each once."""
+        found = [answer.document["reason"] for answer in self.answers]
+        return list(dict.fromkeys(str(reason) for reason in found if reason))
+
+    @cached_property
+    def rolled_back(self) -> dict[str, dict[str, str]]:
+        """Arm that is rolled back -> name of the replica -> reason."""
+        found: dict[str, dict[str, str]] = {}
+        for answer in self.answers:
+            for arm, reason in answer.document["rolled_back"].items():
+                found.setdefault(arm, {})[answer.name] = str(reason)
+        return found
+
+    def serves(self, arm: str) -> bool:
+        """Whether at least one replica has not rolled an arm back."""
+        return len(self.rolled_back.get(arm, ())) < len(self.answers)
+
+    def values(self, name: str) -> list[tuple[Any, str]]:
+        """The distinct values that replicas give for a key of the document, with their names."""
+        found: list[tuple[Any, list[str]]] = []
+        for answer in self.answers:
+            value = answer.document[name]
+            for known, names in found:
+                if known == value:
+                    names.append(answer.name)
+                    break
+            else:
+                found.append((value, [answer.name]))
+        return [(value, ", ".join(names)) for value, names in found]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The arms, control first."""
+        keys = self.analysis.keys() if self.experiment.design is None else None
+        left = {a.name: a.weight for a in self.experiment.arms if a.name not in self.rolled_back}
+        weights = sum(left.values())
+        records = self.analysis.records
+        requests = {name: record.requests for name, record in records.items()}
+        shared = requests if keys is None else keys
+        total = sum(shared[name] for name in left)
+        return [
+            Row(
+                arm=arm.name,
+                policy=arm.policy,
+                requests=records[arm.name].requests,
+                finished=records[arm.name].finished,
+                failed=records[arm.name].failed,
+                shadowed=records[arm.name].shadowed,
+                shadowed_tokens=records[arm.name].shadowed_tokens,
+                keys=None if keys is None else keys[arm.name],
+                wanted=left.get(arm.name, 0.0) / weights,
+                seen=shared[arm.name] / total if total and arm.name in left else None,
+                gone=arm.name not in left,
+                means={name: each.mean for name, each in records[arm.name].tallies.items()},
+            )
+            for arm in self.experiment.arms
+        ]
+
+    @property
+    def guardrails(self) -> list[Verdict]:
+        """The verdicts on guardrails; control has none."""
+        return [verdict for verdict in self.verdicts if verdict.role == "guardrail"]
+
+    def is_aside(self, verdict: Verdict) -> bool:
+        """Whether a verdict is on latencies of arms that share batches: shown, never compared."""
+        return METRICS[verdict.metric].latency and self.experiment.design is None
+
+    def of_metric(self, metric: str) -> list[Verdict]:
+        """The verdicts of a metric, by arm."""
+        return [verdict for verdict in self.verdicts if verdict.metric == metric]
+
+    @property
+    def seconds(self) -> float | None:
+        """Longest time for which a replica has gathered samples; None if one does not say."""
+        found = [answer.document.get("analysed_seconds") for answer in self.answers]
+        known = [float(seconds) for seconds in found if seconds is not None]
+        return max(known) if len(known) == len(found) else None
+
+    def outlook(self, verdict: Verdict) -> tuple[Outlook | None, float | None]:
+        """Forecast of a guardrail's decision, and the seconds until then at the present rate.
+
+        The seconds are None where no more samples come, or the rate is not known.
+        """
+        found = outlook(self.analysis, verdict)
+        going = {State.RUNNING, State.PAUSED} & set(self.states)
+        if found is None or not going or not self.seconds:
+            return found, None
+        return found, found.missing * self.seconds / verdict.samples
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What makes the comparison untrue, what replicas disagree on, and unusable files."""
+        found = self.analysis.warnings()
+        known = {warning.split(":")[0] for warning in found}
+        for answer in self.answers:
+            for warning in answer.document["warnings"]:
+                if warning.split(":")[0] not in known:
+                    found.append(f"at {answer.name}: {warning}")
+        return [*found, *self._standing()]
+
+    def _standing(self) -> list[str]:
+        found = []
+        if self.state is None:
+            parts = [f"{state} at {', '.join(names)}" for state, names in self.states.items()]
+            found.append(f"the replicas differ: {'; '.join(parts)}")
+        for arm, reasons in self.rolled_back.items():
+            if self.serves(arm):
+                found.append(f"arm `{arm}` is rolled back at {', '.join(reasons)} only")
+        if len(self.values("digest")) > 1:
+            found.append(
+                "the replicas have different versions of this revision (coverage, steps or "
+                "enabled); put one file everywhere with `kvpolicy experiment put`"
+            )
+        for answer in self.answers:
+            if not answer.document["reload"].get("success", True):
+                problem = str(answer.document["reload"].get("problem") or "").split("\n")[0]
+                found.append(
+                    f"the experiment file at {answer.name} is not in use, an earlier version is: "
+                    f"{problem}"
+                )
+            if not answer.document["state_saved"]:
+                found.append(
+                    f"the state file at {answer.name} cannot be written: a restart would forget "
+                    "what has changed since"
+                )
+        return found
+
+    @property
+    def worst(self) -> list[tuple[str, dict[str, Any]]]:
+        """The `WORST` shadowed requests with the largest drift: the replica, and the request."""
+        found = [
+            (answer.name, request)
+            for answer in self.answers
+            for request in answer.document["analysis"]["worst"]
+        ]
+        return sorted(found, key=lambda each: -float(each[1]["drift"]))[:WORST]
+
+    @property
+    def log(self) -> list[tuple[str, str, str]]:
+        """Changes in the order of time: time, replica, and what changed."""
+        entries = [
+            (str(entry["time"]), answer.name, str(entry["what"]))
+            for answer in self.answers
+            for entry in answer.document["log"]
+        ]
+        return sorted(entries, key=lambda entry: entry[0])
+
+    @property
+    def shadow(self) -> dict[str, dict[str, int]]:
+        """Arm -> outcome -> number of sampled requests."""
+        found: dict[str, dict[str, int]] = {}
+        for answer in self.answers:
+            for arm, outcomes in answer.document["shadow"].items():
+                counts = found.setdefault(arm, {})
+                for outcome, count in outcomes.items():
+                    counts[outcome] = counts.get(outcome, 0) + int(count)
+        return found
+
+    def as_document(self) -> dict[str, Any]:
+        """Everything as a JSON value, from which `saved.read` reads the replicas' answers."""
+        return {
+            "experiment": self.experiment.name,
+            "revision": self.experiment.revision,
+            "state": None if self.state is None else self.state.value,
+            "verdicts": [verdict.as_document() for verdict in self.verdicts],
+            "warnings": self.warnings,
+            "shadow": self.shadow,
+            "replicas": [
+                {"name": answer.name, "document": dict(answer.document)} for answer in self.answers
+            ],
+        }
+
+
+def _check(answer: Answer) -> None:
+    document = answer.document
+    lacking = [name for name in _NEEDED if name not in document]
+    if lacking:
+        message = f"this is no experiment of a server: it has no {listed(lacking[:3])}"
+        raise refused(answer.name, "server", message)
+    if document["state"] not in {state.value for state in State}:
+        message = (
+            f"its state is `{document['state']}`, which this version of kvpolicy does not know"
+        )
+        raise refused(answer.name, "server", message)
+
+
+def _check_agreement(answers: Sequence[Answer]) -> None:
+    found: dict[tuple[str, str], list[str]] = {}
+    for answer in answers:
+        known = (answer.document["name"], answer.document["revision"])
+        found.setdefault(known, []).append(answer.name)
+    if len(found) > 1:
+        parts = [
+            f"`{name}` revision {revision} at {', '.join(names)}"
+            for (name, revision), names in found.items()
+        ]
+        message = f"the replicas do not run one experiment: {'; '.join(parts)}"
+        help = "put one file everywhere with `kvpolicy experiment put`, or look at one at a time"
+        raise refused("replicas", "server", message, help)
+
+
+def _experiment(answer: Answer) -> Experiment:
+    try:
+        text = json.dumps(answer.document["experiment"], ensure_ascii=False)
+        experiment = reading.read(text, answer.name).require()
+    except PolicyError as error:
+        message = f"its experiment cannot be read: {error.diagnostics[0].message}"
+        raise refused(answer.name, "server", message) from None
+    if experiment.revision != answer.document["revision"]:
+        message = (
+            f"its experiment is of revision {experiment.revision}, and it says "
+            f"{answer.document['revision']}: another version of kvpolicy runs there"
+        )
+        raise refused(answer.name, "server", message)
+    return experiment

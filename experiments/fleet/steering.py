@@ -1,0 +1,98 @@
+"""Orders to every replica of an experiment: abort, promote, pause, resume, use another version."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.experiments.fleet.client import Declined, Replica
+from kvpolicy.experiments.replica.lifecycle import State
+
+_GOAL = {"abort": State.ABORTED, "promote": State.PROMOTED, "pause": State.PAUSED,
+         "resume": State.RUNNING}  # fmt: skip
+
+
+def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> int:
+    """Makes all replicas abort, pause, resume or promote, and prints a line for each.
+
+    If one replica cannot be reached, the others are told all the same.
+
+    Args:
+        action: "abort", "pause", "resume" or "promote".
+        body: any of `arm`, `reason` and `force`.
+
+    Returns:
+        The exit code: 0 if all replicas are in the state asked for, 1 if one declines, 2 if one
+        cannot be told.
+    """
+
+    def order(replica: Replica) -> str:
+        try:
+            answer = replica.act(action, body)
+        except Declined:
+            if _is_so(replica, action, body):
+                return f"{_GOAL[action]} already"
+            raise
+        what = answer["state"]
+        if action == "abort" and "arm" in body:
+            what = f"{what}, without arm {body['arm']}"
+        return f"{what}{'' if answer['changed'] else ' already'}"
+
+    return _each(replicas, order)
+
+
+def put(replicas: Sequence[Replica], text: str, *, dry_run: bool) -> int:
+    """Sends another version to all replicas if all of them would take it; prints a line for each.
+
+    Args:
+        text: text of the experiment file.
+        dry_run: only ask whether they would take it.
+
+    Returns:
+        The exit code: 0 if all replicas take it, 1 if one declines, 2 if one cannot be told.
+    """
+    code = _each(replicas, lambda replica: _would(replica.put(text, dry_run=True)))
+    if code:
+        if len(replicas) > 1:
+            print("nothing was changed anywhere", file=sys.stderr)
+        return code
+    if dry_run:
+        return 0
+    return _each(replicas, lambda replica: _did(replica.put(text, dry_run=False)))
+
+
+def _is_so(replica: Replica, action: str, body: Mapping[str, Any]) -> bool:
+    """Whether a replica that declines an order is in the state asked for already."""
+    if action not in ("abort", "promote"):
+        return False
+    try:
+        document = replica.document()
+    except PolicyError:  # the refusal says more
+        return False
+    same_arm = action == "abort" or document.get("promoted") == body.get("arm")
+    return document.get("state") == _GOAL[action] and same_arm
+
+
+def _would(answer: Mapping[str, Any]) -> str:
+    what = "begins a new analysis" if answer["begins_anew"] else "keeps the analysis"
+    return f"accepts revision {answer['revision']}, which {what}"
+
+
+def _did(answer: Mapping[str, Any]) -> str:
+    return f"has revision {answer['revision']} now, {answer['state']}"
+
+
+def _each(replicas: Sequence[Replica], order: Callable[[Replica], str]) -> int:
+    code = 0
+    for replica in replicas:
+        try:
+            print(f"{replica.url}: {order(replica)}")
+        except Declined as error:
+            print(f"{replica.url}: declined: {error}", file=sys.stderr)
+            code = max(code, 1)
+        except PolicyError as error:
+            print(error, file=sys.stderr)
+            code = 2
+    return code

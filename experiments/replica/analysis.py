@@ -1,0 +1,281 @@
+"""What one replica has seen of one revision of an experiment, and the verdicts from it.
+
+An `Analysis` takes numbers only: no text, no tokens, and hashes instead of keys. Its verdicts are
+valid after every request; `pooled` adds the documents of several replicas. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvpolicy.experiments.definition.experiment import Experiment
+from kvpolicy.experiments.definition.metrics import METRICS
+from kvpolicy.experiments.replica.alarms import alarms
+from kvpolicy.experiments.replica.arm_record import empty_record
+from kvpolicy.experiments.replica.assignment import in_burn_in, window_of
+from kvpolicy.experiments.replica.judge import judge
+from kvpolicy.experiments.replica.verdict import Verdict
+from kvpolicy.experiments.replica.windows import Windows
+from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
+from kvpolicy.experiments.statistics.majority_key import MajorityKey
+
+WORST = 20  # number of shadowed requests with the largest drift that are kept
+
+
+class Analysis:
+    """Sums, counts and keys of one revision.
+
+    Attributes:
+        experiment: the revision.
+        records: what was seen of each arm, by name.
+        distinct: distinct keys by stage, with the test of the sample ratio.
+        majority: the key that may carry most requests.
+        sources: requests by the place where their key was found, in the order of `targeting_key`.
+        windows: means of windows of time; empty unless `design: switchback`.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.records = {arm.name: empty_record(experiment, arm.name) for arm in experiment.arms}
+        self.distinct = DistinctKeys({arm.name: arm.weight for arm in experiment.arms})
+        self.majority = MajorityKey()
+        self.sources = [0] * len(experiment.targeting_key)
+        self.windows = Windows(experiment)
+        self._worst: list[tuple[float, int, str, int]] = []  # a heap: drift, number, arm, tokens
+        self._clips = {metric.metric: metric.upper for metric in experiment.metrics}
+
+    def key_source(self, index: int | None) -> None:
+        """Counts the place at which a request's key was found.
+
+        Args:
+            index: position in `targeting_key`, counted from 0; None if no key was found.
+        """
+        if index is not None:
+            self.sources[index] += 1
+
+    def assigned(self, arm: str, key_hash: int, *, seconds: float | None = None) -> None:
+        """Counts a request that got an arm by its key.
+
+        Args:
+            key_hash: 64-bit hash of the key, the same in every replica.
+            seconds: wall clock in seconds since 1970; used with `design: switchback` only.
+
+        Raises:
+            KeyError: the experiment has no such arm.
+        """
+        self.records[arm].requests += 1
+        self.majority.add(key_hash)
+        self._reached("assigned", arm, key_hash)
+        if seconds is not None and self.experiment.design is not None:
+            self.windows.reached(window_of(self.experiment.design, seconds))
+
+    def finished(
+        self,
+        arm: str,
+        *,
+        failed: bool,
+        kv_bytes_per_prompt_token: float | None,
+        ttft: float | None,
+        e2e: float | None,
+        key_hash: int,
+        seconds: float | None = None,
+    ) -> None:
+        """Takes the figures of a request that has ended.
+
+        The caller leaves out requests that clients have aborted.
+
+        Args:
+            failed: whether it ended in an error of the server.
+            kv_bytes_per_prompt_token: KV bytes held after the prefill, divided by the prompt's
+                tokens; None if not known.
+            ttft: seconds to the first token; None if there was none.
+            e2e: seconds to the last token; None if it failed.
+            key_hash: as in `assigned`.
+            seconds: wall clock at which the request was assigned; with `design: switchback` a
+                request without it is not compared.
+        """
+        record = self.records[arm]
+        record.finished += 1
+        record.failed += failed
+        self._reached("finished", arm, key_hash)
+        self._compared(arm, "error_rate", float(failed))
+        self._in_window(arm, "error_rate", float(failed), seconds)
+        for metric, value in (
+            ("kv_bytes_per_prompt_token", kv_bytes_per_prompt_token),
+            ("ttft_seconds", ttft),
+            ("e2e_seconds", e2e),
+        ):
+            self._measured(arm, metric, value)
+            self._in_window(arm, metric, value, seconds)
+
+    def shadowed(
+        self, arm: str, drift: float, top1: float, tokens: int, number: int, key_hash: int
+    ) -> None:
+        """Takes the figures of a request that was scored again with full KV.
+
+        A `drift` or `top1` that is not finite counts as the largest value: a policy that breaks
+        the model must not vanish from its own statistics.
+
+        Args:
+            drift: mean over the scored tokens of the clipped KL divergence, in nats.
+            top1: share of the scored tokens whose likeliest candidate differs, 0 to 1.
+            tokens: number of scored tokens.
+            number: number of the request in the server's log, by which it is found again.
+            key_hash: as in `assigned`.
+        """
+        record = self.records[arm]
+        record.shadowed += 1
+        record.shadowed_tokens += tokens
+        self._reached("shadowed", arm, key_hash)
+        clip = self._clips.get("drift") or METRICS["drift"].default_clip
+        drift = drift if math.isfinite(drift) else clip or 0.0
+        self._measured(arm, "drift", drift)
+        self._measured(arm, "top1_disagreement", top1 if math.isfinite(top1) else 1.0)
+        heapq.heappush(self._worst, (drift, number, arm, tokens))
+        if len(self._worst) > WORST:
+            heapq.heappop(self._worst)
+
+    @property
+    def worst(self) -> list[dict[str, Any]]:
+        """The shadowed requests with the largest drift, in falling order, at most `WORST`.
+
+        Each has `arm`, `number`, `drift` and `tokens`.
+        """
+        return [
+            {"arm": arm, "number": number, "drift": drift, "tokens": tokens}
+            for drift, number, arm, tokens in sorted(self._worst, reverse=True)
+        ]
+
+    def verdicts(self) -> list[Verdict]:
+        """The verdicts on the metrics in the arms of a weight above 0, as `judge.judge` says."""
+        return judge(self.experiment, self.records, self.windows)
+
+    def warnings(self) -> list[str]:
+        """Sentences on what makes the comparison untrue, each with a cause and a remedy."""
+        return alarms(
+            self.experiment, self.records, self.distinct, self.majority, self.sources, self.windows
+        )
+
+    def p_values(self) -> dict[str, float]:
+        """p-value of the sample-ratio test at each stage; below `sample_ratio.ALARM` it alarms."""
+        return {stage: ratio.p_value for stage, ratio in self.distinct.ratios.items()}
+
+    def keys(self) -> dict[str, int]:
+        """Distinct keys assigned to each arm; none with `design: switchback`."""
+        return self.distinct.counts("assigned")
+
+    def retire(self, arm: str) -> None:
+        """Takes the keys of an arm that is rolled back out of the test of the sample ratio."""
+        self.distinct.retire(arm)
+
+    def as_document(self, *, with_keys: bool = True) -> dict[str, Any]:
+        """Everything as a JSON value.
+
+        Args:
+            with_keys: include 32 bits of a hash of each key, about five bytes a key: needed to go
+                on after a restart, and to pool replicas that share keys.
+        """
+        document: dict[str, Any] = {
+            "experiment": self.experiment.name,
+            "revision": self.experiment.revision,
+            "sources": self.sources[:],
+            "majority": self.majority.as_document(),
+            "keys": self.distinct.as_document(with_keys),
+            "arms": {arm: record.as_document() for arm, record in self.records.items()},
+            "worst": self.worst,
+        }
+        if self.windows.clips:
+            document["windows"] = self.windows.as_document()
+        return document
+
+    @classmethod
+    def from_document(cls, experiment: Experiment, document: dict[str, Any]) -> Analysis:
+        """The analysis of a document, which goes on from there.
+
+        Raises:
+            ValueError: the document is of another revision, or is damaged.
+        """
+        return pooled(experiment, [document])
+
+    def _reached(self, stage: str, arm: str, key_hash: int) -> None:
+        # With a switchback the arm belongs to the window: keys have none.
+        if self.experiment.design is None:
+            self.distinct.reached(stage, arm, key_hash)
+
+    def _measured(self, arm: str, metric: str, value: float | None) -> None:
+        if value is None or not math.isfinite(value):
+            return
+        record = self.records[arm]
+        record.tallies[metric].add(value)
+        mean = record.means.get(metric)
+        if mean is not None:
+            mean.add(min(max(value, 0.0), mean.upper))
+        self._compared(arm, metric, value)
+
+    def _compared(self, arm: str, metric: str, value: float) -> None:
+        """Adds a value to the difference to control; a value of control counts for every arm."""
+        is_control = arm == self.experiment.control.name
+        for record in self.records.values() if is_control else [self.records[arm]]:
+            difference = record.differences.get(metric)
+            if difference is not None:
+                clipped = min(max(value, 0.0), difference.upper)
+                difference.add("control" if is_control else "arm", clipped)
+
+    def _in_window(self, arm: str, metric: str, value: float | None, seconds: float | None) -> None:
+        design, clip = self.experiment.design, self._clips.get(metric)
+        if design is None or clip is None or value is None or seconds is None:
+            return
+        if math.isfinite(value) and not in_burn_in(self.experiment, seconds):
+            value = min(max(value, 0.0), clip)
+            self.windows.add(window_of(design, seconds), arm, metric, value)
+
+
+def pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Analysis:
+    """One analysis of what several replicas have seen.
+
+    Raises:
+        ValueError: a document is of another revision, or is damaged.
+    """
+    for document in documents:
+        revision = document.get("revision") if isinstance(document, dict) else None
+        if revision != experiment.revision:
+            raise ValueError(
+                f"the analysis is of revision {revision}, the experiment `{experiment.name}` is "
+                f"of revision {experiment.revision}; what they saw cannot be added"
+            )
+    try:
+        return _pooled(experiment, documents)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        message = f"the analysis of `{experiment.name}` is damaged: {type(error).__name__}: {error}"
+        raise ValueError(message) from error
+
+
+def _pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Analysis:
+    analysis = Analysis(experiment)
+    for name, record in analysis.records.items():
+        record.take([document["arms"][name] for document in documents])
+    weights = {arm.name: arm.weight for arm in experiment.arms}
+    analysis.distinct = DistinctKeys.pooled(weights, [document["keys"] for document in documents])
+    analysis.majority = MajorityKey.pooled([document["majority"] for document in documents])
+    for document in documents:
+        added = zip(analysis.sources, document["sources"], strict=True)
+        analysis.sources = [before + int(more) for before, more in added]
+    if analysis.windows.clips:
+        windows = [document["windows"] for document in documents]
+        analysis.windows = Windows.pooled(experiment, windows)
+    worst = [
+        (
+            float(request["drift"]),
+            int(request["number"]),
+            str(request["arm"]),
+            int(request["tokens"]),
+        )
+        for document in documents
+        for request in document["worst"]
+    ]
+    analysis._worst = heapq.nlargest(WORST, worst)
+    heapq.heapify(analysis._worst)
+    return analysis

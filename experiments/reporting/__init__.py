@@ -1,0 +1,1 @@
+"""An experiment on a screen and on a page."""

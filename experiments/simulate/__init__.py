@@ -1,0 +1,1 @@
+"""Simulated runs: how often an experiment errs, and how long it takes."""

@@ -1,0 +1,1 @@
+"""Statistics of arms that are valid at any moment, and of keys."""
