@@ -28,13 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkout  # noqa: F401
-import gpu_cache
-import gpu_goals
-import gpu_page
-import gpu_pictures
-import gpu_run
 import report
-from gpu_sections import CACHE, SECTIONS, Section, Setting, entries
+from gpu import cache, limited
+from gpu.goals import judged
+from gpu.page import text
+from gpu.pictures import draw_all
+from gpu.sections import CACHE, SECTIONS, Section, Setting, entries
 from kvpolicy.evaluation.serving import has_gpu
 
 HOUR = 3600.0
@@ -61,11 +60,10 @@ class Report:
     def save(self, *, pictures: bool = False) -> None:
         """Write report.json and report.md, and pictures if asked for."""
         if pictures:
-            self.facts["pictures"] = gpu_pictures.draw_all(self.facts, self.folder)
-        self.facts["goals"] = gpu_goals.judged(self.facts)
+            self.facts["pictures"] = draw_all(self.facts, self.folder)
+        self.facts["goals"] = judged(self.facts)
         report.write_json(self.folder / "report.json", self.facts)
-        text = gpu_page.text(self.facts)
-        (self.folder / "report.md").write_text(text + "\n", encoding="utf-8")
+        (self.folder / "report.md").write_text(text(self.facts) + "\n", encoding="utf-8")
 
 
 def run_section(
@@ -87,7 +85,7 @@ def run_section(
 
         for name, words in section.steps(page.setting, model, seconds, out).items():
             left = seconds - (time.monotonic() - started)
-            ended = gpu_run.run(words, max(left, 1.0), out / f"{name}.log", look)
+            ended = limited.run(words, max(left, 1.0), out / f"{name}.log", look)
             facts["steps"][name] = ended
             look()
     bad = [step["state"] for step in facts["steps"].values() if step["state"] != "done"]
@@ -114,7 +112,7 @@ def run(options: argparse.Namespace) -> Report:
     chosen = options.sections.split(",")
     caching = CACHE in chosen and not options.toy
     if caching:
-        _tried(gpu_cache.restore, options.out / "cache.tar.gz")
+        _tried(cache.restore, options.out / "cache.tar.gz")
         until -= KEPT_FOR_CACHE
     # Sections tried in an earlier run come last, so that they take no time from the others.
     tried = set(page.facts["sections"])
@@ -131,7 +129,7 @@ def run(options: argparse.Namespace) -> Report:
         page.save(pictures=True)
         print(f"{key}: {ended['state']} after {ended['seconds']:.0f} s", file=sys.stderr)
     if caching:
-        _tried(gpu_cache.keep, options.out / "cache.tar.gz")
+        _tried(cache.keep, options.out / "cache.tar.gz")
     page.save(pictures=True)
     return page
 
@@ -176,7 +174,7 @@ def main(words: list[str] | None = None) -> None:
     # As Ctrl-C: the running section is stopped, and results so far stay.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_report: asked to end"))
     page = run(options)
-    print(gpu_page.text(page.facts))
+    print(text(page.facts))
     bad = [key for key, each in page.facts["sections"].items() if each["state"] != "done"]
     if bad or page.facts["left_out"]:
         also = f"; for want of time: {', '.join(page.facts['left_out']) or 'nothing'}"

@@ -32,19 +32,21 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is declared
 
-import cases_attention
-import cases_folds
-import cases_following
-import cases_memory
-import cases_merging
-import cases_scoring
-import cases_spread
-import cases_tuning
-import kernels_report
 import pictures
 import report
-import tuned_file
-from cases import Bench, Case, Model, Planned
+from cases import (
+    attention,
+    folds,
+    following,
+    memory,
+    merging,
+    scoring,
+    spread,
+    summary,
+    tuned_file,
+    tuning,
+)
+from cases.case import Bench, Case, Model, Planned
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.launch import tuned
 from timing import Clock, Times
@@ -137,15 +139,15 @@ def plan(options: argparse.Namespace) -> list[Planned]:
     batches = [int(n) for n in (options.batches or default[1]).split(",")]
     made = {
         "scoring": lambda: [
-            *cases_scoring.planned(lengths, options.window),
-            *cases_spread.planned(lengths),
-            *cases_following.planned(lengths),
+            *scoring.planned(lengths, options.window),
+            *spread.planned(lengths),
+            *following.planned(lengths),
         ],
-        "attention": lambda: cases_attention.planned(lengths, batches, options.kept),
-        "memory": lambda: cases_memory.planned(lengths, options.entries),
-        "merging": lambda: cases_merging.planned(lengths, options.entries),
-        "folds": lambda: cases_folds.planned(options.entries, batches),
-        "tuning": lambda: cases_tuning.planned(options.entries, options.window, options.toy),
+        "attention": lambda: attention.planned(lengths, batches, options.kept),
+        "memory": lambda: memory.planned(lengths, options.entries),
+        "merging": lambda: merging.planned(lengths, options.entries),
+        "folds": lambda: folds.planned(options.entries, batches),
+        "tuning": lambda: tuning.planned(options.entries, options.window, options.toy),
     }
     chosen = [case for topic in options.topics.split(",") for case in made[topic]()]
     if options.cases:
@@ -260,9 +262,7 @@ def main() -> None:
         facts = tune(options) if "tuning" in options.topics.split(",") else run(options)
     except tuned.TunedError as error:
         raise SystemExit(f"kernels: {error}") from None
-    report.show(
-        options.name, options.name.capitalize(), kernels_report.text(facts), facts, options.out
-    )
+    report.show(options.name, options.name.capitalize(), summary.text(facts), facts, options.out)
     if options.out and options.name == "kernels":
         pictures.kernels(facts, options.out / "kernels.png")
     if path:

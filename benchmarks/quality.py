@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import quality_layers
-import quality_tables as tables
 import report
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation.records import FULL, Record
@@ -29,9 +28,10 @@ from kvpolicy.evaluation.reporting import report as pages
 from kvpolicy.evaluation.reporting import results
 from kvpolicy.evaluation.reporting.results import Results
 from kvpolicy.evaluation.reporting.summary import Summary, values
-from quality_checks import Doubtful, check_complete, check_full_kv
-from quality_orderings import Finding, findings
-from quality_runs import (
+from quality_parts import tables
+from quality_parts.checks import Doubtful, check_complete, check_full_kv
+from quality_parts.orderings import Finding, findings
+from quality_parts.runs import (
     Run,
     RunFailed,
     answered_of,

@@ -9,8 +9,8 @@ from kvpolicy.dsl.syntax.library import POLICIES
 from kvpolicy.evaluation.questions import catalog
 from kvpolicy.evaluation.reporting.summary_text import percent
 from kvpolicy.evaluation.serving import Server, serve
-from quality_orderings import LOOSER, WIDE
-from quality_runs import Run, fixed
+from quality_parts.orderings import LOOSER, WIDE
+from quality_parts.runs import Run, fixed
 
 Layers = dict[tuple[str, str, float], Counter]
 """By policy, task and budget: how many prompts selected at each layer; None: at none."""

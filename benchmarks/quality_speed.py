@@ -10,7 +10,7 @@ from pathlib import Path
 
 import report
 from kvpolicy.evaluation.records import FULL, read
-from quality_runs import EVAL, Run
+from quality_parts.runs import EVAL, Run
 
 TASKS = ("niah", "mk", "mq", "vt", "kv")
 POLICIES = (FULL, "lava")

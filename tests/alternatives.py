@@ -14,11 +14,10 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import cases_attention
-import cases_tuning
 import flashinfer_stand_in
-from attention_pool import TAIL, Cache
-from cases import Bench, Model
+from cases import attention, tuning
+from cases.attention_pool import TAIL, Cache
+from cases.case import Bench, Model
 from kvpolicy.dsl.ir.nodes import ModelShape
 from timing import Clock
 
@@ -47,18 +46,18 @@ def main() -> None:
     model = Model(ModelShape(2, 4, 2, 64), torch.device("cpu"), torch.float16, 64, 128)
     cache = Cache(model, 90, 2, 11, whole=True)
     calls = {
-        label: cases_attention.by_flashinfer(cache, cache.uniform, page)
-        for page, label in cases_attention.PAGED
+        label: attention.by_flashinfer(cache, cache.uniform, page)
+        for page, label in attention.PAGED
     }
-    calls[cases_attention.WHOLE] = cases_attention.by_flashinfer(cache, cache.tokens + TAIL, 1)
-    calls[cases_attention.PAGES] = cases_attention.by_pages(cache)
-    calls[cases_attention.ROWS] = cases_attention.by_rows(cache)
-    calls["SGLang"] = cases_attention.by_sglang(cache)
-    calls["FlashAttention"] = cases_attention.by_flash_attention(cache)
-    print(cases_attention.checked(cache, calls))
+    calls[attention.WHOLE] = attention.by_flashinfer(cache, cache.tokens + TAIL, 1)
+    calls[attention.PAGES] = attention.by_pages(cache)
+    calls[attention.ROWS] = attention.by_rows(cache)
+    calls["SGLang"] = attention.by_sglang(cache)
+    calls["FlashAttention"] = attention.by_flash_attention(cache)
+    print(attention.checked(cache, calls))
     # A reader that tuning may choose for a server.
     bench = Bench(model, Clock(model.device, 0), {})
-    readers = cases_tuning.reader_case(bench, 90, 2, toy=True)
+    readers = tuning.reader_case(bench, 90, 2, toy=True)
     assert not readers.note
     assert [each["reader"] for each in readers.tuning.knobs.values()] == ["flashinfer"]
     print(readers.check(readers.calls))

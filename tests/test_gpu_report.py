@@ -19,7 +19,8 @@ STOCK = "stock SGLang"
 OTHERS = f"""
 import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
-import gpu_report, gpu_sections
+import gpu_report
+from gpu import sections as gpu_sections
 def section(name, seconds, text):
     def steps(setting, model, limit, out):
         return {{name: [sys.executable, "-c", text, str(out / f"{{name}}.json")]}}
@@ -80,11 +81,11 @@ def test_every_section(tmp_path):
 
 @pytest.fixture
 def goals(monkeypatch):
-    """The module benchmarks/gpu_goals.py."""
+    """The module benchmarks/gpu/goals.py."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_goals
+    from gpu import goals
 
-    return gpu_goals
+    return goals
 
 
 def test_nothing_is_judged_that_did_not_run(goals):
@@ -98,7 +99,7 @@ def test_nothing_is_judged_that_did_not_run(goals):
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA L40S", "NVIDIA B300", None])
 def test_what_is_expected_stands_beside_what_was_measured(goals, gpu):
     """For cells with an equal batch, a crowd, the host and scoring, on a GPU in the table."""
-    import gpu_expected
+    from gpu import expected
 
     model = "llama-3.1-8b"
     run = {"new": 128, "at_once": 2, "flags": {"max_total_tokens": 150_000}}
@@ -127,7 +128,7 @@ def test_what_is_expected_stands_beside_what_was_measured(goals, gpu):
     sections = {key: {"results": each, "model": None} for key, each in results.items()}
     for key in sections:
         sections[key]["model"] = model if " " in key else None
-    parts = gpu_expected.text({"sections": sections})
+    parts = expected.text({"sections": sections})
     if gpu not in ("NVIDIA H200", "NVIDIA L40S"):
         assert "nothing is expected" in parts[0]
         return
@@ -205,7 +206,7 @@ def test_verdicts(goals):
 def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch, capsys):
     """Existing caches stay unchanged."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_cache
+    from gpu import cache
 
     archive, first, second = (tmp_path / name for name in ("cache.tar.gz", "first", "second"))
     for home, names in ((first, (".triton/cache", ".cache/sglang")), (second, (".cache/sglang",))):
@@ -214,17 +215,17 @@ def test_compiled_kernels_are_kept_for_the_next_machine(tmp_path, monkeypatch, c
             (home / name / "kernel" / "code").write_text(f"{home.name} {name}")
     monkeypatch.setenv("HOME", str(first))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    gpu_cache.keep(archive)
+    cache.keep(archive)
     monkeypatch.setenv("HOME", str(second))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(second / "elsewhere"))
-    gpu_cache.restore(archive)
+    cache.restore(archive)
     assert (second / "elsewhere/kernel/code").read_text() == "first .triton/cache"
     assert (second / ".cache/sglang/kernel/code").read_text() == "second .cache/sglang"
     assert not (second / ".triton").exists()
     import gpu_report
 
     archive.write_bytes(archive.read_bytes()[: archive.stat().st_size // 2])  # its run was cut off
-    gpu_report._tried(gpu_cache.restore, archive)
+    gpu_report._tried(cache.restore, archive)
     assert "it is not used" in capsys.readouterr().err
 
 

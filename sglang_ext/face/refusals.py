@@ -84,30 +84,11 @@ def check_options(options: Any) -> None:
         value = getattr(options, name, harmless)  # not every version has all
         if value != harmless and not (value is None and harmless == "null"):
             raise _refusal(name, value, why)
-    if options.kv_cache_dtype not in CACHE_DTYPES:
-        why = "its numbers have scales of their own, which do not move with entries"
-        raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
-    compute = compat.compute_capability(options.device)
-    if options.kv_cache_dtype == "fp8_e4m3" and compute is not None and compute < (8, 9):
-        why = "GPUs before sm_89 have no such numbers; fp8_e5m2 can be used"
-        raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
-    for backend in dict.fromkeys(compat.attention_backends(options)):
-        if backend not in SERVED_BACKENDS:
-            why = f"only {', '.join(SERVED_BACKENDS)} can read compressed entries in this version"
-            raise _refusal("attention_backend", backend, why)
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        if backend != "torch_native" and options.device == "cpu" and not interpreted:
-            why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
-            raise _refusal("attention_backend", backend, why)
+    _check_cache_dtype(options)
+    _check_attention(options)
     if options.pp_size != 1:
         _check_with_stages(options)
     kernels_in_use.check(kernels(), options.device)
-    decodes_by = compat.attention_backends(options)[1]
-    if attention() == "flashinfer" and decodes_by != "flashinfer":
-        raise Refused(
-            f"--kv-policy-attention flashinfer: tails are read by SGLang's own backend, and it "
-            f"decodes by {decodes_by}; add --attention-backend flashinfer, or leave the option out."
-        )
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"
         raise _refusal("cuda_graph_backend_prefill", "full", why)
@@ -122,6 +103,35 @@ def check_options(options: Any) -> None:
         raise Refused(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING cannot be combined with --kv-policy: "
             "the pool is then not allocated in one piece."
+        )
+
+
+def _check_cache_dtype(options: Any) -> None:
+    """Refuse types of cache entries that cannot move, or that the GPU does not have."""
+    if options.kv_cache_dtype not in CACHE_DTYPES:
+        why = "its numbers have scales of their own, which do not move with entries"
+        raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
+    compute = compat.compute_capability(options.device)
+    if options.kv_cache_dtype == "fp8_e4m3" and compute is not None and compute < (8, 9):
+        why = "GPUs before sm_89 have no such numbers; fp8_e5m2 can be used"
+        raise _refusal("kv_cache_dtype", options.kv_cache_dtype, why)
+
+
+def _check_attention(options: Any) -> None:
+    """Refuse attention that cannot read compressed entries."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    prefills_by, decodes_by = compat.attention_backends(options)
+    for backend in dict.fromkeys((prefills_by, decodes_by)):
+        if backend not in SERVED_BACKENDS:
+            why = f"only {', '.join(SERVED_BACKENDS)} can read compressed entries in this version"
+            raise _refusal("attention_backend", backend, why)
+        if backend != "torch_native" and options.device == "cpu" and not interpreted:
+            why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
+            raise _refusal("attention_backend", backend, why)
+    if attention() == "flashinfer" and decodes_by != "flashinfer":
+        raise Refused(
+            f"--kv-policy-attention flashinfer: tails are read by SGLang's own backend, and it "
+            f"decodes by {decodes_by}; add --attention-backend flashinfer, or leave the option out."
         )
 
 

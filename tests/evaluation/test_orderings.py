@@ -1,4 +1,4 @@
-"""benchmarks/quality_orderings.py on records with known results."""
+"""Orderings of policies (benchmarks/quality_parts/orderings.py) on records with known results."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ from kvpolicy.evaluation.records import FULL, Record
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 np = pytest.importorskip("numpy", reason="statistics need numpy")
 
-from quality_orderings import ORDERINGS, Ordering, Scores, Verdict, compare, findings  # noqa: E402
+from quality_parts.orderings import ORDERINGS, Ordering, Scores, Verdict, compare, findings  # noqa: E402
 
 BUDGETS = (0.5, 0.125)
 
@@ -135,7 +135,7 @@ def test_policies_that_were_not_asked_leave_a_claim_open():
 
 def test_claims_name_shipped_policies_and_variants():
     from kvpolicy.dsl.syntax.library import shipped
-    from quality_orderings import LOOSER, WIDE, early
+    from quality_parts.orderings import LOOSER, WIDE, early
 
     named = {name for each in ORDERINGS for pair in each.pairs for name in pair}
     assert named <= {*shipped(), WIDE, LOOSER, *map(early, range(4))}
@@ -144,7 +144,7 @@ def test_claims_name_shipped_policies_and_variants():
 def checked(tmp_path, here, stated):
     """The check of full KV on 60 answers and a card."""
     from kvpolicy.evaluation.reporting.results import Results
-    from quality_checks import check_full_kv
+    from quality_parts.checks import check_full_kv
 
     card = f"| task | 256 | 512 |\n|---|---:|---:|\n| one needle (`niah`) | 1 (0-2) | {stated} |\n"
     (tmp_path / "MODEL.md").write_text(f"# A model\n\n{card}")
@@ -161,14 +161,14 @@ def test_full_kv_is_checked_against_the_models_card(tmp_path):
 
 
 def test_full_kv_that_answers_less_stops_the_publication(tmp_path):
-    from quality_checks import Doubtful
+    from quality_parts.checks import Doubtful
 
     with pytest.raises(Doubtful, match="less of niah at 512 tokens: 50"):
         checked(tmp_path, 30, "97 (92-99)")
 
 
 def test_what_was_kept_otherwise_is_said():
-    from quality_checks import in_full, off_budget
+    from quality_parts.checks import in_full, off_budget
 
     kept = [replace(record("one", 0.5, "niah", i, 1), kept=0.55) for i in range(3)]
     kept += [record("other", 0.5, "niah", i, 1) for i in range(3)]

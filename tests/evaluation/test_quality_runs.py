@@ -1,4 +1,4 @@
-"""benchmarks/quality_runs.py without a server: variants of policies, commands, merged folders."""
+"""Runs of the quality benchmark, without a server: variants of policies, commands, merging."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ from kvpolicy.dsl.bind.bind import bind  # noqa: E402
 from kvpolicy.dsl.check.policy import load  # noqa: E402
 from kvpolicy.dsl.ir.nodes import ModelShape  # noqa: E402
 from kvpolicy.evaluation import records  # noqa: E402
-from quality_orderings import LOOSER, WIDE  # noqa: E402
-from quality_runs import Run, RunFailed, carry_out, fixed, merge, split, variants  # noqa: E402
+from quality_parts.orderings import LOOSER, WIDE  # noqa: E402
+from quality_parts.runs import Run, RunFailed, carry_out, fixed, merge, split, variants  # noqa: E402
 from test_orderings import record  # noqa: E402
 
 SHAPE = ModelShape(layers=6, heads=8, kv_heads=4, head_dim=32)

@@ -15,9 +15,10 @@ from pathlib import Path
 from kvpolicy.dsl.syntax.library import POLICIES
 from kvpolicy.evaluation import records
 from kvpolicy.evaluation.records import FULL
-from quality_orderings import LOOSER, WIDE, early
 from shipped import settings
 from tqdm import tqdm
+
+from quality_parts.orderings import LOOSER, WIDE, early
 
 EVAL = (sys.executable, "-P", "-m", "kvpolicy.evaluation.cli", "eval")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.kernels.entries import compact_in_place as in_place_reference
 from kvpolicy.kernels.entries import compact_layers as reference
 from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
@@ -18,6 +17,8 @@ from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.scoring.select import ABSENT
 from kvpolicy.kernels.scoring.select import top as torch_top
 from kvpolicy.kernels.table_triton import TRITON
+
+from cases.case import Bench, Case, Model, Planned, Target
 
 OURS, TORCH = "ours", "torch, the reference"
 # Entries kept per layer and KV head, and prompt tokens, of the target.

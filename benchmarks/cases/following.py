@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from cases import Bench, Case, Planned
-from cases_scoring import OURS, PROGRAM, Watched
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.layer.across import known_before
@@ -18,6 +16,9 @@ from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels
 from kvpolicy.dsl.execute.tensors.values import Frame, Step, Value
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
+
+from cases.case import Bench, Case, Planned
+from cases.scoring import OURS, PROGRAM, Watched
 
 # Steps between two folds, and the share of the positions that a KV head holds.
 STEPS, HELD = 16, 0.75

@@ -9,8 +9,9 @@ from kvpolicy.evaluation.records import FULL, Record
 from kvpolicy.evaluation.reporting.statistics import Estimate, mean_score
 from kvpolicy.evaluation.reporting.summary import Summary
 from kvpolicy.evaluation.reporting.summary_text import UNKNOWN, name, percent, scored, signed, table
-from quality_checks import in_full, off_budget
-from quality_orderings import Finding, Scores, Verdict, by_task, difference
+
+from quality_parts.checks import in_full, off_budget
+from quality_parts.orderings import Finding, Scores, Verdict, by_task, difference
 
 TREE, EVICTED, COPY = "multiturn", "multiturn-evicted", "multiturn-copy"
 TURNS = (TREE, EVICTED, COPY)

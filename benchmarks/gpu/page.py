@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-import gpu_expected
-import kernels_report
 import report
 import serving_report
+from cases import summary
+
+from gpu import expected
 
 Facts = dict
 
@@ -23,7 +24,7 @@ def text(facts: Facts) -> str:
         "## Verdicts",
         _goals(facts["goals"]),
         "## Expected and measured",
-        *gpu_expected.text(facts),
+        *expected.text(facts),
         "## Sections",
         _sections(sections),
     ]
@@ -102,7 +103,7 @@ def _numerics(found: Facts) -> list[str]:
 
 
 def _kernels(found: Facts) -> list[str]:
-    return [kernels_report.text(found).replace("\n## ", "\n### ")]
+    return [summary.text(found).replace("\n## ", "\n### ")]
 
 
 def _server(found: Facts) -> list[str]:

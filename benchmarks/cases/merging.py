@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from cases import Bench, Case, Checked, Model, Planned, Target
-from cases_scoring import ATTENDED, NAMED, OURS, PROGRAM, Watched, scores
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.prefill.run import Run
@@ -20,6 +18,9 @@ from kvpolicy.kernels.merging.merge_rows_triton import merge_rows
 from kvpolicy.kernels.merging.nearest_triton import nearest
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
+
+from cases.case import Bench, Case, Checked, Model, Planned, Target
+from cases.scoring import ATTENDED, NAMED, OURS, PROGRAM, Watched, scores
 
 # Longest prompts for which float64 over all pairs, and torch in the model's dtype, are timed.
 EXACT, PLAIN = 8192, 32768
@@ -53,7 +54,7 @@ def _lse(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _share(q: torch.Tensor, k: torch.Tensor) -> float:
-    """Relative error of column sums in float32: as `cases_scoring.off`, and N more terms."""
+    """Relative error of column sums in float32: as `scoring.off`, and N more terms."""
     single = torch.finfo(torch.float32).eps
     tokens, size = k.shape
     most = float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()) * size**-0.5

@@ -14,11 +14,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from attention_pool import LAYERS, TAIL, Cache
-from cases import Bench, Case, Checked, Planned, Tuning
-from cases_attention import PAGES, by_pages, checked, exact, ours
-from cases_scoring import OURS, Prompt, bound, observed, off, scores
-from cases_tuning_moves import ALL, TOPIC, Knobs, named
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_triton
 from kvpolicy.kernels.attention.paged_attention import PairReading
@@ -26,6 +21,12 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.launch.tuned import plain
 from kvpolicy.kernels.table_triton import TRITON
 from triton.runtime.errors import OutOfResources
+
+from cases.attention import PAGES, by_pages, checked, exact, ours
+from cases.attention_pool import LAYERS, TAIL, Cache
+from cases.case import Bench, Case, Checked, Planned, Tuning
+from cases.scoring import OURS, Prompt, bound, observed, off, scores
+from cases.tuning_moves import ALL, TOPIC, Knobs, named
 
 # Tokens and requests of each decode case.
 DECODE = ((65536, 16), (32768, 1), (8192, 64))

@@ -14,10 +14,11 @@ LENGTHS = "32768,16384,4096,65536,131072"  # of kernels; most wanted first
 # Of servers: in short prompts the host's work shows.
 SERVED = "32768,4096,1024,16384,65536,131072"
 POOLS = (4.5, 2.5, 9.0)  # in prompts of POOL_PROMPT tokens with answers; most wanted first
-POOL_SECONDS = 150  # least per pool; with less time there are fewer pools
+POOL_SECONDS = 260  # least per pool; with less time there are fewer pools
 # Answers are long, as with short ones prefills take most of the time, with or without a policy. The
-# crowd is larger than the pool can hold at once even when a tenth of the entries is kept.
-POOL_PROMPT, POOL_ANSWER, POOL_CROWD = 4096, 512, 6
+# crowd is several times what the pool holds at once when a tenth of the entries is kept: requests
+# begin and end together, and the last of them, which may be few, take as long as many.
+POOL_PROMPT, POOL_ANSWER, POOL_CROWD = 4096, 512, 18
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ _ALL = (
     Section("server", 300, "answers without the plugin, with it, and with policies", _server),
     Section("host", 300, "host time, launches and idle device of decode steps", _host),
     Section("serving", 600, "TTFT and TPOT beside stock", _serving, True),
-    Section("pools", 500, "throughput in tight pools beside stock", _pools, True),
+    Section("pools", 800, "throughput in tight pools beside stock", _pools, True),
 )
 SECTIONS = {section.name: section for section in _ALL}
 CACHE = "cache"  # pseudo section: keep compiled kernels for the next run

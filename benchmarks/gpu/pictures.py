@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pictures
-from gpu_goals import Figures
 from pictures import LINE, Lines
 from serving_report import STOCK
 from timing import summary
+
+from gpu.goals import Figures
 
 BATCH = 16  # requests in the picture of decode attention
 

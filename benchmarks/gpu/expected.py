@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import report
-from gpu_goals import Figures
 from gpu_host import SHARE
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, Gpu
@@ -20,6 +19,8 @@ from serving import by_length
 from serving_report import STOCK
 from serving_setup import CONFIGURATIONS
 from shipped import settings
+
+from gpu.goals import Figures
 
 HEADER = ("what", "figure", "expected", "measured", "measured / expected")
 # Topics of kernels.py with a forecast share of a prefill, a word in the case, and the policy.

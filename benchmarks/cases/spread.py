@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from cases import Bench, Case, Checked, Planned
 from kvpolicy.kernels.scoring import order, over_layers, spread
 from kvpolicy.kernels.table_triton import TRITON
+
+from cases.case import Bench, Case, Checked, Planned
 
 OURS, TORCH = "ours", "torch, the reference"
 # Layers whose ranks ASL compares, of 32.

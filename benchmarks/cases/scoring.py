@@ -12,7 +12,6 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from cases import Bench, Case, Model, Planned, Target
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.prefill.run import Run
@@ -23,6 +22,8 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from timing import Times
+
+from cases.case import Bench, Case, Model, Planned, Target
 
 OURS = "ours"
 ATTENDED = "ours, log-sum-exp from attention"

@@ -14,11 +14,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from attention_pool import LAYERS, PAGE, TAIL, Cache
-from cases import Bench, Case, Checked, Planned, Target
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
 from timing import Times
+
+from cases.attention_pool import LAYERS, PAGE, TAIL, Cache
+from cases.case import Bench, Case, Checked, Planned, Target
 
 # Largest pool that is built with room for the whole cache.
 POOL_BYTES = 32 << 30

@@ -23,7 +23,7 @@ KNOWN = 0.5
 """Accuracy with full KV from which a task is counted."""
 SMALL = (0.125, 0.0625)
 WIDE, LOOSER = "asl-wide", "asl-looser"
-"""ASL pooled over more tokens, and with a higher threshold too; see `quality_runs.variants`."""
+"""ASL pooled over more tokens, and with a higher threshold too; see `runs.variants`."""
 
 
 def early(layer: int) -> str:

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import Bench, Case, Model, Planned
-from cases_scoring import OURS
 from kvpolicy.kernels.table import REFERENCE as REFERENCES
 from kvpolicy.kernels.table_triton import TRITON
+
+from cases.case import Bench, Case, Model, Planned
+from cases.scoring import OURS
 
 REFERENCE = "the reference"
 KERNELS = (

@@ -1,4 +1,4 @@
-"""Knobs of the kernels that choose and move entries, for `cases_tuning`."""
+"""Knobs of the kernels that choose and move entries, for `tuning`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from cases import Bench, Case, Checked, Tuning
-from cases_memory import TAIL, Fold, bits, prompt_of, sort_keys
-from cases_merging import links_of, lists_of
-from cases_scoring import OURS
 from kvpolicy.kernels.entries import compact_in_place as in_place_reference
 from kvpolicy.kernels.entries import compact_layers as reference_compaction
 from kvpolicy.kernels.entries import gather as reference_gather
@@ -27,6 +23,11 @@ from kvpolicy.kernels.merging.merge_rows_triton import merge_rows
 from kvpolicy.kernels.merging.nearest_triton import nearest
 from kvpolicy.kernels.scoring.select import top as reference_top
 from kvpolicy.kernels.scoring.select_triton import top
+
+from cases.case import Bench, Case, Checked, Tuning
+from cases.memory import TAIL, Fold, bits, prompt_of, sort_keys
+from cases.merging import links_of, lists_of
+from cases.scoring import OURS
 
 TOPIC = "tuning"
 

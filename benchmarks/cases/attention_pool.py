@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from cases import Model
 from kvpolicy.kernels.entries.tables import Tables
+
+from cases.case import Model
 
 # Layers in the pool: enough that pages of one layer lie in the rows of another.
 LAYERS = 2
