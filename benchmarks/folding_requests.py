@@ -37,7 +37,7 @@ from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.pending_steps import PendingSteps, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
-from kvpolicy.sglang_ext.request.request import Decoding, State
+from kvpolicy.sglang_ext.request.request import Decoding, RequestState
 
 _MOVING = (
     "compact_layers", "place", "compact_in_place", "gather", "rotate", "turn", "entry_ids",
@@ -175,7 +175,7 @@ class Crowd:
         services.detach, services.evict = self._detach, lambda slots: None
         return services
 
-    def _detach(self, requests: Sequence[tuple[Any, State]]) -> None:
+    def _detach(self, requests: Sequence[tuple[Any, RequestState]]) -> None:
         """Gives slots back to SGLang's allocator, whose work is not counted."""
         observed = self.watch.observed
         inside, observed.inside = observed.inside, True
@@ -209,7 +209,7 @@ class Crowd:
                     memory = Memory(self.bound, prompt, block, program.steps)
                 memories[prompt] = (run.finish(), memory)
             kept, memory = memories[prompt]
-            state = State(served, prompt, 0)
+            state = RequestState(served, prompt, 0)
             if memory is not None:
                 pending = PendingSteps(wanted(self.bound, prompt))
                 state.folds, state.decoding = True, Decoding(copy(memory), pending)
@@ -229,7 +229,7 @@ class Crowd:
         table[row, request.length : request.length + tokens] = self.slots.alloc(tokens)
         request.length += tokens
 
-    def _compress(self, request: Any, state: State, kept: torch.Tensor) -> None:
+    def _compress(self, request: Any, state: RequestState, kept: torch.Tensor) -> None:
         """Compresses as at the end of a prompt, if any entry leaves."""
         counts = kept.sum(-1)
         if bool(kept.all()):

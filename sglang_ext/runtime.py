@@ -38,13 +38,19 @@ from kvpolicy.sglang_ext.request import admission, internal, request
 from kvpolicy.sglang_ext.request.force import Forcing
 from kvpolicy.sglang_ext.request.propagation import Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import Seen, Served, State, iterate_finishing, state_of
+from kvpolicy.sglang_ext.request.request import (
+    RequestState,
+    Seen,
+    Served,
+    iterate_finishing,
+    state_of,
+)
 from kvpolicy.sglang_ext.serving.changes import Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
 
 class Runtime:
-    """State of the plugin in one scheduler process."""
+    """RequestState of the plugin in one scheduler process."""
 
     def __init__(
         self, policies: Sequence[Policy], *, max_failures: int = 0, inspection: bool = False
@@ -217,7 +223,7 @@ class Runtime:
             with self.services.failures.contained(req, ADMISSION):
                 self._allocate(req, state)
 
-    def _allocate(self, req: Any, state: State) -> None:
+    def _allocate(self, req: Any, state: RequestState) -> None:
         row, name, services = req.kv.req_pool_idx, state.served.name, self.services
         state.private = services.store.allocate(
             row, name, state.slots, state.prompt, services.evict

@@ -14,8 +14,7 @@ from triton.runtime.errors import OutOfResources
 ROOT = Path(__file__).parents[1]
 # Last: other tests have modules of the same names.
 sys.path.append(str(ROOT / "benchmarks"))
-import cases_tuning  # noqa: E402
-import tuned_file  # noqa: E402
+from cases import tuned_file, tuning  # noqa: E402
 
 NAME = tuned.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -146,7 +145,7 @@ def test_a_tile_that_does_not_fit_with_lengths_is_no_variant():
         if tile.entries * tile.stages > 400:
             raise OutOfResources(300_000, 232_448, "shared memory")
 
-    calls, knobs, note = cases_tuning.split_kv(lambda **options: None, largest, toy=False)
+    calls, knobs, note = tuning.split_kv(lambda **options: None, largest, toy=False)
     assert len(calls) == 1 + len(knobs) == 1 + 5 * 3 * 2 * 2
     assert {each["entries"] * each["stages"] for each in knobs.values()} <= set(range(400))
     assert note.startswith("entries, warps, stages that do not always fit: (64, 4, 7), (64, 8, 7)")

@@ -16,8 +16,8 @@ from kvpolicy.experiments.definition.form import (
     NAME,
     PARAMETER,
     PLACE,
+    Field,
 )
-from kvpolicy.experiments.definition.form import Field as Key
 from kvpolicy.experiments.definition.metrics import METRICS
 
 _NAME = {"type": "string", "pattern": f"^({NAME})$", "maxLength": MAX_NAME}
@@ -42,13 +42,13 @@ def schema_text() -> str:
     return as_text(schema())
 
 
-def _choice(key: Key) -> dict[str, Any]:
+def _choice(key: Field) -> dict[str, Any]:
     if key.name != "metric":
         return {"enum": list(key.choices)}
     return {"oneOf": [{"const": k.name, "description": k.meaning} for k in METRICS.values()]}
 
 
-def _value(key: Key) -> dict[str, Any]:
+def _value(key: Field) -> dict[str, Any]:
     bounds = {
         word: bound for word, name in _BOUNDS if (bound := getattr(key, name)) is not None
     }  # bounds of durations are in seconds, which a pattern cannot check

@@ -47,7 +47,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CandidateRows:
     """Rows of one forward whose candidates are taken, and K of each."""
 
     rows: list[int]
@@ -74,7 +74,9 @@ class Raw:
             for row, request in enumerate(batch.reqs)
             if getattr(request, RAW, None) is not None
         ]
-        rows = Rows([row for row, _ in found], [top for _, top in found]) if found else None
+        rows = (
+            CandidateRows([row for row, _ in found], [top for _, top in found]) if found else None
+        )
         # Without overlap scheduling the options of the last step come again.
         setattr(batch.sampling_info, _ROWS, rows)
 
@@ -108,7 +110,7 @@ class OnDevice:
         ids: [R, K] int32.
     """
 
-    rows: Rows
+    rows: CandidateRows
     logprobs: torch.Tensor
     ids: torch.Tensor
 
@@ -121,7 +123,7 @@ class OnDevice:
 class OnHost:
     """`OnDevice` on the host, once the copy is done."""
 
-    rows: Rows
+    rows: CandidateRows
     logprobs: torch.Tensor
     ids: torch.Tensor
 
@@ -145,7 +147,7 @@ class OnHost:
                 logger.exception("A sampled request is not compared. rid=%s", request.rid)
 
 
-def take(logits: torch.Tensor, rows: Rows) -> OnDevice:
+def take(logits: torch.Tensor, rows: CandidateRows) -> OnDevice:
     """The most probable candidates of some rows of logits [B, vocabulary]."""
     index = torch.tensor(rows.rows, device="cpu").to(logits.device, non_blocking=True)
     # As SGLang computes logprobs of the input, so that equal logits give equal values.

@@ -9,7 +9,7 @@ import torch
 from kvpolicy.kernels.entries.compact_within import compact_within
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import Served, State
+from kvpolicy.sglang_ext.request.request import RequestState, Served
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def compress(
     services: Services,
     request: Any,
-    state: State,
+    state: RequestState,
     slots: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
@@ -69,7 +69,7 @@ def compress(
     copy_kept(services, state.served, state.compressed_copy, slots, kept, counts, run)
 
 
-def slots_of_copy(store: Store, state: State, counts: torch.Tensor) -> int | None:
+def slots_of_copy(store: Store, state: RequestState, counts: torch.Tensor) -> int | None:
     """Slots that a copy of [L, G] entries takes; None if the request is to have no copy."""
     # Where tokens have left the prefill, the prompt's own slots lack entries of deeper layers.
     if state.progress.layer is not None:
@@ -80,7 +80,7 @@ def slots_of_copy(store: Store, state: State, counts: torch.Tensor) -> int | Non
     return needed if state.folds or needed < state.prompt else None
 
 
-def give_back(services: Services, state: State) -> None:
+def give_back(services: Services, state: RequestState) -> None:
     """Free the private slots of a request, which goes on without a copy."""
     if state.private is not None:
         services.store.release(state.private)
@@ -132,7 +132,7 @@ def _numbers(arena: Arena, place: int, slots: torch.Tensor) -> tuple[torch.Tenso
 class timed:
     """Adds the time of a block to a request's compression seconds."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: RequestState) -> None:
         self._state = state
 
     def __enter__(self) -> None:

@@ -27,7 +27,7 @@ from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.report.reports import Reports
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import Served, State, state_of
+from kvpolicy.sglang_ext.request.request import RequestState, Served, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class Failures:
 
         Args:
             stage: what the block works at, one of the constants above.
-            whole: whether the prompt is still whole if the block fails; None: `State.is_whole`.
+            whole: whether the prompt is still whole if the block fails; None: as
+                `RequestState.is_whole` says.
             joint: whether ranks exchange tensors in it, or take slots: then all of them enter it,
                 and agree at its end.
         """
@@ -98,7 +99,7 @@ class Failures:
     def agree(self, requests: Iterable[Any]) -> None:
         """Take up what has failed on any rank; all ranks call it for the same requests.
 
-        With stages the ranks of this one only know it from then on, by `State.broken`.
+        With stages the ranks of this one only know it from then on, by `RequestState.broken`.
         """
         if self.ranks.size == 1:
             return
@@ -111,11 +112,11 @@ class Failures:
                 self._log_elsewhere(req, state, code, "rank")
                 state.failure_code = code
 
-    def take_up_failure(self, req: Any, state: State, code: int) -> None:
+    def take_up_failure(self, req: Any, state: RequestState, code: int) -> None:
         """Take up that a request's policy has failed on some rank or stage.
 
         Args:
-            code: the largest `State.failure_code` of all ranks and stages; 0: it has not.
+            code: the largest `RequestState.failure_code` of all ranks and stages; 0: it has not.
         """
         if not code or state.failed:
             return
@@ -123,7 +124,7 @@ class Failures:
         # Its prompt may have been given up since it failed.
         self._fail_request(req, state, _stage(code), whole=code % 2 == 1 and state.is_whole)
 
-    def _log_elsewhere(self, req: Any, state: State, code: int, where: str) -> None:
+    def _log_elsewhere(self, req: Any, state: RequestState, code: int, where: str) -> None:
         if not state.failure_code:
             logger.warning(
                 "KV-cache policy %s failed at %s on another %s, whose log says why. rid=%s",
@@ -138,7 +139,7 @@ class Failures:
         self._steps += 1
         return self.ranks.size > 1 and self._steps % _AGREE == 0
 
-    def _fail_request(self, req: Any, state: State, stage: str, *, whole: bool) -> None:
+    def _fail_request(self, req: Any, state: RequestState, stage: str, *, whole: bool) -> None:
         state.failed, state.failure_code = True, 0
         self._failed()
         if whole:
@@ -177,7 +178,7 @@ class Failures:
             exc_info=error,
         )
 
-    def _end(self, req: Any, state: State, stage: str) -> None:
+    def _end(self, req: Any, state: RequestState, stage: str) -> None:
         name = state.served.name
         if state.private is not None:
             # It may run once more before SGLang ends it; then it reads its latest token only,
@@ -237,7 +238,7 @@ def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> N
 
 
 def _stage(code: int) -> str:
-    """What a policy failed at, by `State.failure_code`."""
+    """What a policy failed at, by `RequestState.failure_code`."""
     return _STAGES[(code - 1) // 2]
 
 

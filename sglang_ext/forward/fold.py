@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.kernels.entries.rounding import rounded
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode.lists import Landed
@@ -66,7 +66,7 @@ class Left:
         return cls(kept, int(gone.sum()), int(gone.min()))
 
 
-def begun(services: Services, request: Any, state: State, length: int) -> Private:
+def begun(services: Services, request: Any, state: RequestState, length: int) -> Private:
     """The private pages of a request of `length` tokens; new, empty ones if it has none yet."""
     if state.private is None:
         row = request.kv.req_pool_idx
@@ -74,7 +74,7 @@ def begun(services: Services, request: Any, state: State, length: int) -> Privat
     return state.compressed_copy
 
 
-def give_up_tail(services: Services, request: Any, state: State, length: int) -> None:
+def give_up_tail(services: Services, request: Any, state: RequestState, length: int) -> None:
     """Have a request's tail begin after its `length` tokens, and give up the slots before."""
     state.compressed_copy.tail_start = length
     services.detach([(request, state)])
@@ -121,7 +121,7 @@ class Fold:
         self,
         services: Services,
         request: Any,
-        state: State,
+        state: RequestState,
         length: int,
         read: Read,
         choices: list[Choice],

@@ -38,7 +38,7 @@ from kvpolicy.sglang_ext.forward.fold import (
     wasteful,
 )
 from kvpolicy.sglang_ext.forward.reader import EntryReader
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode.lists import Landed
@@ -62,7 +62,7 @@ class Member:
     """
 
     request: Any
-    state: State
+    state: RequestState
     length: int
     positions: Sequence[int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -19,7 +19,7 @@ class Leaving(NamedTuple):
     """
 
     request: Any
-    state: State
+    state: RequestState
     length: int
 
 
@@ -34,7 +34,7 @@ class Room:
         self._reserved = 0
         self._free: int | None = None
 
-    def reserve_all(self, request: Any, state: State, length: int) -> bool:
+    def reserve_all(self, request: Any, state: RequestState, length: int) -> bool:
         """Whether there are slots for a fold even if nothing leaves; if so, they count as taken.
 
         Args:
@@ -43,7 +43,7 @@ class Room:
         slots = self._services.store.slots_with(state.private, length)
         return self.reserve(request, state, length, slots)
 
-    def reserve(self, request: Any, state: State, length: int, slots: int) -> bool:
+    def reserve(self, request: Any, state: RequestState, length: int, slots: int) -> bool:
         """Whether a request may have `slots` slots after a fold; if so, the missing ones are taken.
 
         Args:
@@ -66,7 +66,7 @@ class Room:
         return True
 
 
-def check_last_fold(services: Services, request: Any, state: State) -> None:
+def check_last_fold(services: Services, request: Any, state: RequestState) -> None:
     """Check a fold for whose numbers the host did not wait.
 
     Raises:
@@ -79,7 +79,9 @@ def check_last_fold(services: Services, request: Any, state: State) -> None:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 
-def may_leave(services: Services, room: Room, request: Any, state: State, length: int) -> bool:
+def may_leave(
+    services: Services, room: Room, request: Any, state: RequestState, length: int
+) -> bool:
     """Whether entries leave at the decode step of a request's last token.
 
     If they should, but there is no room for what might stay, the step is noted as skipped. With

@@ -19,10 +19,10 @@ from kvpolicy.dsl.execute.decode.memory import Known
 from kvpolicy.dsl.execute.layer.choice import Held
 from kvpolicy.dsl.execute.layer.exchange import PARTS
 from kvpolicy.sglang_ext.face.host import to_host
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 
-def numbers_of_layer(state: State, kv_heads: int) -> int:
+def numbers_of_layer(state: RequestState, kv_heads: int) -> int:
     """How many int64 a stage tells of each of its layers, for one request."""
     exchanged = state.served.program.exchanged
     if exchanged:
@@ -39,7 +39,7 @@ class Part(ABC):
         finite: whether the model's tensors were finite on this stage.
     """
 
-    state: State
+    state: RequestState
     run: Any
     finite: bool
 

@@ -31,11 +31,11 @@ from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import compress, give_back, slots_of_copy, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.fold import begun
-from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part
+from kvpolicy.sglang_ext.forward.row_layout import RowLayout
 from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed, known_counts, launched, taken_over
 from kvpolicy.sglang_ext.report.kept import described
-from kvpolicy.sglang_ext.request.request import Queries, Seen, State, iterate_rows
+from kvpolicy.sglang_ext.request.request import Queries, RequestState, Seen, iterate_rows
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -60,7 +60,7 @@ class Scored:
     """
 
     request: Any
-    state: State
+    state: RequestState
     slots: torch.Tensor
     prompt_slots: torch.Tensor
     run: Any
@@ -90,7 +90,7 @@ class _Windowed:
     """A request with a chunk, not its last, that holds queries of the observation window."""
 
     request: Any
-    state: State
+    state: RequestState
     count: int  # of these queries, the last rows of the chunk
 
 
@@ -99,7 +99,7 @@ class _Accumulated:
     """A request with a chunk, not its last, whose policy sums over all queries."""
 
     request: Any
-    state: State
+    state: RequestState
     slots: torch.Tensor  # [n] int64 of its tokens up to the end of the chunk
 
 
@@ -129,13 +129,13 @@ class PrefillStep:
         parts: with several stages, what this one has found, by `id` of the request.
     """
 
-    def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
-        self._services, self._frame = services, frame
+    def __init__(self, services: Services, batch: Any, layout: RowLayout) -> None:
+        self._services, self._layout = services, layout
         self.scored: list[Scored] = []
         self._windowed: list[_Windowed] = []
         self._accumulated: list[_Accumulated] = []
         self._concerned: list[Any] = []
-        self.ending: list[tuple[Any, State]] = []
+        self.ending: list[tuple[Any, RequestState]] = []
         self.unconfirmed: list[Unconfirmed] = []
         self.parts: dict[int, Part] = {}
         table = batch.req_to_token_pool.req_to_token
@@ -149,7 +149,7 @@ class PrefillStep:
                 self._begin(request, state, slots, prefix)
         services.failures.agree(self._concerned)
 
-    def _begin(self, request: Any, state: State, slots: torch.Tensor, prefix: int) -> None:
+    def _begin(self, request: Any, state: RequestState, slots: torch.Tensor, prefix: int) -> None:
         """Note what a request needs in this forward.
 
         Args:
@@ -190,13 +190,13 @@ class PrefillStep:
             queries: of all rows of the forward at this layer.
         """
         for each in self._windowed:
-            rows = self._frame.rows(each.request)
+            rows = self._layout.rows(each.request)
             if rows is not None:
                 window = queries.rows(slice(rows.stop - each.count, rows.stop)).copied()
                 each.state.seen.window.setdefault(layer.layer_id, []).append(window)
         failures, shared = self._services.failures, self._services.ranks.heads.shared
         for chunk in self._accumulated:
-            rows = self._frame.rows(chunk.request)
+            rows = self._layout.rows(chunk.request)
             if rows is not None and not chunk.state.broken:
                 with (
                     failures.contained(chunk.request, SCORING, joint=shared),
@@ -204,7 +204,7 @@ class PrefillStep:
                 ):
                     self._accumulate(chunk, layer, queries.rows(rows))
         for scored in self.scored:
-            rows = self._frame.rows(scored.request)
+            rows = self._layout.rows(scored.request)
             if rows is not None and not scored.state.broken:
                 joint = scored.run.needs_ranks or (shared and scored.queries > 0)
                 with (
@@ -223,7 +223,7 @@ class PrefillStep:
         latest = Queries.joined([*earlier, queries]).last(single)
         state.seen.window[layer.layer_id] = [latest.copied()]
 
-    def _entries(self, state: State, slots: torch.Tensor, layers: range) -> KeysValues:
+    def _entries(self, state: RequestState, slots: torch.Tensor, layers: range) -> KeysValues:
         """Keys and values of layers at int64 [n] slots, as a policy's program takes them."""
         arena = self._services.arena
         first = arena.place_of(layers.start)
@@ -371,7 +371,7 @@ class PrefillStep:
             request.skip_radix_cache_insert = state.progress.barred = True
 
     def _keep_pace(
-        self, request: Any, state: State, counts: torch.Tensor | None, *, finite: bool
+        self, request: Any, state: RequestState, counts: torch.Tensor | None, *, finite: bool
     ) -> None:
         """Hold as many slots as the request holds on other stages, without entries in them.
 

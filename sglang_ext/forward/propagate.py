@@ -24,10 +24,10 @@ from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.forward import view
 from kvpolicy.sglang_ext.forward.failures import PROPAGATION, Contained, met
-from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
-from kvpolicy.sglang_ext.request.propagation import Plan, Rows
-from kvpolicy.sglang_ext.request.request import State, state_of
+from kvpolicy.sglang_ext.forward.row_layout import RowLayout
+from kvpolicy.sglang_ext.request.propagation import LayerRows, PropagationPlan
+from kvpolicy.sglang_ext.request.request import RequestState, state_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -51,8 +51,8 @@ class _Batched:
 class _Propagating(_Batched):
     """A request whose rows leave, or may."""
 
-    state: State
-    plan: Plan
+    state: RequestState
+    plan: PropagationPlan
     scored: Scored | None  # only in the forward that ends its prompt
 
     @property
@@ -92,8 +92,10 @@ def shifts(batch: Any) -> torch.Tensor | None:
 class PropagateStep:
     """The propagating requests of one extend forward, and the other requests in it."""
 
-    def __init__(self, services: Services, batch: Any, frame: Frame, prefill: PrefillStep) -> None:
-        self._services, self._frame = services, frame
+    def __init__(
+        self, services: Services, batch: Any, layout: RowLayout, prefill: PrefillStep
+    ) -> None:
+        self._services, self._layout = services, layout
         self._kernels = in_use(services.arena.storage.device)
         self._batch: Any = None  # SGLang's forward batch
         self._view: Any = None  # what deeper layers get instead, once rows have left
@@ -109,7 +111,7 @@ class PropagateStep:
         self._scratch = iter(services.scratch_rows)
 
     def _batched_at(self, index: int, request: Any, length: int, scored: Scored | None) -> _Batched:
-        state, own = state_of(request), self._frame.required_rows(request)
+        state, own = state_of(request), self._layout.required_rows(request)
         plan = None if state is None else state.followed_plan
         row = request.kv.req_pool_idx
         if state is None or plan is None or length > state.prompt:
@@ -170,7 +172,7 @@ class PropagateStep:
         rows, update = view.rows_of(hidden, batch)
         pieces = self._pieces(layer, rows)
         earlier = self._view, self._rows
-        frame = {id(x.request): w for x in self._batched if (w := self._frame.rows(x.request))}
+        layout = {id(x.request): w for x in self._batched if (w := self._layout.rows(x.request))}
         error, joined = None, hidden
         try:
             joined = self._join(pieces, rows, update)
@@ -182,7 +184,7 @@ class PropagateStep:
         # One operation for the whole batch has failed. All rows go on as they are; those of the
         # requests that propagate are void from now on.
         self._view, self._rows = earlier
-        self._frame.replace(frame)
+        self._layout.replace(layout)
         lost = [x for x, _ in pieces if isinstance(x, _Propagating) and not x.keeps_rows]
         for batched in lost:
             batched.lost = True
@@ -192,7 +194,7 @@ class PropagateStep:
         compat.prepare(self._services.runner, batch)
         return compat.put_stream(batch, rows.hidden, rows.residual, update)
 
-    def _pieces(self, layer: int, rows: Rows) -> list[tuple[_Batched, Rows]]:
+    def _pieces(self, layer: int, rows: LayerRows) -> list[tuple[_Batched, LayerRows]]:
         """The requests that have rows deeper than a layer, with these rows.
 
         Args:
@@ -201,7 +203,7 @@ class PropagateStep:
         again, layers = self._again(layer), self._services.arena.layers
         pieces = []
         for batched in self._batched:
-            where = self._frame.rows(batched.request)
+            where = self._layout.rows(batched.request)
             piece = None if where is None else rows.take(where)
             if id(batched.request) in again:
                 piece = again[id(batched.request)]
@@ -213,7 +215,7 @@ class PropagateStep:
                 piece, batched.lost = None, True  # unless it succeeds
                 stopped = batched.state.failed
                 with self._contained(batched):
-                    own = rows.take(self._frame.required_rows(batched.request))
+                    own = rows.take(self._layout.required_rows(batched.request))
                     piece, batched.lost = self._chosen(batched, layer, own), False
                 batched.lost |= batched.state.failed and not stopped  # maybe on another rank
             if not batched.lost and piece is not None and piece.ids.numel():
@@ -225,26 +227,28 @@ class PropagateStep:
         failures = self._services.failures
         return failures.contained(batched.request, PROPAGATION, whole=False, joint=True)
 
-    def _join(self, pieces: Sequence[tuple[_Batched, Rows]], rows: Rows, update: Any) -> Any:
+    def _join(
+        self, pieces: Sequence[tuple[_Batched, LayerRows]], rows: LayerRows, update: Any
+    ) -> Any:
         """Let only the rows in `pieces` go on; return what the next layer is called with.
 
         Args:
             rows: of all requests, after the last layer that ran.
             update: how output and residual are added up.
         """
-        extents, frame, end = [], {}, 0
+        extents, layout, end = [], {}, 0
         for batched, piece in pieces:
             count = piece.ids.numel()
             extents.append(view.Extent(batched.row, batched.length, count, batched.index))
-            frame[id(batched.request)] = slice(end, end + count)
+            layout[id(batched.request)] = slice(end, end + count)
             end += count
-        joined = Rows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
+        joined = LayerRows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
         self._view = self._make_view(extents, joined.ids, joined.positions, joined.slots)
-        self._frame.replace(frame)
+        self._layout.replace(layout)
         self._rows = end
         return compat.put_stream(self._view, joined.hidden, joined.residual, update)
 
-    def _chosen(self, batched: _Propagating, layer: int, piece: Rows) -> Rows | None:
+    def _chosen(self, batched: _Propagating, layer: int, piece: LayerRows) -> LayerRows | None:
         """The rows of a request that go deeper; None: none. Notes which tokens are left."""
         progress, scored = batched.state.progress, batched.scored
         if scored is not None and batched.state.failed:
@@ -254,9 +258,9 @@ class PropagateStep:
             progress.stopped = True
             if not batched.plan.restarts:
                 # A layer may change its input in place.
-                progress.held.append(Rows(*(each.clone() for each in piece)))
+                progress.held.append(LayerRows(*(each.clone() for each in piece)))
             return None
-        piece = Rows.cat([*progress.held, piece])
+        piece = LayerRows.cat([*progress.held, piece])
         progress.held.clear()
         if scored.chosen is None:
             return piece
@@ -269,7 +273,7 @@ class PropagateStep:
             # Tokens from the radix cache have no rows; data decide how many of them were chosen.
             (found,) = to_host([(chosen < without).sum()])
             chosen = chosen[int(found) :] - without
-        return Rows(*self._kernels.take_rows(piece, chosen))
+        return LayerRows(*self._kernels.take_rows(piece, chosen))
 
     @staticmethod
     def _note(batched: _Propagating, layer: int, tokens: int) -> None:
@@ -285,7 +289,7 @@ class PropagateStep:
         table = compat.slot_table(self._services.runner)
         table[batched.row, : batched.length] = slots.to(table.dtype)
 
-    def _again(self, layer: int) -> dict[int, Rows]:
+    def _again(self, layer: int) -> dict[int, LayerRows]:
         """Start second prefills; return their rows after `layer`, by `id` of the request."""
         layers = self._services.arena.layers
         starting = [
@@ -294,7 +298,7 @@ class PropagateStep:
             if batched.scored is not None and batched.leaves(layer, layers)
             if batched.plan.restarts and not batched.state.failed
         ]
-        starts, extents, frame, end = [], [], {}, 0
+        starts, extents, layout, end = [], [], {}, 0
         for batched, scored in starting:
             batched.lost = True  # unless it succeeds
             start = None
@@ -305,7 +309,7 @@ class PropagateStep:
                 extents.append(
                     view.Extent(batched.row, batched.length, batched.length, batched.index)
                 )
-                frame[id(batched.request)] = slice(end, end + batched.length)
+                layout[id(batched.request)] = slice(end, end + batched.length)
                 end += batched.length
         if not starts:
             return {}
@@ -318,7 +322,7 @@ class PropagateStep:
         error = met(self._services.ranks, error)
         if begun is not None and error is None:
             try:
-                again = self._start_again(layer, begun, frame)
+                again = self._start_again(layer, begun, layout)
             except Exception as raised:
                 error = raised
             error = met(self._services.ranks, error)
@@ -346,26 +350,26 @@ class PropagateStep:
         return ids, positions, self._make_view(extents, ids, positions, slots)
 
     def _start_again(
-        self, layer: int, begun: tuple[torch.Tensor, torch.Tensor, Any], frame: Mapping[int, slice]
-    ) -> dict[int, Rows]:
+        self, layer: int, begun: tuple[torch.Tensor, torch.Tensor, Any], layout: Mapping[int, slice]
+    ) -> dict[int, LayerRows]:
         """Compute layers 0 to `layer` on the tokens that requests start again with.
 
         Args:
             begun: result of `_begun`.
-            frame: rows of each request, by `id`.
+            layout: rows of each request, by `id`.
         """
         ids, positions, batch = begun
         hidden = compat.embed(self._services.runner.model, ids)
         compat.start_stream(batch)
-        earlier = self._frame.replace(frame)
+        earlier = self._layout.replace(layout)
         try:
             with compat.unrecorded():  # they would be taken for experts of this one layer
                 for run in self._services.layers[: layer + 1]:
                     hidden = run(positions, hidden, batch)
         finally:
-            self._frame.replace(earlier)
+            self._layout.replace(earlier)
         rows, _ = view.rows_of(hidden, batch)
-        return {request: rows.take(where) for request, where in frame.items()}
+        return {request: rows.take(where) for request, where in layout.items()}
 
     def _make_view(self, extents: Sequence[view.Extent], *tokens: torch.Tensor) -> Any:
         return view.make(self._services.runner, self._batch, extents, *tokens)
@@ -393,7 +397,7 @@ class PropagateStep:
         rows, update = view.rows_of(hidden, self._batch if self._view is None else self._view)
         own, where = [], []
         for batched in self._batched:
-            found, own_rows = self._frame.rows(batched.request), batched.own
+            found, own_rows = self._layout.rows(batched.request), batched.own
             if found is None or batched.lost:
                 continue
             if isinstance(batched, _Propagating):  # only its last row is read

@@ -9,7 +9,7 @@ import torch
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.lists import Lists
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class EntryReader:
 
     @staticmethod
     def of(
-        arena: Arena, table: torch.Tensor, request: Any, state: State, length: int
+        arena: Arena, table: torch.Tensor, request: Any, state: RequestState, length: int
     ) -> ListReader | SlotReader:
         """The reader for a request.
 

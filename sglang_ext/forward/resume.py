@@ -16,12 +16,12 @@ import torch
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.forward.attend import attend
 from kvpolicy.sglang_ext.forward.failures import DECODING, READING
-from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.group_fold import Group, GroupFold, Member
 from kvpolicy.sglang_ext.forward.leaving import Leaving, Room, check_last_fold, may_leave
 from kvpolicy.sglang_ext.forward.reader import EntryReader, ListReader
+from kvpolicy.sglang_ext.forward.row_layout import RowLayout
 from kvpolicy.sglang_ext.request.pending_steps import LONGEST
-from kvpolicy.sglang_ext.request.request import State, iterate_rows
+from kvpolicy.sglang_ext.request.request import RequestState, iterate_rows
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -38,7 +38,7 @@ class _Resumed:
     """
 
     request: Any
-    state: State
+    state: RequestState
     first: int
     end: int
     reader: EntryReader
@@ -62,8 +62,8 @@ class ResumeStep:
         leaving, folds: as of `DecodeStep`.
     """
 
-    def __init__(self, services: Services, batch: Any, frame: Frame) -> None:
-        self._services, self._frame = services, frame
+    def __init__(self, services: Services, batch: Any, layout: RowLayout) -> None:
+        self._services, self._layout = services, layout
         self._resumed: list[_Resumed] = []
         self._concerned: list[Any] = []
         self.leaving: list[Leaving] = []
@@ -91,7 +91,7 @@ class ResumeStep:
             heads, out: [rows, H, D] queries and attention of the forward; out is written in place.
         """
         for each in self._resumed:
-            rows, reader = self._frame.rows(each.request), each.reader
+            rows, reader = self._layout.rows(each.request), each.reader
             if rows is None or not isinstance(reader, ListReader) or each.state.broken:
                 continue
             with self._services.failures.contained(each.request, READING):
@@ -105,7 +105,7 @@ class ResumeStep:
             heads: [rows, H, D] queries of the forward after RoPE.
         """
         for each in self._resumed:
-            rows = self._frame.rows(each.request)
+            rows = self._layout.rows(each.request)
             decoding = each.state.decoding
             if rows is not None and decoding is not None and decoding.pending.wanted != 0:
                 queries = compat.scaled(heads[rows], layer).transpose(0, 1)

@@ -25,7 +25,7 @@ from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.report.reports import Reports
 from kvpolicy.sglang_ext.request.decode_rows import DecodeRows
 from kvpolicy.sglang_ext.request.queries import QueryBuffer
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 
 class Forward(Protocol):
@@ -125,7 +125,7 @@ class Services:
         """Ask the radix cache to make `slots` slots available."""
         compat.evict(self.tree, slots)
 
-    def detach(self, requests: Sequence[tuple[Any, State]]) -> None:
+    def detach(self, requests: Sequence[tuple[Any, RequestState]]) -> None:
         """Give up the ordinary slots of entries that have been copied to private pages.
 
         The prompt is left to the radix cache. A request whose prompt has not been offered there yet
@@ -145,14 +145,14 @@ class Services:
             free_tails(self.tree, tails)
         self.has_room = True
 
-    def _tail(self, req: Any, state: State) -> Tail:
+    def _tail(self, req: Any, state: RequestState) -> Tail:
         """The tail of a request that has left its prompt; the request does not own it any more."""
         first, page = req.kv.cache_protected_len, self.tree.page_size
         end = max(state.compressed_copy.tail_start // page * page, first)
         req.kv.cache_protected_len = end
         return Tail(req.kv.req_pool_idx, first, end)
 
-    def _detach(self, req: Any, state: State) -> None:
+    def _detach(self, req: Any, state: RequestState) -> None:
         tree, private = self.tree, state.compressed_copy
         end = private.tail_start // tree.page_size * tree.page_size
         if req.kv.cache_protected_len < end:

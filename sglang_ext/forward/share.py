@@ -22,10 +22,10 @@ from kvpolicy.sglang_ext.memory.shared import Shared
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
-    from kvpolicy.sglang_ext.request.request import State
+    from kvpolicy.sglang_ext.request.request import RequestState
 
 
-def compress(services: Services, state: State, slots: torch.Tensor, run: Any) -> None:
+def compress(services: Services, state: RequestState, slots: torch.Tensor, run: Any) -> None:
     """Store a prompt's layers in pairs in its private pages, or give these back.
 
     They are given back if so many tokens are excepted that no slot is saved, or if the model's

@@ -19,7 +19,7 @@ import torch
 from kvpolicy.sglang_ext.forward.fold import Left
 from kvpolicy.sglang_ext.forward.leaving import Leaving, Room
 from kvpolicy.sglang_ext.forward.parts import Part, numbers_of_layer
-from kvpolicy.sglang_ext.request.request import State, state_of
+from kvpolicy.sglang_ext.request.request import RequestState, state_of
 
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode.lists import Landed
@@ -35,7 +35,7 @@ class Outcome:
         services: Services,
         batch: Any,
         step: Step,
-        finishing: Sequence[tuple[Any, State | None]],
+        finishing: Sequence[tuple[Any, RequestState | None]],
     ) -> None:
         """
         Args:
@@ -84,7 +84,7 @@ class Outcome:
                 state.under_way -= 1
         self._services.reports.finished(self._finishing)
 
-    def _found(self, req: Any, state: State) -> torch.Tensor:
+    def _found(self, req: Any, state: RequestState) -> torch.Tensor:
         """int64 [1 + L * size] of a request whose prompt ends: not finite, and `Part.said`."""
         part = self._part(req)
         not_finite = torch.tensor([part is not None and not part.finite])
@@ -118,14 +118,14 @@ class Outcome:
         for req, state in self._going_on():
             self._services.failures.take_up_failure(req, state, known[id(req)])
 
-    def _going_on(self) -> list[tuple[Any, State]]:
+    def _going_on(self) -> list[tuple[Any, RequestState]]:
         """Requests that have been neither aborted nor retracted since."""
         return [
             (req, state) for req, state, progress in self._concerned
             if state.progress is progress and req.kv.holds_kv
         ]  # fmt: skip
 
-    def _carry_out_prompt(self, req: Any, state: State, own: torch.Tensor) -> None:
+    def _carry_out_prompt(self, req: Any, state: RequestState, own: torch.Tensor) -> None:
         if self._prefill is None:
             return
         said = own[1:].view(self._services.arena.model_layers, -1)

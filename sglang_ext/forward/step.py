@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
-from kvpolicy.sglang_ext.forward.frame import Frame
 from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep
 from kvpolicy.sglang_ext.forward.propagate import PropagateStep
 from kvpolicy.sglang_ext.forward.resume import ResumeStep
+from kvpolicy.sglang_ext.forward.row_layout import RowLayout
 from kvpolicy.sglang_ext.request.request import decoding_in
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ class Step:
         self.propagate: PropagateStep | None = None
         self.decode: DecodeStep | None = None
         if batch.forward_mode.is_extend():
-            self._frame = frame = Frame(batch)
-            self.prefill = prefill = PrefillStep(services, batch, frame)
-            self.resume = ResumeStep(services, batch, frame)
+            self._layout = layout = RowLayout(batch)
+            self.prefill = prefill = PrefillStep(services, batch, layout)
+            self.resume = ResumeStep(services, batch, layout)
             if PropagateStep.wanted(batch):
-                self.propagate = PropagateStep(services, batch, frame, prefill)
+                self.propagate = PropagateStep(services, batch, layout, prefill)
             self._decoding = decoding_in(batch)
             if self._decoding:
                 self.decode = DecodeStep(services, batch, self._decoding)
@@ -41,9 +41,9 @@ class Step:
     @property
     def decoding(self) -> slice | None:
         """Rows of an extend forward that decode, at the current layer; None if there are none."""
-        if not self._decoding or self._frame.rows(self._decoding[0]) is None:
+        if not self._decoding or self._layout.rows(self._decoding[0]) is None:
             return None
-        first, last = (self._frame.required_rows(self._decoding[each]) for each in (0, -1))
+        first, last = (self._layout.required_rows(self._decoding[each]) for each in (0, -1))
         return slice(first.start, last.stop)
 
     def finish(self) -> None:

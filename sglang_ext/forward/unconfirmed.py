@@ -20,13 +20,13 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import COMPACTION, serve_in_full
 from kvpolicy.sglang_ext.request.propagation import Progress
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
 
 
-def known_counts(state: State) -> list[int] | None:
+def known_counts(state: RequestState) -> list[int] | None:
     """[L] entries that each list of a layer keeps of a request's prompt; None: wait for the device.
 
     None if data decide the numbers; if the prompt's own slots are overwritten, which could not be
@@ -42,7 +42,7 @@ def known_counts(state: State) -> list[int] | None:
     return served.known_counts(state.prompt)
 
 
-def taken_over(state: State, layers: list[int]) -> Known:
+def taken_over(state: RequestState, layers: list[int]) -> Known:
     """What the host knows of [L] kept entries, the same of all KV heads, if the policy goes on."""
     held = [Held(number, alike=True) for number in layers] if state.folds else []
     return Known(held, max(layers) if state.folds else 0)
@@ -61,7 +61,7 @@ class Unconfirmed:
     """
 
     request: Any
-    state: State
+    state: RequestState
     progress: Progress
     counts: torch.Tensor
     numbers: torch.Tensor
@@ -105,7 +105,11 @@ class Unconfirmed:
 
 
 def launched(
-    request: Any, state: State, counts: torch.Tensor, kept: torch.Tensor, finite: torch.Tensor
+    request: Any,
+    state: RequestState,
+    counts: torch.Tensor,
+    kept: torch.Tensor,
+    finite: torch.Tensor,
 ) -> Unconfirmed:
     """Ask the device for a request's numbers.
 

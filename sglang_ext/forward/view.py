@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.request.propagation import Rows
+from kvpolicy.sglang_ext.request.propagation import LayerRows
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def make(
     return view
 
 
-def rows_of(hidden: Any, batch: Any) -> tuple[Rows, Any]:
+def rows_of(hidden: Any, batch: Any) -> tuple[LayerRows, Any]:
     """The rows that a layer returned for a batch, and how output and residual are added up.
 
     Args:
@@ -86,4 +86,6 @@ def rows_of(hidden: Any, batch: Any) -> tuple[Rows, Any]:
         batch: SGLang's forward batch, or a view.
     """
     output, residual, update = compat.take_stream(hidden, batch)
-    return Rows(output, residual, batch.input_ids, batch.positions, batch.out_cache_loc), update
+    return LayerRows(
+        output, residual, batch.input_ids, batch.positions, batch.out_cache_loc
+    ), update

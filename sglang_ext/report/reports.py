@@ -14,7 +14,7 @@ from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import Seen, State, state_of
+from kvpolicy.sglang_ext.request.request import RequestState, Seen, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Reports:
         if not req.output_ids and not internal and req.to_finish is None:
             self._metrics.without_policy()
 
-    def finished_prompt(self, req: Any, state: State, entries: int, *, finite: bool) -> None:
+    def finished_prompt(self, req: Any, state: RequestState, entries: int, *, finite: bool) -> None:
         """Note the outcome of compressing a prompt.
 
         Args:
@@ -84,7 +84,7 @@ class Reports:
             seconds=state.reported.seconds,
         )
 
-    def _of_compressed(self, state: State, private: Private, entries: int) -> dict[str, Any]:
+    def _of_compressed(self, state: RequestState, private: Private, entries: int) -> dict[str, Any]:
         name = state.served.name
         after = private.slots.numel()
         facts: dict[str, Any] = {
@@ -104,7 +104,7 @@ class Reports:
             facts["kept"] = state.reported.kept or self._everything(state.prompt)
         return facts
 
-    def finished(self, requests: Iterable[tuple[Any, State | None]]) -> None:
+    def finished(self, requests: Iterable[tuple[Any, RequestState | None]]) -> None:
         """Note, of requests whose prompt has ended, those without policy or served in full."""
         for req, state in requests:
             if state is None:
@@ -112,7 +112,7 @@ class Reports:
             elif state.uncompressed is not None:
                 self.served_in_full(req, state, state.uncompressed)
 
-    def served_in_full(self, req: Any, state: State, reason: Reason) -> None:
+    def served_in_full(self, req: Any, state: RequestState, reason: Reason) -> None:
         """Note that the prompt of a request has ended and all of it stays."""
         state.seen = Seen()
         if state.reported.counted:
@@ -131,12 +131,12 @@ class Reports:
         self._report(req, state, facts)
         self._metrics.uncompressed(state.served.name, reason)
 
-    def gave_up(self, req: Any, state: State, reason: Reason) -> None:
+    def gave_up(self, req: Any, state: RequestState, reason: Reason) -> None:
         """Note that a request whose prompt has ended goes on without its policy."""
         self._report_again(req, state, {"uncompressed": reason.value})
         self._metrics.gave_up(state.served.name, reason)
 
-    def finished_fold(self, req: Any, state: State, dropped: int, seconds: float) -> None:
+    def finished_fold(self, req: Any, state: RequestState, dropped: int, seconds: float) -> None:
         """Note a fold of a request: `dropped` entries have left, in `seconds`."""
         state.reported.folded += 1
         state.reported.dropped += dropped
@@ -144,7 +144,7 @@ class Reports:
         self._report_again(req, state, now)
         self._metrics.folded(state.served.name, dropped, seconds)
 
-    def skipped_fold(self, req: Any, state: State, step: int) -> None:
+    def skipped_fold(self, req: Any, state: RequestState, step: int) -> None:
         """Note that there were no slots for a fold at a decode step."""
         state.skipped.add(step)
         self._report_again(req, state, {"skipped_folds": len(state.skipped)})
@@ -153,7 +153,7 @@ class Reports:
     def _everything(self, prompt: int) -> dict[str, Any]:
         return kept.everything(self._layers, self._kv_heads, prompt)
 
-    def _report(self, req: Any, state: State, facts: dict[str, Any]) -> None:
+    def _report(self, req: Any, state: RequestState, facts: dict[str, Any]) -> None:
         state.reported.facts = facts
         if state.folds:
             facts |= {"folds": 0, "entries_dropped_in_decode": 0, "skipped_folds": 0}
@@ -170,7 +170,7 @@ class Reports:
         req.customized_info = {**(req.customized_info or {}), "kv_policy": [facts]}
 
     @staticmethod
-    def _report_again(req: Any, state: State, changes: dict[str, Any]) -> None:
+    def _report_again(req: Any, state: RequestState, changes: dict[str, Any]) -> None:
         values = req.customized_info["kv_policy"]
         if len(values) <= req.send_token_offset:
             # The last element has been sent; the next token's has not.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.request.reasons import Reason
-from kvpolicy.sglang_ext.request.request import State, state_of
+from kvpolicy.sglang_ext.request.request import RequestState, state_of
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.memory.store import Store
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2  # decode steps that may begin before a prompt is left to the radix cache
 
 
-def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
+def must_wait(adder: Any, req: Any, state: RequestState, most: int) -> bool:
     """Whether a propagating prompt cannot be admitted to a pass.
 
     A pass may have `most` of them. A prompt that must be prefilled in one piece waits until it fits
@@ -38,7 +38,7 @@ def must_wait(adder: Any, req: Any, state: State, most: int) -> bool:
     return False
 
 
-def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None) -> int:
+def reserve(store: Store, adder: Any, req: Any, state: RequestState, extend: int | None) -> int:
     """Slots that a request needs beyond those that SGLang counts; see `Runtime.reserve`."""
     slots = store.whole_pages(state.slots) if state.wanted else 0
     page = adder.per_req_token_overhead
@@ -83,7 +83,9 @@ def reserve(store: Store, adder: Any, req: Any, state: State, extend: int | None
     return needs - (tokens - prefix + output)
 
 
-def _reserve_chunk(adder: Any, req: Any, state: State, slots: int, extend: int | None) -> int:
+def _reserve_chunk(
+    adder: Any, req: Any, state: RequestState, slots: int, extend: int | None
+) -> int:
     """`reserve` for a further chunk, which cannot wait: where its copy does not fit, none is made.
 
     Before the last chunk, slots for the rest of the prompt are kept from others in the pass.
@@ -185,7 +187,7 @@ def _room(adder: Any) -> int:
     return min(current, total)
 
 
-def still_needs(req: Any, state: State, estimate: float) -> float:
+def still_needs(req: Any, state: RequestState, estimate: float) -> float:
     """Slots that a running request may still take; see `Runtime.still_needs`."""
     most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
     if most is None:

@@ -25,7 +25,7 @@ from kvpolicy.dsl.ir.traverse import nodes_of, state_roots
 LONGEST = 64  # most decode steps that a policy is taken through at once
 
 
-class Noted(NamedTuple):
+class NotedSteps(NamedTuple):
     """Queries of consecutive decode steps of one request.
 
     Attributes:
@@ -55,18 +55,18 @@ class PendingSteps:
     """
 
     wanted: int | None
-    parts: list[Noted] = field(default_factory=list)
+    parts: list[NotedSteps] = field(default_factory=list)
 
     def add(self, steps: Sequence[torch.Tensor], place: int) -> None:
-        """Add further noted steps; arguments as in `Noted`."""
-        self.parts.append(Noted(steps, place))
+        """Add further noted steps; arguments as in `NotedSteps`."""
+        self.parts.append(NotedSteps(steps, place))
         if self.wanted is None:
             return
         surplus = sum(len(each.steps) for each in self.parts) - self.wanted
         while surplus > 0:
             first = self.parts.pop(0)
             if len(first.steps) > surplus:
-                self.parts.insert(0, Noted(first.steps[surplus:], first.place))
+                self.parts.insert(0, NotedSteps(first.steps[surplus:], first.place))
             surplus -= len(first.steps)
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PropagationPlan:
     """How a policy propagates a prompt of N tokens.
 
     Attributes:
@@ -31,7 +31,7 @@ class Plan:
     most_prefix: int
 
 
-def plan(bound: Bound, prompt: int) -> Plan | None:
+def plan(bound: Bound, prompt: int) -> PropagationPlan | None:
     """The plan for a prompt of N tokens; None if every layer is certain to see all of them."""
     lowered = bound.lowered.propagate
     if lowered is None:
@@ -39,7 +39,7 @@ def plan(bound: Bound, prompt: int) -> Plan | None:
     layer, deepest = bound.propagation_layer(prompt), bound.shape.layers - 1
     if layer is not None and layer >= deepest + bound.restarts:
         return None
-    return Plan(layer, bound.restarts, _most_prefix(bound, lowered.tokens, prompt))
+    return PropagationPlan(layer, bound.restarts, _most_prefix(bound, lowered.tokens, prompt))
 
 
 def _most_prefix(bound: Bound, tokens: Node, prompt: int) -> int:
@@ -77,7 +77,7 @@ def _last_chosen(bound: Bound, node: Node, prompt: int, layer: int) -> int:
     return 0
 
 
-class Rows(NamedTuple):
+class LayerRows(NamedTuple):
     """Rows that enter a layer, T of one or several requests.
 
     Attributes:
@@ -91,16 +91,16 @@ class Rows(NamedTuple):
     positions: torch.Tensor
     slots: torch.Tensor
 
-    def take(self, rows: slice) -> Rows:
+    def take(self, rows: slice) -> LayerRows:
         """Some of the rows, not copied."""
-        return Rows(*(each[rows] for each in self))
+        return LayerRows(*(each[rows] for each in self))
 
     @staticmethod
-    def cat(parts: Sequence[Rows]) -> Rows:
+    def cat(parts: Sequence[LayerRows]) -> LayerRows:
         """The rows of all parts, in order; those of a single part are not copied."""
         if len(parts) == 1:
             return parts[0]
-        return Rows(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        return LayerRows(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Progress:
     """
 
     stopped: bool = False
-    held: list[Rows] = field(default_factory=list)
+    held: list[LayerRows] = field(default_factory=list)
     layer: int | None = None
     tokens: int | None = None
     shift: int = 0

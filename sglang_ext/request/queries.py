@@ -21,7 +21,7 @@ from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.request.pending_steps import LONGEST, Noted, PendingSteps
+from kvpolicy.sglang_ext.request.pending_steps import LONGEST, NotedSteps, PendingSteps
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def queries_of(pending: Sequence[PendingSteps], buffer: QueryBuffer) -> torch.Te
     return buffer.scaled(whole).flatten(0, 2)
 
 
-def _together(requests: Sequence[Sequence[Noted]]) -> torch.Tensor:
+def _together(requests: Sequence[Sequence[NotedSteps]]) -> torch.Tensor:
     """[B, L, H, T, D] queries of requests that were noted in the same batches."""
     made = []
     for parts in zip(*requests, strict=True):

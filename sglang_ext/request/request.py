@@ -26,7 +26,7 @@ from kvpolicy.sglang_ext.memory.growth import Growth, share_of_rank
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request import propagation
 from kvpolicy.sglang_ext.request.pending_steps import PendingSteps, wanted
-from kvpolicy.sglang_ext.request.propagation import Plan, Progress
+from kvpolicy.sglang_ext.request.propagation import Progress, PropagationPlan
 from kvpolicy.sglang_ext.request.reasons import Reason
 
 _ATTRIBUTE = "kv_policy_state"
@@ -95,7 +95,7 @@ class Served:
         self.program.warm(*self._arena.at_slots(0, slots), queries)
 
     @once.at_most(_PROMPTS)
-    def plan(self, prompt: int) -> Plan | None:
+    def plan(self, prompt: int) -> PropagationPlan | None:
         """How a prompt is propagated; None if every layer is certain to see all tokens."""
         return propagation.plan(self.bound, prompt)
 
@@ -233,7 +233,7 @@ class Decoding:
 
 
 @dataclass
-class State:
+class RequestState:
     """A request's policy and how far it has come.
 
     Attributes:
@@ -275,7 +275,7 @@ class State:
     skipped: set[int] = field(default_factory=set)
     seen: Seen = field(default_factory=Seen)
     reported: Reported = field(default_factory=Reported)
-    plan: Plan | None = None
+    plan: PropagationPlan | None = None
     progress: Progress = field(default_factory=Progress)
     failed: bool = False
     failure_code: int = 0
@@ -318,7 +318,7 @@ class State:
         return self.wanted or self.folds
 
     @property
-    def followed_plan(self) -> Plan | None:
+    def followed_plan(self) -> PropagationPlan | None:
         """The plan by which its tokens may leave; None if all go through every layer."""
         # Once chunks have stopped at a layer, deeper layers lack their entries: no row goes there.
         stopped = self.failed and self.progress.stopped
@@ -443,12 +443,12 @@ class State:
         self.decoding = None
 
 
-def state_of(request: Any) -> State | None:
+def state_of(request: Any) -> RequestState | None:
     """The state of an SGLang request; None when no policy applies to it."""
     return getattr(request, _ATTRIBUTE, None)
 
 
-def iterate_finishing(batch: Any) -> Iterator[tuple[Any, State | None]]:
+def iterate_finishing(batch: Any) -> Iterator[tuple[Any, RequestState | None]]:
     """Requests of an extend batch whose prompt ends in it, with their state."""
     for request in batch.reqs:
         if request.extend_end == len(request.origin_input_ids):
@@ -460,7 +460,7 @@ def decoding_in(batch: Any) -> list[Any]:
     return list(batch.decoding_reqs) if batch.forward_mode.is_mixed() else []
 
 
-def iterate_rows(batch: Any) -> Iterator[tuple[Any, State, slice, int]]:
+def iterate_rows(batch: Any) -> Iterator[tuple[Any, RequestState, slice, int]]:
     """Requests of an extend batch whose prompt a policy sees: state, rows, tokens before the rows.
 
     Requests that decode are left out.
@@ -503,7 +503,7 @@ def assign(request: Any, served: Served | None, one_piece: int | None = None) ->
     Args:
         one_piece: most tokens that are prefilled in one piece; None for any number.
     """
-    state = None if served is None else State(served, len(request.origin_input_ids), slots=0)
+    state = None if served is None else RequestState(served, len(request.origin_input_ids), slots=0)
     setattr(request, _ATTRIBUTE, state)  # first: what fails from here on is the request's
     if state is None:
         return
@@ -525,7 +525,7 @@ def assign(request: Any, served: Served | None, one_piece: int | None = None) ->
 
 
 def _cannot_propagate(
-    request: Any, plan: Plan, prompt: int, one_piece: int | None
+    request: Any, plan: PropagationPlan, prompt: int, one_piece: int | None
 ) -> Reason | None:
     if request.return_logprob and 0 <= request.logprob_start_len < prompt - 1:
         return Reason.INPUT_LOGPROBS
@@ -536,7 +536,7 @@ def _cannot_propagate(
     return None
 
 
-def _unsuited(request: Any, plan: Plan | None) -> Reason | None:
+def _unsuited(request: Any, plan: PropagationPlan | None) -> Reason | None:
     # Where tokens leave the prefill, the first new token already depends on it.
     if request.sampling_params.max_new_tokens < (2 if plan is None else 1):
         return Reason.ONE_TOKEN

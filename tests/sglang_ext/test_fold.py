@@ -20,7 +20,7 @@ from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.pending_steps import PendingSteps
-from kvpolicy.sglang_ext.request.request import Decoding, State
+from kvpolicy.sglang_ext.request.request import Decoding, RequestState
 
 LAYERS, KV_HEADS, SIZE, SLOTS, ROW, CONTEXT = 3, 2, 8, 120, 2, 60
 WAYS = {"write_in_place": (GroupFold, "_launch"), "move": (GroupFold, "_move")} | {
@@ -44,7 +44,7 @@ class World:
         self.length = self.freed = 0
         self.ways, self.reported, self.waits = [], [], []
         served = SimpleNamespace(name="p", kernels=in_use(torch.device("cpu")))
-        self.state = State(served, prompt=0, slots=0)
+        self.state = RequestState(served, prompt=0, slots=0)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
         self.runtime = SimpleNamespace(
             arena=arena, store=self.store, tables=self.tables, ranks=Ranks(), evict=no_cache,

@@ -14,7 +14,7 @@ from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.request.propagation import Progress
-from kvpolicy.sglang_ext.request.request import Decoding, State
+from kvpolicy.sglang_ext.request.request import Decoding, RequestState
 
 SPANS = (range(2), range(2, 3))
 LENGTH, PROMPT = 20, 12
@@ -46,7 +46,7 @@ class Stage:
             withdraw=lambda finite: self.told.append(("withdrawn", finite)), not_finite=False
         )
         served = SimpleNamespace(name="p")
-        self.state = State(served, PROMPT, 0, decoding=Decoding(memory, None))
+        self.state = RequestState(served, PROMPT, 0, decoding=Decoding(memory, None))
         self.request = SimpleNamespace(kv=SimpleNamespace(holds_kv=True))
         self.request.kv_policy_state = self.state
         self.batch = SimpleNamespace(reqs=[self.request])

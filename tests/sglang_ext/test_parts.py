@@ -21,7 +21,7 @@ from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep, Scored
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 SHAPE = ModelShape(5, 4, 2, 8)
 SPANS = (range(2), range(2, 3), range(3, 5))
@@ -42,7 +42,7 @@ class Stage:
             name=name, bound=bound, program=program, kernels=in_use(torch.device("cpu")),
             upper_layers=frozenset(), in_stages=True, standing=SimpleNamespace(failures=0),
         )  # fmt: skip
-        self.state = State(served, PROMPT, SLOTS, folds=bound.folded.decode is not None)
+        self.state = RequestState(served, PROMPT, SLOTS, folds=bound.folded.decode is not None)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
         self.request.kv.cache_protected_len = PROMPT
         self.request.kv_policy_state = self.state

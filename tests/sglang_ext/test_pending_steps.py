@@ -13,7 +13,7 @@ from kvpolicy.sglang_ext.request import queries
 from kvpolicy.sglang_ext.request.decode_rows import DecodeRows
 from kvpolicy.sglang_ext.request.pending_steps import LONGEST, PendingSteps, wanted
 from kvpolicy.sglang_ext.request.queries import QueryBuffer, may_read, queries_of
-from kvpolicy.sglang_ext.request.request import Decoding, State
+from kvpolicy.sglang_ext.request.request import Decoding, RequestState
 
 POLICIES = Path(__file__).parents[2] / "policies"
 LAYERS, HEADS, SIZE = 3, 4, 8
@@ -70,7 +70,9 @@ def test_the_last_queries_are_noted_where_a_window_is_read(tmp_path):
     bound = bind(made, SHAPE, fold_interval=16)
     assert wanted(bound, 100) == 5
     memory = SimpleNamespace(prompt=100, not_finite=False, generated=0)
-    state = State(SimpleNamespace(bound=bound), 100, 0, decoding=Decoding(memory, PendingSteps(5)))
+    state = RequestState(
+        SimpleNamespace(bound=bound), 100, 0, decoding=Decoding(memory, PendingSteps(5))
+    )
 
     def noted():
         return noted_and_leaving(state, 1, 40)[0]
@@ -109,7 +111,9 @@ def test_steps_are_found_ahead_as_they_are_one_by_one(later):
         )
         memory = SimpleNamespace(prompt=100, not_finite=False, generated=0)
         decoding = Decoding(memory, PendingSteps(later))
-        state = State(SimpleNamespace(bound=bound), 100, 0, decoding=decoding, skipped={11, 200})
+        state = RequestState(
+            SimpleNamespace(bound=bound), 100, 0, decoding=decoding, skipped={11, 200}
+        )
         stays = when - {11, 200}
         noted, leaving = noted_and_leaving(state, 1, 350)
         assert leaving == [step for step in range(1, 350) if step in stays]
@@ -134,7 +138,7 @@ class Batches:
                 bound = SimpleNamespace(next_leaving=lambda step, prompt, most: step)
                 memory = SimpleNamespace(prompt=9, not_finite=False, generated=0)
                 decoding = Decoding(memory, PendingSteps(self.later))
-                state = State(SimpleNamespace(bound=bound), 9, 0, decoding=decoding)
+                state = RequestState(SimpleNamespace(bound=bound), 9, 0, decoding=decoding)
                 self.requests[name] = SimpleNamespace(kv_policy_state=state, length=9)
                 self.read[name] = []
         self.names, chosen = names, [self.requests[name] for name in names]

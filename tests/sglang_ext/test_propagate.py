@@ -349,7 +349,7 @@ def test_what_is_known_before_the_prefill(name, overrides, prompt, plan):
     from kvpolicy.sglang_ext.request import propagation
 
     found = propagation.plan(bound_policy(name, **overrides), prompt)
-    assert found == (None if plan is None else propagation.Plan(*plan))
+    assert found == (None if plan is None else propagation.PropagationPlan(*plan))
 
 
 class Adder:
@@ -414,7 +414,7 @@ def test_experts_of_a_second_pass_are_not_recorded(monkeypatch):
     step = object.__new__(PropagateStep)
     layers = [lambda *_: seen.append(recorder.recording)] * 3
     step._services = SimpleNamespace(layers=layers, runner=SimpleNamespace(model=None))
-    step._frame = SimpleNamespace(replace=lambda rows: None)
+    step._layout = SimpleNamespace(replace=lambda rows: None)
     step._start_again(1, (None, None, None), {})
     assert seen == [False, False]
     assert recorder.recording

@@ -24,10 +24,10 @@ def reports(metrics):
 
 def test_a_compressed_request_that_comes_back_without_room_says_so(reports, metrics):
     from kvpolicy.sglang_ext.request.reasons import Reason
-    from kvpolicy.sglang_ext.request.request import State
+    from kvpolicy.sglang_ext.request.request import RequestState
 
     served = SimpleNamespace(name="mine", set={}, upper_layers=(), plan=lambda prompt: None)
-    state = State(served, prompt=9, slots=4)
+    state = RequestState(served, prompt=9, slots=4)
     state.private = SimpleNamespace(slots=torch.arange(4))
     request = SimpleNamespace(rid="a", customized_info=None, output_ids=[], send_token_offset=0)
     reports.finished_prompt(request, state, 24, finite=True)
@@ -46,10 +46,10 @@ def test_a_compressed_request_that_comes_back_without_room_says_so(reports, metr
 
 def test_what_was_never_compressed_is_counted_once(reports, metrics):
     from kvpolicy.sglang_ext.request.reasons import Reason
-    from kvpolicy.sglang_ext.request.request import State
+    from kvpolicy.sglang_ext.request.request import RequestState
 
     served = SimpleNamespace(name="mine", set={})
-    state = State(served, prompt=9, slots=4, uncompressed=Reason.NO_SLOTS)
+    state = RequestState(served, prompt=9, slots=4, uncompressed=Reason.NO_SLOTS)
     request = SimpleNamespace(rid="a", customized_info=None, output_ids=[], send_token_offset=0)
     for _ in range(2):
         reports.finished([(request, state)])

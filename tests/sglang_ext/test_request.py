@@ -98,7 +98,7 @@ class Propagates(Served):
         self.layer = layer
 
     def plan(self, prompt):
-        return propagation.Plan(self.layer, restarts=False, most_prefix=0)
+        return propagation.PropagationPlan(self.layer, restarts=False, most_prefix=0)
 
 
 def _output(tokens):
@@ -167,6 +167,6 @@ def test_what_is_computed_again_in_full_may_be_reused(own):
 
 
 def test_a_copy_that_must_be_there_is_missed():
-    state = request.State(SERVED, 100, slots=70)
+    state = request.RequestState(SERVED, 100, slots=70)
     with pytest.raises(RuntimeError, match="no private slots"):
         _ = state.compressed_copy

@@ -19,7 +19,7 @@ from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 LAYERS, UPPERS, SIZE = 6, [2, 5], 16  # layers 0 and 3 are whole
 
@@ -96,7 +96,7 @@ class Pool:
         private = self.store.allocate(row, "a", prompt, prompt, no_cache)
         kernels = in_use(torch.device("cpu"))
         served = SimpleNamespace(upper_layers=UPPERS, kernels=kernels)
-        state = State(served, prompt, prompt, private=private)
+        state = RequestState(served, prompt, prompt, private=private)
         share.compress(self, state, slots, Run(excepted))
         return state
 

@@ -11,7 +11,7 @@ from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.memory.store import Store
-from kvpolicy.sglang_ext.request.request import State
+from kvpolicy.sglang_ext.request.request import RequestState
 
 
 class Device:
@@ -134,7 +134,7 @@ def test_what_a_request_gives_up_is_given_up_on_the_schedulers_stream(device):
     kv = SimpleNamespace(cache_protected_len=7, req_pool_idx=1)
     request = SimpleNamespace(kv=kv, lock=object(), skip_radix_cache_insert=False)
     private = Private(1, "a", torch.arange(4), tail_start=20)
-    state = State(SimpleNamespace(), 20, slots=4, private=private)
+    state = RequestState(SimpleNamespace(), 20, slots=4, private=private)
     services.detach([(request, state)])
     assert device.taken() == ordered()  # a fold launched before it still reads the table of slots
     state.published = True
@@ -162,7 +162,9 @@ def test_tails_of_many_requests_are_given_up_at_once(device, page_size):
     requests = []
     for row, (first, end) in enumerate([(8, 19), (4, 4), (0, 30), (12, 20)], 1):
         private = Private(row, "a", torch.arange(4), tail_start=end)
-        state = State(SimpleNamespace(), 20, 4, private=private, published=row != 3, detached=True)
+        state = RequestState(
+            SimpleNamespace(), 20, 4, private=private, published=row != 3, detached=True
+        )
         kv = SimpleNamespace(cache_protected_len=first, req_pool_idx=row)
         requests.append((SimpleNamespace(kv=kv), state))
     services.detach(requests)

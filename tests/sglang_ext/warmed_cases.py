@@ -31,7 +31,7 @@ from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import copy_kept
 from kvpolicy.sglang_ext.forward.group_fold import Group, Member
 from kvpolicy.sglang_ext.forward.warm import warm, warm_attention
-from kvpolicy.sglang_ext.request.request import Served, State
+from kvpolicy.sglang_ext.request.request import RequestState, Served
 from on_device import HIDDEN, KEPT, ROWS, STEPS, empty, made_up, names, served, services
 from sm90 import asked
 
@@ -95,12 +95,12 @@ def take_rows(parts: SimpleNamespace, policy: Served, number: int, chosen: int) 
     policy.kernels.put_rows(wide, some[0], policy.kernels.take_rows(hidden, some[1]))
 
 
-def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> State:
+def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> RequestState:
     """Compresses after a prompt: a copy with KEPT entries per list, and the state for decode."""
     kept = torch.stack(run.finish(wait=False))
     counts = torch.full((SHAPE.layers, SHAPE.kv_heads), KEPT)
     slots = empty(run.size, dtype=torch.int64)
-    state = State(policy, run.size, 0)
+    state = RequestState(policy, run.size, 0)
     state.folds = policy.bound.folded.decode is not None
     need = parts.store.slots_for(counts)
     state.private = parts.store.allocate(row, policy.name, need, run.size, parts.evict)
@@ -113,7 +113,7 @@ def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> Stat
     return state
 
 
-def fold(parts: SimpleNamespace, states: list[State], wide: bool) -> None:
+def fold(parts: SimpleNamespace, states: list[RequestState], wide: bool) -> None:
     """Takes requests of one prompt length through STEPS decode steps, and twice to a fold.
 
     Args:
@@ -139,7 +139,7 @@ def fold(parts: SimpleNamespace, states: list[State], wide: bool) -> None:
             written.finish()
 
 
-def before(state: State, *, leaves: bool) -> int:
+def before(state: RequestState, *, leaves: bool) -> int:
     """Decode steps before the next STEPS at whose end entries leave, or do not."""
     first, bound = state.memory.generated + STEPS, state.served.bound
     asked_for = (state.served.name, first, state.memory.prompt, leaves)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Frame:
+class RowLayout:
     """Rows of every request of an extend forward at the current layer.
 
     At first these are the rows that SGLang laid out. When tokens leave the prefill, their request
