@@ -5,20 +5,22 @@ retraction, a pool too small for all. First every request is served alone (one a
 again, many at once. Each greedy answer must equal the one served alone; at the end no slot may be
 in use. SGLang's strict memory checks run at every step and kill the server when a sum is off.
 
-With `--tp` and `--pp` the model is divided over ranks and stages for the second part, and for the
-first one it is not. Each of them is a scheduler of its own, with its own checks: what one leaked
-kills the server. With stages only policies are asked for that they can decide apart; where there is
-no room for what stays, or where one stage saves nothing, nothing leaves: such answers, which say
-so, are not compared with one by which something left.
+With `--tp` and `--pp` the model is divided over ranks and stages for the second part, and with
+`--dp` there are several copies of it; for the first part there is one process. Each rank, stage
+and copy is a scheduler of its own, with its own checks: what one leaked kills the server. With
+stages only policies are asked for that they can decide apart; where there is no room for what
+stays, or where one stage saves nothing, nothing leaves: such answers, which say so, are not
+compared with one by which something left.
 Ranks add up in another order than one process does, and where two entries score alike to the last
 digits another one may leave. So an answer that differs is asked for once more, alone, of the ranks:
-if it is the same again, no other request has changed it, and it counts apart: at most
-one answer of 200.
+if it is the same again, no other request has changed it, and it counts apart: at most one answer of
+200, and none if there are only copies.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -253,9 +255,11 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=24)
     parser.add_argument("--tp", type=int, default=1, help="--tp-size; on a CPU a core for each")
     parser.add_argument("--pp", type=int, default=1, help="--pp-size, of so many ranks each")
+    parser.add_argument("--dp", type=int, default=1, help="--dp-size, of so many stages each")
     parser.add_argument("--pool", type=int, default=8000, help="--max-total-tokens")
     options = parser.parse_args()
-    names, parts = names_for(options.model, options.pp), options.tp * options.pp
+    divided = {"dp": options.dp, "pp": options.pp, "tp": options.tp}
+    names, parts = names_for(options.model, options.pp), math.prod(divided.values())
     drawn = draw(options.requests, np.random.default_rng(options.seed), options.longest, names)
     policies = [report.ROOT / "policies" / f"{name}.yaml" for name in names]
     settings = [f"{name}.{value}" for name in names for value in POLICIES[name]]
@@ -273,7 +277,7 @@ def main() -> None:
         alone = one_at_a_time(server, drawn)
         if parts > 1:
             stack.close()
-            sizes = {"tp_size": options.tp, "pp_size": options.pp}
+            sizes = {f"{part}_size": number for part, number in divided.items()}
             server = stack.enter_context(start(env=CHECKS | cores_of(parts), **sizes))
         together = storm(server, drawn, options.at_once)
         leaks = leaked(server)
@@ -306,14 +310,12 @@ def main() -> None:
             f"these {parts} one at a time: {'; '.join(listed) or 'none'}."
         )
         data["which differ of one rank"] = rounded
-    name, title = "soak", "Soak"
-    if options.pp > 1:
-        name = f"soak_pp{options.pp}_tp{options.tp}"
-        title = f"Soak, {options.pp} stages of {options.tp} ranks each"
-    elif options.tp > 1:
-        name, title = f"soak_tp{options.tp}", f"Soak, {options.tp} ranks"
+    several = {part: number for part, number in divided.items() if number > 1}
+    name = "_".join(["soak", *(f"{part}{number}" for part, number in several.items())])
+    title = " ".join(["Soak", *(f"--{part}-size {number}" for part, number in several.items())])
     report.publish(name, title, text, data, options.save)
-    sys.exit(bool(different or leaks or len(rounded) > ROUNDED * len(pairs)))
+    may_differ = 0 if parts == options.dp else ROUNDED * len(pairs)
+    sys.exit(bool(different or leaks or len(rounded) > may_differ))
 
 
 if __name__ == "__main__":

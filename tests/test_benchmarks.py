@@ -195,7 +195,7 @@ def test_architectures():
     assert (row[4], row[-1]) == ("0", "0")
 
 
-@pytest.mark.parametrize("more", [(), ("--pp", "2", "--tp", "2")])
+@pytest.mark.parametrize("more", [(), ("--dp", "2"), ("--pp", "2", "--tp", "2")])
 def test_soak(more):
     words = ("--requests", "24", "--longest", "400", "--pool", "2000", "--at-once", "12")
     [row] = rows(run("benchmarks/soak.py", *words, *more))

@@ -152,10 +152,10 @@ class DecodeStep:
             rows.note(self._noted, lengths, len(self._all_lengths))
         may = rows.leaving(lengths).tolist()
         must = rows.must_advance(lengths, self._most).tolist()
-        leaving, due = self._leaving(may), failures.due()
+        leaving = self._leaving(may)
         ends = sorted({*leaving, *must})
         going = self._going_on(ends, leaving)
-        if may or must or due:  # the same on all ranks, even if one fails
+        if failures.due(anyway=bool(may or must)):  # the same on all ranks, even if one fails
             failures.agree(self._concerned)
         if self._services.stages.size > 1:
             self.leaving = self._known_to_leave(leaving)

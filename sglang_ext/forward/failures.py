@@ -7,8 +7,8 @@ often is disabled: its requests are served in full from then on.
 
 Where ranks divide the model (`--tp`), a failure counts on all of them, at the same moment: one that
 fails notes it, and all take it up when they next agree: when a prompt ends, when entries leave,
-every few decode steps, and when a request ends. A block in which ranks exchange tensors is joint:
-they agree at its end, and none waits for one that has failed.
+when a request ends, or after a number of decode steps without any of these. A block in which ranks
+exchange tensors is joint: they agree at its end, and none waits for one that has failed.
 With stages (`--pp`) all take up a failure when they process the result of the forward in which it
 happened, or of the request's next forward (stages.py). The ranks of one stage agree before that, so
 that all of them leave the request alone and none waits for another.
@@ -40,7 +40,8 @@ PROPAGATION = "propagation"
 DECODING = "decoding"
 READING = "attention to compressed entries"
 FOLD = "a fold"
-_AGREE = 16  # decode steps from one agreement of ranks to the next, at most
+# Decode steps without an agreement of ranks, at most; as many as from fold to fold by default.
+_AGREE = 16
 _STAGES = (ADMISSION, SCORING, CHOOSING, COMPACTION, PROPAGATION, DECODING, READING, FOLD)
 
 
@@ -66,7 +67,7 @@ class Failures:
     ) -> None:
         self._store, self._metrics, self._reports = store, metrics, reports
         self._failed, self._in_stages = failed, in_stages
-        self.ranks, self._most, self._steps = ranks, most, 0
+        self.ranks, self._most, self._steps_since = ranks, most, 0
         self._logged: set[tuple[str, str, type]] = set()
 
     def contained(
@@ -134,10 +135,15 @@ class Failures:
                 req.rid,
             )
 
-    def due(self) -> bool:
-        """Whether ranks agree at this decode step; every rank calls it once per step."""
-        self._steps += 1
-        return self.ranks.size > 1 and self._steps % _AGREE == 0
+    def due(self, *, anyway: bool) -> bool:
+        """Whether ranks agree at this decode step; every rank calls it once per step.
+
+        Args:
+            anyway: whether they agree at this step for other reasons.
+        """
+        due = anyway or self._steps_since + 1 == _AGREE
+        self._steps_since = 0 if due else self._steps_since + 1
+        return due
 
     def _fail_request(self, req: Any, state: RequestState, stage: str, *, whole: bool) -> None:
         state.failed, state.failure_code = True, 0
