@@ -55,6 +55,8 @@ def install(server: Server) -> None:
         hooks.append((compat.ABORTED, before_aborted, "before"))
         hooks.append((compat.RELEASE_MEMORY, _around_release_memory, "around"))
         hooks.append((compat.RESUME_MEMORY, _around_resume_memory, "around"))
+        hooks += [(target, around_log, "around") for target in compat.LOG_REQUEST]
+        hooks.append((compat.EXPORT_REQUEST, around_export, "around"))
         hooks += [(target, _around_want_idle, "around") for target in compat.WANT_IDLE]
         hooks += [(target, _around_change_weights, "around") for target in compat.CHANGE_WEIGHTS]
     for target, hook, kind in hooks:
@@ -98,6 +100,18 @@ def before_aborted(manager: Any, aborted: Any, *args: Any) -> None:
     if server is not None and state is not None:
         meta_info = {"finish_reason": aborted.finished_reason or {"type": "abort"}}
         server.ended(state, meta_info, getattr(state, _FACTS, {}), None)
+
+
+def around_log(original: Function, log: Any, obj: Any, *args: Any, **options: Any) -> None:
+    """Around each of `compat.LOG_REQUEST`: SGLang does not heed `no_logs`."""
+    if not compat.is_scoring(obj):
+        original(log, obj, *args, **options)
+
+
+async def around_export(original: Function, exporters: Any, obj: Any, *args: Any) -> None:
+    """Around RequestMetricsExporterManager.write_record."""
+    if not compat.is_scoring(obj):
+        await original(exporters, obj, *args)
 
 
 def _without_scoring(manager: Any) -> AbstractAsyncContextManager[None]:

@@ -73,6 +73,9 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.RUNNING_NEEDS, "after", lambda n, _, req: runtime.still_needs(req, n)),
         (compat.MATCH_PREFIX, "around", _around_match_prefix),
         (compat.PREFETCH, "around", _around_prefetch),
+        (compat.QUEUED_LIMIT, "around", _around_queued_limit),
+        (compat.TOUCH_WAITING, "around", _around_touch_waiting),
+        (compat.TIME_STATS, "around", _around_time_stats),
         (compat.ADD_ONE, "around", _around_add_one(runtime)),
         (compat.ADD_CHUNKED, "around", _around_add_chunked(runtime)),
         (compat.PREFILL_STATS, "around", _around_prefill_stats),
@@ -320,6 +323,30 @@ def _around_match_prefix(original: Function, tree: Any, params: Any) -> Any:
 def _around_prefetch(original: Function, scheduler: Any, req: Any, *args: Any, **kw: Any) -> Any:
     """Around Scheduler._prefetch_kvcache; for internal requests nothing is fetched from storage."""
     return None if asked.is_scoring(req) else original(scheduler, req, *args, **kw)
+
+
+def _around_queued_limit(original: Function, scheduler: Any, req: Any) -> bool:
+    """Around Scheduler._abort_on_queued_limit: internal requests take no place in the queue."""
+    if asked.is_scoring(req):
+        return False
+    limit = scheduler.max_queued_requests
+    if limit is not None:
+        scheduler.max_queued_requests += sum(map(asked.is_scoring, scheduler.waiting_queue))
+    try:
+        return bool(original(scheduler, req))
+    finally:
+        scheduler.max_queued_requests = limit
+
+
+def _around_touch_waiting(original: Function, policy: Any, active: Any, waiting: Any) -> None:
+    """Around SchedulePolicy._touch_waiting_prefixes; not for internal requests."""
+    original(policy, active, [req for req in waiting if not asked.is_scoring(req)])
+
+
+def _around_time_stats(original: Function, req: Any) -> None:
+    """Around Req.log_time_stats; not for internal requests."""
+    if not asked.is_scoring(req):
+        original(req)
 
 
 def _around_prefill_stats(

@@ -160,7 +160,7 @@ class FlashInferReader:
         self._services, self._attention, self._forward = services, attention, forward
         self._group, self._dtype, self._always = group, dtype, always
         self._sizes: list[int] = []  # of captured batches
-        self._failed = False
+        self._failed = self._told = False
         # The last question to `ready`, its answer, and what is planned.
         self._asked: tuple[weakref.ref[DecodeStep], int | None] | None = None
         self._answer = False
@@ -243,16 +243,23 @@ class FlashInferReader:
                 self._attention.plan(*given, captured=captured)
                 self._planned = asked
         except Exception as error:  # of another library: no request need fail for it
-            if captured is not None and self._services.ranks.size > 1:
+            several = self._services.ranks.size > 1
+            if several and captured is not None:
                 # Other ranks may have planned: the same graph is replayed here.
                 step.fail_reading(error)
                 self._plan_nothing(captured)
                 return True
-            self._failed = True
-            logger.exception(
-                "FlashInfer could not plan for KV-cache policies; Triton's kernel reads instead."
-            )
-        return not self._failed
+            if not self._told:
+                self._told = True
+                logger.exception(
+                    "FlashInfer could not plan for KV-cache policies%s; Triton's kernel reads "
+                    "instead.",
+                    " at a step" if several else "",
+                )
+            # Without a graph, ranks may differ at a step; the graphs that they replay may not.
+            self._failed = not several
+            return False
+        return True
 
     def _wants(self, step: DecodeStep) -> bool:
         """Whether this is to read the step's batch; notes the lists of the batch."""

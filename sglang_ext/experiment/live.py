@@ -600,5 +600,5 @@ def breach(verdict: Verdict) -> str:
 
 def _hash(experiment: str, key: str) -> int:
     """64 bits by which distinct keys are counted; the key itself is kept nowhere."""
-    text = f"{experiment}/count/{key}".encode()
+    text = f"{experiment}/count/{key}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)

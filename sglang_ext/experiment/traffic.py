@@ -205,13 +205,22 @@ def _custom(part: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _parts(obj: Any) -> list[dict[str, Any]]:
-    """Sampling parameters of each part of a request; a single element where parts share them."""
+    """Sampling parameters of each part of a request; a single element where parts share them.
+
+    What is written into them is the request's own: a program may send its parameters again.
+    """
     found = obj.sampling_params
-    if isinstance(found, list):
-        return [each for each in found if isinstance(each, dict)]
     if found is None:
         return [{}]  # becomes the request's when something is written
-    return [found] if isinstance(found, dict) else []
+    if isinstance(found, list):
+        obj.sampling_params = found = [
+            dict(each) if isinstance(each, dict) else each for each in found
+        ]
+        return [each for each in found if isinstance(each, dict)]
+    if not isinstance(found, dict):
+        return []
+    obj.sampling_params = found = dict(found)
+    return [found]
 
 
 def _write(

@@ -35,6 +35,13 @@ GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_requ
 CONTROLS = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 FRONT_STATE = f"{CONTROLS}.get_internal_state"
 CRASH_DUMP = "sglang.srt.managers.tokenizer_manager.TokenizerManager.dump_requests_before_crash"
+LOG_REQUEST = (
+    "sglang.srt.utils.request_logger.RequestLogger.log_received_request",
+    "sglang.srt.utils.request_logger.RequestLogger.log_finished_request",
+)
+EXPORT_REQUEST = (
+    "sglang.srt.observability.request_metrics_exporter.RequestMetricsExporterManager.write_record"
+)
 RELEASE_MEMORY = f"{CONTROLS}.release_memory_occupation"
 RESUME_MEMORY = f"{CONTROLS}.resume_memory_occupation"
 WANT_IDLE = (  # they, or what follows a pause, fail while the scheduler has a request
@@ -78,9 +85,12 @@ SAMPLE_LOGITS = "sglang.srt.model_executor.model_runner.ModelRunner.sample"
 SAMPLE = "sglang.srt.layers.sampler.Sampler.forward"
 MATCH_PREFIX = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix"
 LOGPROBS = "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs"
+TIME_STATS = "sglang.srt.managers.schedule_batch.Req.log_time_stats"
 END_OUTPUT = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 PREFETCH = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
+QUEUED_LIMIT = "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit"
+TOUCH_WAITING = "sglang.srt.managers.schedule_policy.SchedulePolicy._touch_waiting_prefixes"
 CONTROL = "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control"
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 CAN_RUN_GRAPH = (
@@ -1075,7 +1085,12 @@ def is_idle(manager: Any, most_used: float) -> bool:
     A paused server is not idle.
     """
     loads = manager.load_snapshot_reader.read_all()
-    free = all(load.num_waiting_reqs == 0 and load.token_usage < most_used for load in loads)
+    free = all(
+        load.num_waiting_reqs == 0
+        and load.num_running_reqs < load.max_running_requests
+        and load.token_usage < most_used
+        for load in loads
+    )
     return free and not manager.is_pause
 
 
@@ -1089,7 +1104,8 @@ def memory_tags(obj: Any) -> frozenset[str]:
 def has_only_tokens(obj: Any) -> bool:
     """Whether a request's prompt is nothing but tokens."""
     others = (obj.image_data, obj.video_data, obj.audio_data, obj.input_embeds)
-    return all(each is None for each in others) and obj.session_params is None
+    none = all(each is None or each == [] for each in others)
+    return none and obj.session_params is None
 
 
 def cache_namespace(obj: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,9 @@ SIGNATURES = {
     compat.GENERATE: ["self", "obj", "request"],
     compat.CRASH_DUMP: ["self"],
     compat.FRONT_STATE: ["self"],
+    compat.LOG_REQUEST[0]: ["self", "obj", "tokenizer", "request"],
+    compat.LOG_REQUEST[1]: ["self", "obj", "out", "request"],
+    compat.EXPORT_REQUEST: ["self", "obj", "out_dict"],
     compat.RELEASE_MEMORY: ["self", "obj"],
     compat.RESUME_MEMORY: ["self", "obj"],
     **{target: ["self"] for target in (*compat.WANT_IDLE, *compat.CHANGE_WEIGHTS)},
@@ -50,6 +53,9 @@ SIGNATURES = {
     compat.SAMPLE: ["self", "logits_output", "sampling_info"],
     compat.MATCH_PREFIX: ["self", "params"],
     compat.PREFETCH: ["self", "req", "storage_hit_end"],
+    compat.QUEUED_LIMIT: ["self", "recv_req"],
+    compat.TOUCH_WAITING: ["self", "policy", "waiting_queue"],
+    compat.TIME_STATS: ["self"],
     compat.LOGPROBS: [
         "self",
         "logprobs",
@@ -86,7 +92,7 @@ def test_another_version_is_refused_in_one_sentence(monkeypatch):
 
 def test_every_target_is_listed():
     targets = {v for v in vars(compat).values() if isinstance(v, str) and v.startswith("sglang.")}
-    targets |= {*compat.WANT_IDLE, *compat.CHANGE_WEIGHTS}
+    targets |= {*compat.WANT_IDLE, *compat.CHANGE_WEIGHTS, *compat.LOG_REQUEST}
     owners = {compat.SCHEDULER_MODULE, compat.TOKENIZER_MODULE, compat.HTTP_MODULE, compat.CONTROLS}
     assert targets - owners == set(SIGNATURES)
 
@@ -167,13 +173,37 @@ def test_the_plugin_is_light():
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
+def request(*, scores):
+    custom = {ASSIGNED: {"scores": scores}}
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom))
+
+
 @pytest.mark.parametrize("scores", [False, True])
-def test_internal_requests_fetch_nothing_from_storage(scores):
+def test_internal_requests_fetch_nothing_from_storage_and_are_not_logged(scores):
     from kvpolicy.sglang_ext import hooks
 
-    fetched = []
-    req = SimpleNamespace(
-        sampling_params=SimpleNamespace(custom_params={ASSIGNED: {"scores": scores}})
-    )
+    fetched, logged, req = [], [], request(scores=scores)
     hooks._around_prefetch(lambda scheduler, own: fetched.append(own), None, req)
-    assert fetched == ([] if scores else [req])
+    hooks._around_time_stats(logged.append, req)
+    assert fetched == logged == ([] if scores else [req])
+
+
+def test_internal_requests_leave_the_queue_and_the_cache_to_others():
+    from kvpolicy.sglang_ext import hooks
+
+    def full(scheduler, req):
+        return len(scheduler.waiting_queue) + 1 > scheduler.max_queued_requests
+
+    own, internal, touched = request(scores=False), request(scores=True), []
+    queue = SimpleNamespace(max_queued_requests=2, waiting_queue=[own, internal, internal])
+    assert not hooks._around_queued_limit(full, queue, own)
+    queue.waiting_queue.append(own)
+    assert hooks._around_queued_limit(full, queue, own)
+    assert not hooks._around_queued_limit(full, queue, internal)
+    assert queue.max_queued_requests == 2
+    queue.max_queued_requests = None  # no limit
+    assert not hooks._around_queued_limit(lambda *_: False, queue, own)
+    hooks._around_touch_waiting(
+        lambda *given: touched.append(given), "policy", "lru", [internal, own]
+    )
+    assert touched == [("policy", "lru", [own])]

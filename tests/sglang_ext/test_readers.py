@@ -187,6 +187,8 @@ def test_ranks_replay_graphs_of_one_kind_though_one_cannot_plan(reader, services
     reader._attention.plan, step = fails, Step(3)
     assert not reader.ready(step, ROWS)  # without a graph ranks need not do alike
     assert step.failed is None
+    reader._attention.plan, step = plan, Step(2)
+    assert reader.replays(step, ROWS)
 
 
 def test_ranks_with_lists_of_other_lengths_choose_alike(services, measured):

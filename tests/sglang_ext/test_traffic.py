@@ -20,6 +20,7 @@ from kvpolicy.experiments.definition.experiment import (
     as_document,
 )
 from kvpolicy.experiments.replica import state_file
+from kvpolicy.sglang_ext import frontend
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.control import Control, _policy_in
 from kvpolicy.sglang_ext.experiment.live import Live
@@ -28,7 +29,6 @@ from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.frontend import before_aborted, before_crash_dump
 
 EXPERIMENT = Experiment(
     name="trial",
@@ -119,6 +119,18 @@ def test_what_a_client_may_not_name(override, name, message, way):
         choose(traffic, **given)
     if name == "none":
         assert custom(choose(Traffic({"lava": 0}, "listed"), headers={"x-kv-policy": "lava"}))
+
+
+def test_a_programs_own_parameters_stay_as_they_are():
+    """`sgl.Engine` sends the caller's objects, and the caller may send them again."""
+    traffic, params = Traffic({"lava": 0, "snapkv": 0}), {"temperature": 0}
+    for policy in ("lava", "snapkv"):
+        chosen = choose(traffic, params, lora_path=policy)
+        assert (custom(chosen), params) == ({"kv_policy": policy}, {"temperature": 0})
+    parts = [{"temperature": 0}, {"temperature": 1}]
+    chosen = choose(traffic, parts, lora_path="lava")
+    assert [each["custom_params"]["kv_policy"] for each in chosen.sampling_params] == ["lava"] * 2
+    assert parts == [{"temperature": 0}, {"temperature": 1}]
 
 
 def test_parts_of_a_batch_are_looked_at_one_by_one():
@@ -235,7 +247,7 @@ def test_what_ends_in_the_queue_is_counted(live, monkeypatch, why, outcomes):
 
     async def end():
         for rid in ("a", "gone"):
-            before_aborted(manager, SimpleNamespace(rid=rid, finished_reason=why))
+            frontend.before_aborted(manager, SimpleNamespace(rid=rid, finished_reason=why))
         await asyncio.sleep(0)
 
     asyncio.run(end())
@@ -290,6 +302,13 @@ def test_an_experiment_draws_arms_by_key(live):
     assert counts[1] == pytest.approx(75, abs=35)
     assert live.analysis.keys()["control"] == counts[1]
     assert live.analysis.sources == [300, 300, 600]
+
+
+def test_a_key_may_hold_half_a_character(live):
+    live.replace(replace(EXPERIMENT, coverage=1.0))
+    traffic = Traffic({"snapkv": 0, "lava": 0}, live=live)
+    chosen = choose(traffic, {}, body={"metadata": {"user": "cut \ud83d"}})
+    assert custom(chosen)["kv_policy_assigned"]["arm"] in ("control", "lava")
 
 
 def test_a_request_without_a_key_gets_the_default(live):
@@ -742,6 +761,49 @@ def test_crash_dumps_hold_no_scoring_requests():
     ordinary = SimpleNamespace(rid="kv-shadow-by-a-client")
     states = {each.rid: SimpleNamespace(obj=each) for each in (scoring, ordinary)}
     manager = SimpleNamespace(rid_to_state=states)
-    before_crash_dump(manager)
+    frontend.before_crash_dump(manager)
     assert list(manager.rid_to_state) == ["kv-shadow-by-a-client"]
     assert (scoring.log_metrics, scoring.no_logs) == (False, True)
+
+
+def test_what_is_scored_again_is_logged_and_exported_nowhere(tmp_path):
+    """SGLang's request log at every level, which decodes prompts, and its export of metrics."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.observability.request_metrics_exporter import FileRequestMetricsExporter
+    from sglang.srt.utils.request_logger import RequestLogger
+
+    def decode(tokens, **options):
+        return f"text of {tokens}"
+
+    class Exporters:
+        async def write_record(self, obj, out):
+            options = SimpleNamespace(export_metrics_to_file_dir=str(tmp_path))
+            exporter = FileRequestMetricsExporter(options, set(), set())
+            await exporter.write_record(obj, out)
+
+    scoring = compat.scoring_request([111, 222], start=1, top=4, custom={}, namespace={})
+    ordinary, lines = GenerateReqInput(input_ids=[333, 444], rid="by a client"), []
+    out = {"text": "", "meta_info": {"e2e_latency": 1.0}}
+    for level in (0, 1, 2, 3):
+        log = RequestLogger(True, level, "text", None)
+        log._log = lines.append
+        for obj in (scoring, ordinary):
+            tokenizer = SimpleNamespace(decode=decode)
+            frontend.around_log(RequestLogger.log_received_request, log, obj, tokenizer)
+            frontend.around_log(RequestLogger.log_finished_request, log, obj, out)
+    for obj in (scoring, ordinary):
+        asyncio.run(frontend.around_export(Exporters.write_record, Exporters(), obj, out))
+    exported = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert len(lines) == 8
+    assert scoring.text is None
+    for seen in ("".join(lines), exported):
+        assert "444" in seen
+        assert "222" not in seen
+
+
+def test_empty_lists_of_pictures_are_none():
+    tokens = {"image_data": [], "video_data": None, "audio_data": None, "input_embeds": None}
+    request = SimpleNamespace(**tokens, session_params=None)
+    assert compat.has_only_tokens(request)
+    request.image_data = ["a picture"]
+    assert not compat.has_only_tokens(request)
