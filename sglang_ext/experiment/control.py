@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 1_000_000  # most bytes of a policy or an experiment
 _LONGEST_REASON = 500  # most characters
+_NOT_TEXT = "the body is not text in UTF-8"
 
 
 class Control:
@@ -43,20 +44,21 @@ class Control:
 
     def install(self) -> None:
         """Add the routes to SGLang's application."""
-        for method, path, endpoint in (
+        for method, path, endpoint, *flags in (
             ("GET", "/kv_policy", self.show),
             ("POST", "/kv_policy/disable", self.disable),
             ("POST", "/kv_policy/enable", self.enable),
-            ("PUT", "/kv_policy/policies/{name}", self.put_policy),
+            ("PUT", "/kv_policy/policies/{name}", self.put_policy, "dry_run"),
             ("DELETE", "/kv_policy/policies/{name}", self.withdraw_policy),
-            ("GET", "/kv_policy/experiment", self.experiment),
-            ("PUT", "/kv_policy/experiment", self.replace),
+            ("GET", "/kv_policy/experiment", self.experiment, "keys"),
+            ("PUT", "/kv_policy/experiment", self.replace, "dry_run"),
             ("POST", "/kv_policy/experiment/abort", self.abort),
             ("POST", "/kv_policy/experiment/pause", self.pause),
             ("POST", "/kv_policy/experiment/resume", self.resume),
             ("POST", "/kv_policy/experiment/promote", self.promote),
         ):
-            compat.add_route(path, method, endpoint, admin=method != "GET")
+            checked = partial(_with_flags, endpoint, flags)
+            compat.add_route(path, method, checked, admin=method != "GET")
 
     async def show(self, request: Any) -> tuple[int, Any]:
         """What is served."""
@@ -109,7 +111,9 @@ class Control:
                 policy = await self._catalog.put(*given, _claim(live, name))
         except InUse as error:
             return _problem(409, f"{error}; add the new version under another name")
-        except (Refused, UnicodeDecodeError) as error:
+        except UnicodeDecodeError:
+            return _problem(400, _NOT_TEXT)
+        except Refused as error:
             return _problem(400, str(error))
         return 200, {"name": name, "dry_run": dry, "warnings": policy.warnings or None}
 
@@ -147,7 +151,9 @@ class Control:
             return _problem(413, f"an experiment has at most {_LONGEST} bytes")
         try:
             experiment = live.read(content.decode("utf-8"), "request")
-        except (PolicyError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError:
+            return _problem(400, _NOT_TEXT)
+        except PolicyError as error:
             return _problem(400, str(error))
         if experiment.name != live.experiment.name:
             return _problem(
@@ -167,11 +173,11 @@ class Control:
 
     async def abort(self, request: Any) -> tuple[int, Any]:
         """End the experiment, or one arm of it: requests get the default."""
-        return await self._end(request, _abort)
+        return await self._end(request, _abort, "arm", "reason")
 
     async def promote(self, request: Any) -> tuple[int, Any]:
         """End the experiment: requests get an arm's policy."""
-        return await self._end(request, _promote)
+        return await self._end(request, _promote, "arm", "reason", "force")
 
     async def pause(self, request: Any) -> tuple[int, Any]:
         """Take no further steps."""
@@ -181,7 +187,8 @@ class Control:
         """Take steps again."""
         return await self._end(request, lambda live, body: live.resume())
 
-    async def _end(self, request: Any, act: Any) -> tuple[int, Any]:
+    async def _end(self, request: Any, act: Any, *keys: str) -> tuple[int, Any]:
+        """Let `act` change the experiment; the body may have `keys`."""
         live = self._server.live
         if live is None:
             return _absent()
@@ -192,6 +199,8 @@ class Control:
             body = None
         if not isinstance(body, dict):
             return _problem(400, "the body is not a JSON object")
+        if unknown := _unknown("the body", body, keys):
+            return _problem(400, unknown)
         state = live.lifecycle.state
         if state in ENDED:
             return _problem(
@@ -204,6 +213,23 @@ class Control:
         except ValueError as error:
             return _problem(409, str(error))
         return 200, {"state": live.lifecycle.state.value, "changed": new}
+
+
+async def _with_flags(
+    endpoint: compat.Function, flags: Sequence[str], request: Any
+) -> tuple[int, Any]:
+    """An endpoint's answer; a misspelt flag is refused, lest `dry_run` do the real thing."""
+    unknown = _unknown("the URL's query", request.query_params, flags)
+    return _problem(400, unknown) if unknown else await endpoint(request)
+
+
+def _unknown(where: str, given: Collection[str], known: Sequence[str]) -> str | None:
+    """A sentence about the first name given that is not known; None if there is none."""
+    for name in given:
+        if name not in known:
+            takes = ", ".join(f"`{each}`" for each in known) or "nothing"
+            return f"`{name[:60]}` is not known in {where}, which takes {takes}"
+    return None
 
 
 def _claim(live: Live | None, name: str, *, withdrawn: bool = False) -> Claim:
@@ -234,6 +260,8 @@ def _policy_in(content: bytes) -> tuple[str, dict[str, str]]:
     values = found.get("set", {}) if isinstance(found, dict) else None
     if not isinstance(values, dict) or not isinstance(found.get("policy"), str):
         raise Refused('expected a policy, or {"policy": "its YAML", "set": {"name": value}}')
+    if unknown := _unknown("the body", found, ("policy", "set")):
+        raise Refused(unknown)
     for key, value in values.items():
         if not isinstance(value, bool | int | float):
             raise Refused(f"set.{key[:60]}: expected a number, true or false")

@@ -284,7 +284,10 @@ def export(arguments: Namespace) -> None:
             values = [_absolute(value) for value in values]
         for value in values:
             if separator in value:
-                raise Refused(f"{flag} {value}: a value cannot contain `{separator}`")
+                raise Refused(
+                    f"{flag} {value}: a value cannot contain `{separator}`; give several values "
+                    "with blanks between them"
+                )
         os.environ[variable] = separator.join(values)
     for option, variable, check in (
         ("kv_policy_max_one_piece_prefill", ONE_PIECE_VARIABLE, lambda: one_piece(None)),
@@ -563,7 +566,9 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
     Raises:
         Refused: the name cannot be one, or the text is wrong or needs what is not served.
     """
-    if name == NO_POLICY or not _NAME.fullmatch(name):
+    if name == NO_POLICY:
+        raise Refused(f"the name `{NO_POLICY}` stands for no policy")
+    if not _NAME.fullmatch(name):
         raise Refused(f"`{name[:60]}` cannot be a name: it has letters, digits, `@`, `.`, `_`, `-`")
     checked = load(Source(name, text))
     if checked.program is None:

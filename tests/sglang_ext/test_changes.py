@@ -193,7 +193,7 @@ def experiment(arm):
 
 def asking(content="", **path):
     async def body():
-        return content.encode()
+        return content if isinstance(content, bytes) else content.encode()
 
     return SimpleNamespace(path_params=path, query_params={}, body=body)
 
@@ -209,6 +209,54 @@ def control(fleet, tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "manager", lambda: None)
     server = Server(Traffic(catalog.policies, "any", live), context=1)
     return Control(server, catalog), live
+
+
+@pytest.fixture
+def called(control, monkeypatch):
+    """A function that calls an endpoint as its route does."""
+    routes = {}
+
+    def add_route(path, method, endpoint, *, admin):
+        routes[method, path] = endpoint
+
+    monkeypatch.setattr(compat, "add_route", add_route)
+    control[0].install()
+
+    def call(method, path, content="", query=None, **names):
+        request = asking(content, **names)
+        request.query_params = query or {}
+        return asyncio.run(routes[method, f"/kv_policy/{path}"](request))
+
+    return call
+
+
+POLICIES, EXPERIMENT = "policies/{name}", "experiment"
+MISSPELT = [
+    ("POST", "experiment/abort", '{"arms": "second"}', "", "`arms`", "body", "`arm`, `reason`"),
+    ("POST", "experiment/pause", '{"x": 1}', "", "`x`", "body", "nothing"),
+    ("PUT", EXPERIMENT, experiment("second"), "dryrun", "`dryrun`", "URL's query", "`dry_run`"),
+    ("PUT", POLICIES, "policy: third", "dryrun", "`dryrun`", "URL's query", "`dry_run`"),
+    ("DELETE", POLICIES, "", "dry_run", "`dry_run`", "URL's query", "nothing"),
+    ("PUT", POLICIES, '{"policy": "x", "sets": {}}', "", "`sets`", "body", "`policy`, `set`"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "content", "flag", "name", "where", "takes"), MISSPELT)
+def test_what_is_misspelt_changes_nothing(
+    control, called, method, path, content, flag, name, where, takes
+):
+    before = control[1].lifecycle.state, control[1].experiment
+    query = {flag: "true"} if flag else {}
+    status, answer = called(method, path, content, query, name="third")
+    expected = f"{name} is not known in the {where}, which takes {takes}"
+    assert (status, answer["error"]["message"]) == (400, expected)
+    assert (control[1].lifecycle.state, control[1].experiment) == before
+
+
+@pytest.mark.parametrize("path", [POLICIES, EXPERIMENT])
+def test_bodies_are_text(called, path):
+    status, answer = called("PUT", path, b"\x00\xff", name="third")
+    assert (status, answer["error"]["message"]) == (400, "the body is not text in UTF-8")
 
 
 def meanwhile(monkeypatch, action, happens):
