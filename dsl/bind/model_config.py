@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,7 +130,7 @@ def read_config(path: str | Path) -> ModelConfig:
         PolicyError: the file cannot be used.
     """
     file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = file / "config.json" if os.path.isdir(file) else file
     try:
         config = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:

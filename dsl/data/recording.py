@@ -15,7 +15,7 @@ import numpy as np
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.result import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.syntax.diagnostics import listed, refused
+from kvpolicy.dsl.syntax.diagnostics import listed, refused, why
 
 _PROMPT = {"q": "[L, H, N, D]", "k": "[L, G, N, D]", "v": "[L, G, N, D]"}
 _STEPS = {"q_step": "[T, L, H, D]", "k_step": "[T, L, G, D]", "v_step": "[T, L, G, D]"}
@@ -103,7 +103,9 @@ def _stored(where: str) -> dict[str, np.ndarray]:
         raise refused(where, "data", "no such file") from None
     except ValueError:  # numpy proposes to unpickle it
         raise refused(where, "data", "not a readable npz of numbers") from None
-    except (OSError, zipfile.BadZipFile, EOFError, KeyError) as error:
+    except OSError as error:
+        raise refused(where, "data", why(error, "cannot be read")) from None
+    except (zipfile.BadZipFile, EOFError, KeyError) as error:
         raise refused(where, "data", f"not a readable npz of numbers: {error}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import stat
 from pathlib import Path
@@ -31,10 +32,29 @@ def find(policy: str | Path) -> Path:
         PolicyError: there is no such file or name, or it is not a regular file.
     """
     path, name = Path(policy), str(policy)
+    if is_there(path, "a policy file"):
+        return path
+    if name in shipped():
+        return shipped()[name]
+    if path.suffix or path.parent != Path():
+        raise refused(name, "file", "there is no such file")
+    help = did_you_mean(name, shipped()) or "`kvpolicy list` shows the shipped policies"
+    raise refused(name, "file", "there is no such file and no shipped policy of this name", help)
+
+
+def is_there(path: Path, what: str) -> bool:
+    """Whether there is a file at a path.
+
+    Args:
+        what: what the file should be, for the message.
+
+    Raises:
+        PolicyError: something is there that is no regular file, or that cannot be looked at.
+    """
+    name, reason = str(path), None
     try:
         kind = path.stat().st_mode
     except OSError as error:
-        reason = None
         if error.errno == errno.ELOOP:
             reason = "this link leads back to itself"
         elif error.errno not in _NOWHERE:
@@ -46,15 +66,10 @@ def find(policy: str | Path) -> Path:
     except ValueError:  # a name that no file can have
         pass
     else:
-        if not stat.S_ISREG(kind):
-            raise refused(name, "file", f"this is {_kind(kind)}, not a policy file")
-        return path
-    if name in shipped():
-        return shipped()[name]
-    if path.suffix or path.parent != Path():
-        raise refused(name, "file", "there is no such file")
-    help = did_you_mean(name, shipped()) or "`kvpolicy list` shows the shipped policies"
-    raise refused(name, "file", "there is no such file and no shipped policy of this name", help)
+        if stat.S_ISREG(kind):
+            return True
+        raise refused(name, "file", f"this is {_kind(kind)}, not {what}")
+    return False
 
 
 def _kind(mode: int) -> str:
@@ -91,6 +106,18 @@ def read_file(path: Path, name: str) -> Source:
     except UnicodeDecodeError:
         raise refused(name, "file", "the file is not UTF-8 text") from None
     return Source(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def check_place(path: Path) -> None:
+    """Check, before long work, that a result can be written to a path.
+
+    Raises:
+        PolicyError: its folder does not exist, or it is a folder itself.
+    """
+    if not os.path.isdir(path.absolute().parent):
+        raise refused(str(path), "file", "there is no such folder")
+    if os.path.isdir(path):
+        raise refused(str(path), "file", "this is a folder; name a file")
 
 
 def rewrite(path: Path, text: str, name: str) -> None:

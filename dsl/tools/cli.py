@@ -262,10 +262,22 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
 
 
 def _number(text: str) -> Fraction:
+    from kvpolicy.dsl.syntax.expression import NUMBERS, number_of
+
     try:
-        return Fraction(text)
+        value = number_of(text.lower())
     except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"`{text}` is not a number") from None
+    if value is None:
+        raise argparse.ArgumentTypeError(f"`{text}` is out of range: {NUMBERS}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(_number(text))
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not from 0 to 1")
+    return value
 
 
 def _length(text: str) -> int:
@@ -346,7 +358,7 @@ _TUNE = (
     _option("--model", "DIR", "folder of a checkpoint", required=True),
     _option("--prompts", "FILE", _PROMPTS, required=True, nargs="+"),
     _option("--most", "VALUE", _MOST, type=_number),
-    _option("--rows", "SHARE", "most token rows that may be computed, 0 to 1", type=float),
+    _option("--rows", "SHARE", "most token rows that may be computed, 0 to 1", type=_share),
     _option("--device", None, "where the model runs; default: a GPU if there is one"),
     _option("--out", "PLOT.png", "draw the distances"),
     _SET,

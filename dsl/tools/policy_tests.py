@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvpolicy.dsl.bind.model_config import USUAL
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.recording import Recording
 from kvpolicy.dsl.ir.nodes import Program
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
 from kvpolicy.dsl.tools.commands import EXECUTIONS, execute, overrides
 from kvpolicy.dsl.tools.run import add_merged, propagation, report
@@ -78,8 +79,8 @@ def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
     """
     paths = [Path(file) for file in files] or list(shipped().values())
     for path in paths:
-        if path.is_dir():
-            found = sorted(path.glob(f"*{TEST_SUFFIX}"))
+        if os.path.isdir(path):
+            found = _in_folder(path)
             if not found:
                 raise refused(str(path), "file", f"no file *{TEST_SUFFIX} in this folder")
             yield from ((test, _beside(test)) for test in found)
@@ -89,9 +90,17 @@ def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
         else:
             policy = find(path)
             test = policy.with_suffix(TEST_SUFFIX)
-        if not test.exists():
+        if not os.path.exists(test):
             raise refused(str(path), "file", f"there are no tests: `{test.name}` is missing")
         yield test, policy
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise refused(str(folder), "file", why(error, "it cannot be read")) from None
+    return [folder / name for name in sorted(names) if name.endswith(TEST_SUFFIX)]
 
 
 def _beside(test: Path) -> Path:

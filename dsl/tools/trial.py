@@ -159,7 +159,8 @@ def _tensors(case: TrialCase, seed: int) -> tuple[Tensors, Tensors]:
     """
     shape, rng = case.bound.shape, np.random.default_rng(seed)
     total = case.tokens + case.steps
-    tokens = rng.integers(0, 1 + total // 4, total) if case.ties else np.arange(total)
+    different = min(total, max(2, 1 + total // 4))
+    tokens = rng.integers(0, different, total) if case.ties else np.arange(total)
 
     def made(heads: int) -> np.ndarray:
         numbers = rng.standard_normal((shape.layers, heads, total, shape.head_dim))

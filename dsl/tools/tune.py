@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused, why
+from kvpolicy.dsl.syntax.library import check_place
 from kvpolicy.dsl.tools.commands import overrides
 from kvpolicy.dsl.tools.tune_model import LayeredModel
 from kvpolicy.dsl.tools.tune_prompts import read_prompts
@@ -65,6 +67,8 @@ class Limits:
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
+    if args.out is not None:
+        check_place(Path(args.out))
     program, name = load(args.file).executable(), args.parameter
     settings = overrides(args.set)
     if name in settings:

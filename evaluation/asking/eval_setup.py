@@ -135,7 +135,7 @@ def prepare(args: argparse.Namespace, command: str) -> Setup:
     Raises:
         PolicyError: an option cannot be used.
     """
-    if args.model is not None and Path(args.model).is_file():
+    if args.model is not None and os.path.isfile(args.model):
         message = "this is a file; --model is a folder"
         raise refused(args.model, "file", message, f"name its folder: {Path(args.model).parent}")
     config = None if args.model is None else read_config(args.model)
@@ -232,7 +232,7 @@ def _titles(tasks: list[str]) -> dict[str, str]:
 def _tokenizer_of(found: Endpoint | None) -> str:
     """The folder of a server's tokenizer, if it is on this machine."""
     path = None if found is None else found.info.get("tokenizer_path")
-    if not path or not Path(path).is_dir():
+    if not path or not os.path.isdir(path):
         message = "the lengths of prompts need the model's tokenizer"
         raise refused("--tokenizer", "arguments", message, "name the folder that it is in")
     return path
@@ -319,7 +319,7 @@ def _server(
 def _config_of(info: Any) -> ModelConfig | None:
     """Sizes of the model of a server; None if its folder is not on this machine."""
     path = info.get("model_path")
-    if not path or not Path(path).is_dir():
+    if not path or not os.path.isdir(path):
         return None
     with contextlib.suppress(PolicyError):
         return read_config(path)

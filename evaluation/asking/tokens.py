@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class Tokens:
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoTokenizer
 
-        if not Path(folder).is_dir():
+        if not os.path.isdir(folder):
             raise refused(str(folder), "file", "there is no such folder with a tokenizer")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from kvpolicy.dsl.syntax.diagnostics import refused, why
+from kvpolicy.dsl.syntax.library import check_place
 from kvpolicy.evaluation.looking import inspect_page, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 from kvpolicy.evaluation.looking.look import Look, opened, text_of
@@ -28,10 +29,7 @@ def main(args: argparse.Namespace) -> int:
     if args.head is not None and args.layer is None:
         raise refused("--head", "arguments", "a head is of a layer", "add --layer")
     for path in filter(None, (args.html, args.json)):
-        if not path.absolute().parent.is_dir():
-            raise refused(str(path), "file", "there is no such folder")
-        if path.is_dir():
-            raise refused(str(path), "file", "this is a folder; name a file")
+        check_place(path)
     text = text_of(args.prompt)
     with opened(args) as look:
         kept = asked(look, text, args.new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ def _found(args: argparse.Namespace) -> Look:
     found.require_inspection(f"kvpolicy {args.name}")
     served = found.info.get("model_path")
     folder = args.model or found.info.get("tokenizer_path") or served
-    if not folder or not Path(folder).is_dir():
+    if not folder or not os.path.isdir(folder):
         message = f"the tokenizer of its model is not on this machine ({folder})"
         raise refused(args.url, "server", message, "name the model's folder with --model")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -148,7 +149,7 @@ def _found(args: argparse.Namespace) -> Look:
 
 def _name(policy: str) -> str:
     """The name of a policy that is given by file or shipped; otherwise the name that is given."""
-    is_file = Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file()
+    is_file = Path(policy).suffix in (".yaml", ".yml") or os.path.isfile(policy)
     if not is_file and policy not in shipped():
         return policy
     return load(policy).require().name

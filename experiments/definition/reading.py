@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, did_you_mean, in_order, listed
-from kvpolicy.dsl.syntax.library import read_file
+from kvpolicy.dsl.syntax.diagnostics import (
+    Diagnostic,
+    PolicyError,
+    did_you_mean,
+    in_order,
+    listed,
+    refused,
+)
+from kvpolicy.dsl.syntax.library import is_there, read_file
 from kvpolicy.dsl.syntax.mappings import Block, Item
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.experiments.definition.experiment import (
@@ -93,9 +100,8 @@ def load(path: str | Path) -> Read:
         PolicyError: the file cannot be read. Defects of its text are diagnostics.
     """
     path = Path(path)
-    if not path.is_file():  # reading a pipe would block
-        message = "there is no such file"
-        raise PolicyError([Diagnostic("file", message)], Source(str(path), ""))
+    if not is_there(path, "an experiment file"):
+        raise refused(str(path), "file", "there is no such file")
     source = read_file(path, str(path))
     return read(source.text, source.name)
 

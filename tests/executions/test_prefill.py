@@ -89,6 +89,13 @@ def test_none_and_all_are_all(tokens):
     assert [int(x.sum()) for x in run.finish()] == [6] * 4
 
 
+def test_an_empty_prompt_does_not_begin_again():
+    text = "propagate: {first: layer == 1, tokens: all, restart: true}\n"
+    text += "score: norm1[dim](key)\nbudget: 4\nkeep: top(score)\n"
+    expected, actual = both(program(text).bound, *tensors(np.random.default_rng(0), SHAPE, 0, 0))
+    assert [x.shape for x in actual.kept] == [x.shape for x in expected.kept] == [(2, 0)] * 4
+
+
 def test_restart_is_a_prefill_of_the_chosen_tokens():
     program_ = program(
         f"propagate: {{first: layer == 1, tokens: 'top({VOTES}, 5)', restart: true}}\n"

@@ -56,6 +56,20 @@ def test_policies_pass_on_every_model(path):
         print(f"{path.stem}, {shape.layers} layers: {perf_counter() - began:.2f} s")
 
 
+def test_rounding_decides_nothing_though_many_tokens_are_alike():
+    """Of three alike tokens a variance is nothing but rounding, which clusters would compare."""
+    trial(
+        policy(
+            "let:\n"
+            "  spread: var[token](mean[head, query](attn(recent(2))))\n"
+            "  label: cluster[layer](spread, 2)\n"
+            "score: sum[group](max[query](attn(recent(2))))\n"
+            "budget: (0.2 * prompt where label == 0 else 0.6 * prompt) + 2\n"
+            "keep: recent(2) then top(score)\n"
+        )
+    )
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_prompts_are_short_and_lose_entries(path):
     """One token, a window, one more, a few windows; as many entries leave as the file allows."""

@@ -128,6 +128,16 @@ def test_files_that_cannot_be_read(tmp_path, content, message):
         load(path)
 
 
+def test_what_is_no_file(tmp_path):
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    for path, message in ((tmp_path, "this is a folder, not an experiment file"),
+                          (loop, "this link leads back to itself"),
+                          ("x" * 5000, "there is no such file")):  # fmt: skip
+        with pytest.raises(PolicyError, match=message):
+            load(path)
+
+
 def test_a_policy_is_no_experiment():
     found = load(FOLDER.parents[1] / "policies" / "lava.yaml")
     assert found.experiment is None

@@ -357,7 +357,7 @@ class Run:
     def _scores_later(self) -> bool:
         """Whether this pass is not scored, since a second one is known to come."""
         bound = self.program.bound
-        if not bound.restarts or self.tokens is not None or self.not_finite:
+        if not bound.restarts or self.tokens is not None or self.not_finite or not self.prompt:
             return False
         layer = bound.propagation_layer(self.prompt)
         return self.restarted or (layer is not None and layer < bound.shape.layers)
