@@ -17,6 +17,7 @@ from kvpolicy.kernels.attention.paged_attention import (
 )
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.arguments import check_axes
 
 
 def decode_attention(
@@ -175,11 +176,7 @@ def check(
     for name, tensor in (("rows", rows), ("lengths", lengths)):
         if tensor.shape != (requests,):
             raise ValueError(f"{name}: expected [{requests}], got {list(tensor.shape)}")
-    if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32:
-        raise ValueError(
-            f"req_to_token: expected int32 [rows, context], "
-            f"got {req_to_token.dtype} {list(req_to_token.shape)}"
-        )
+    check_axes("req_to_token", req_to_token, torch.int32, "[rows, context]")
 
 
 def _check_pairs(paired: torch.Tensor, every: list[int], storage: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from kvpolicy.kernels.entries.compact_in_place import Cached, check_requests
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.arguments import refused
 
 
 def entry_ids(
@@ -50,14 +51,8 @@ def check(
     req_to_token: torch.Tensor,
     holds: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_requests(storage, tables, rows, lengths, req_to_token)
     lists = len(rows) * storage.shape[0] * storage.shape[3]
     if holds.dtype != torch.bool or holds.dim() != 2 or len(holds) != lists:
-        raise ValueError(
-            f"holds: expected bool [{lists}, M], got {holds.dtype} {list(holds.shape)}"
-        )
+        raise refused("holds", holds, f"bool [{lists}, M]")

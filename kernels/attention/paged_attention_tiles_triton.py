@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import occupancy, tuned
+from kvpolicy.kernels.launch.arguments import refused
 
 LOG2_E = 1.4426950408889634
 
@@ -269,9 +270,7 @@ def outputs_of_splits(
     for (name, dtype), least in zip(given, needed, strict=True):
         x = getattr(workspace, name)
         if x.dtype != dtype or x.numel() < least:
-            raise ValueError(
-                f"workspace.{name}: expected {dtype} [>= {least}], got {x.dtype} {list(x.shape)}"
-            )
+            raise refused(f"workspace.{name}", x, f"{dtype} [>= {least}]")
     lse = workspace.partial.view(-1)[_aligned(rows * splits * size) :]
     return result, workspace.partial, lse, workspace.arrived
 

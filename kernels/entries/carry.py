@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors, refused
 
 
 def carry(
@@ -75,13 +75,8 @@ def check(
     states: Sequence[torch.Tensor],
     fresh: Sequence[float],
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if kept.dim() != 2 or kept.dtype != torch.bool:
-        raise ValueError(f"kept: expected bool [S * G, M], got {kept.dtype} {list(kept.shape)}")
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("kept", kept, torch.bool, "[S * G, M]")
     layers = len(used)
     given = [
         ("positions", positions, torch.int64, (layers, kept.shape[1])),
@@ -93,9 +88,6 @@ def check(
     ]
     check_tensors(given)
     if newest.dtype != torch.int64 or not len(newest) or layers % len(newest):
-        raise ValueError(
-            f"newest: expected int64 [N], N a part of {layers}, "
-            f"got {newest.dtype} {list(newest.shape)}"
-        )
+        raise refused("newest", newest, f"int64 [N], N a part of {layers}")
     if len(fresh) != len(states):
         raise ValueError(f"fresh: expected {len(states)} numbers, got {len(fresh)}")

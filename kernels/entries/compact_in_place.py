@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 
 def compact_in_place(
@@ -179,32 +180,20 @@ def check(
     holds: torch.Tensor,
     proceed: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_requests(storage, tables, rows, lengths, req_to_token)
     lists = len(rows) * storage.shape[0] * storage.shape[3]
     for name, mask in (("kept", kept), ("holds", holds)):
         if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape != (lists, kept.shape[1]):
             width = kept.shape[1] if kept.dim() == 2 else "M"
-            raise ValueError(
-                f"{name}: expected bool [{lists}, {width}], got {mask.dtype} {list(mask.shape)}"
-            )
+            raise refused(name, mask, f"bool [{lists}, {width}]")
     check_proceed(proceed, len(rows))
 
 
 def check_proceed(proceed: torch.Tensor, number: int) -> None:
-    """Refuse a `proceed` of another shape or dtype than bool [number, P].
-
-    Raises:
-        ValueError: says what was expected and what was given.
-    """
+    """Refuse a `proceed` of another shape or dtype than bool [number, P]."""
     if proceed.dtype != torch.bool or proceed.dim() != 2 or len(proceed) != number:
-        raise ValueError(
-            f"proceed: expected bool [{number}, P], got {proceed.dtype} {list(proceed.shape)}"
-        )
+        raise refused("proceed", proceed, f"bool [{number}, P]")
 
 
 def check_requests(
@@ -214,11 +203,7 @@ def check_requests(
     lengths: torch.Tensor,
     req_to_token: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes of what locates requests' entries; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes of what locates requests' entries; read no tensor."""
     if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
         raise ValueError(
             f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
@@ -227,13 +212,7 @@ def check_requests(
     for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
         if list(tensor.shape) != listed:
             raise ValueError(f"tables.{name}: expected {listed}, got {list(tensor.shape)}")
-    if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32:
-        raise ValueError(
-            f"req_to_token: expected int32 [rows, context], "
-            f"got {req_to_token.dtype} {list(req_to_token.shape)}"
-        )
+    check_axes("req_to_token", req_to_token, torch.int32, "[rows, context]")
     for name, tensor in (("rows", rows), ("lengths", lengths)):
         if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != len(rows):
-            raise ValueError(
-                f"{name}: expected int64 [{len(rows)}], got {tensor.dtype} {list(tensor.shape)}"
-            )
+            raise refused(name, tensor, f"int64 [{len(rows)}]")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.entries.rounding import movable
+from kvpolicy.kernels.launch.arguments import refused
 
 
 def compact_layers(
@@ -62,11 +63,7 @@ def check(
     private_slots: torch.Tensor,
     first_page: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse wrong shapes and dtypes; read no values."""
     if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
         raise ValueError(
             f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
@@ -74,16 +71,11 @@ def check(
     layers, kv_heads = storage.shape[0], storage.shape[3]
     length = prompt_slots.shape[0]
     if kept.dtype != torch.bool or kept.shape != (layers, kv_heads, length):
-        raise ValueError(
-            f"kept: expected bool [{layers}, {kv_heads}, {length}], "
-            f"got {kept.dtype} {list(kept.shape)}"
-        )
+        raise refused("kept", kept, f"bool [{layers}, {kv_heads}, {length}]")
     if first_page.shape != (layers, kv_heads):
         raise ValueError(
             f"first_page: expected [{layers}, {kv_heads}], got {list(first_page.shape)}"
         )
     for name, slots in (("prompt_slots", prompt_slots), ("private_slots", private_slots)):
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name}: expected int32 or int64 [S], got {slots.dtype} {list(slots.shape)}"
-            )
+            raise refused(name, slots, "int32 or int64 [S]")

@@ -8,6 +8,7 @@ given one, as for a list that has pages for more than it holds.
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes
 
 
 def lay_out(
@@ -27,8 +28,7 @@ def lay_out(
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
-    if kept.dtype != torch.bool or kept.dim() != 2:
-        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    check_axes("kept", kept, torch.bool, "[G, N]")
     size = kept.shape[0]
     counts = kept.sum(dim=1)
     used = (counts + size - 1) // size

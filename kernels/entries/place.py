@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from kvpolicy.kernels.entries.pages import lay_out
 from kvpolicy.kernels.entries.rounding import movable, rounded
+from kvpolicy.kernels.launch.arguments import check_axes
 
 
 def place(
@@ -53,13 +54,8 @@ def check(
     pages: torch.Tensor,
     first_page: torch.Tensor | None,
 ) -> None:
-    """Refuse wrong shapes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
-    if kept.dtype != torch.bool or kept.dim() != 2:
-        raise ValueError(f"kept: expected bool [G, N], got {kept.dtype} {list(kept.shape)}")
+    """Refuse wrong shapes; read no values."""
+    check_axes("kept", kept, torch.bool, "[G, N]")
     if pages.dim() != 1:
         raise ValueError(f"pages: expected [P], got {list(pages.shape)}")
     if first_page is not None and first_page.shape != kept.shape[:1]:

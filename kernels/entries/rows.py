@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from kvpolicy.kernels.entries.rounding import movable
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors
 
 
 def take_rows(
@@ -58,14 +59,9 @@ def check(
     subset: torch.Tensor | None,
     sources: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse wrong shapes and dtypes; read no values."""
     for name, given in (("rows", rows), ("subset", subset)):
-        if given is not None and (given.dim() != 1 or given.dtype != torch.int64):
-            raise ValueError(f"{name}: expected int64 [m], got {given.dtype} {list(given.shape)}")
+        check_axes(name, given, torch.int64, "[m]")
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(f"tensors: expected one length, got {lengths}")
@@ -75,8 +71,4 @@ def check(
         raise ValueError(f"sources: expected {len(tensors)} tensors, got {len(sources)}")
     for place, (tensor, source) in enumerate(zip(tensors, sources, strict=True)):
         expected = (len(rows if subset is None else subset), *tensor.shape[1:])
-        if source.shape != expected or source.dtype != tensor.dtype:
-            raise ValueError(
-                f"sources[{place}]: expected {tensor.dtype} {list(expected)}, "
-                f"got {source.dtype} {list(source.shape)}"
-            )
+        check_tensors([(f"sources[{place}]", source, tensor.dtype, expected)])

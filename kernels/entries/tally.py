@@ -56,11 +56,7 @@ def check(
     expected: torch.Tensor | None,
     kv_heads: int,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     if kept.dim() != 2 or len(kept) % kv_heads:
         raise ValueError(f"kept: expected bool [S * {kv_heads}, M], got {list(kept.shape)}")
     lists, layers = len(kept), len(kept) // kv_heads

@@ -7,6 +7,7 @@ from kvpolicy.kernels.entries.compact_in_place import Cached, check_proceed, che
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch.arguments import refused
 
 
 def turn(
@@ -62,16 +63,12 @@ def check(
     proceed: torch.Tensor,
     inv_freq: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_requests(storage, tables, rows, lengths, req_to_token)
     lists = len(rows) * storage.shape[0] * storage.shape[3]
     for name, x in (("kept", kept), ("holds", holds)):
         if x.dtype != torch.bool or x.dim() != 2 or len(x) != lists or x.shape != kept.shape:
-            raise ValueError(f"{name}: expected bool [{lists}, M], got {x.dtype} {list(x.shape)}")
+            raise refused(name, x, f"bool [{lists}, M]")
     check_proceed(proceed, len(rows))
     if inv_freq.dim() != 1 or 2 * len(inv_freq) > storage.shape[4]:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""The check of dtypes and shapes that all kernels use."""
+"""The checks of dtypes and shapes that all kernels use.
+
+What is refused raises a ValueError, which names the argument, what was expected and what was given.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,22 @@ def check_tensors(
 
     Args:
         given: name, tensor (None: not given, not checked), expected dtype and expected shape.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     for name, x, dtype, shape in given:
         if x is not None and (x.dtype != dtype or tuple(x.shape) != tuple(shape)):
-            raise ValueError(
-                f"{name}: expected {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}"
-            )
+            raise refused(name, x, f"{dtype} {list(shape)}")
+
+
+def check_axes(name: str, x: torch.Tensor | None, dtype: torch.dtype, axes: str) -> None:
+    """Refuse a tensor (None: not given) of another dtype or number of dimensions; read no values.
+
+    Args:
+        axes: names of the dimensions, such as `[R, M]`.
+    """
+    if x is not None and (x.dtype != dtype or x.dim() != axes.count(",") + 1):
+        raise refused(name, x, f"{str(dtype).removeprefix('torch.')} {axes}")
+
+
+def refused(name: str, x: torch.Tensor, expected: str) -> ValueError:
+    """The error about a tensor of another dtype or shape than expected."""
+    return ValueError(f"{name}: expected {expected}, got {x.dtype} {list(x.shape)}")

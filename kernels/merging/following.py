@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 
 def following(
@@ -40,17 +41,10 @@ def following(
 
 
 def check(kept: torch.Tensor, holds: torch.Tensor, most: int, steps: int) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if holds.dim() != 2 or holds.dtype != torch.bool:
-        raise ValueError(f"holds: expected bool [R, M], got {holds.dtype} {list(holds.shape)}")
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("holds", holds, torch.bool, "[R, M]")
     if kept.dtype != torch.bool or kept.shape != holds.shape:
-        raise ValueError(
-            f"kept: expected bool {list(holds.shape)}, got {kept.dtype} {list(kept.shape)}"
-        )
+        raise refused("kept", kept, f"bool {list(holds.shape)}")
     if not 0 <= most <= holds.shape[1]:
         raise ValueError(f"most: expected 0 to {holds.shape[1]}, got {most}")
     if steps < 0:

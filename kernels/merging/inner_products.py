@@ -57,11 +57,7 @@ def check(
     receivers_present: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_vectors(x, ids)
     lists = len(x) if ids is None else len(ids)
     given = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors
 
 # For R lists of n columns: sources, int64 [R, K], columns of leaving entries; weights, float64
 # [R, K]; offsets, int32 [R, n + 1]: links to column c are offsets[c] to offsets[c + 1] - 1.
@@ -50,18 +50,9 @@ def check(
     accepted: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if dropped.dtype != torch.int64 or dropped.dim() != 2:
-        raise ValueError(
-            f"dropped: expected int64 [R, P], got {dropped.dtype} {list(dropped.shape)}"
-        )
-    if receivers.dtype != torch.int64 or receivers.dim() != 3:
-        actual = f"{receivers.dtype} {list(receivers.shape)}"
-        raise ValueError(f"receivers: expected int64 [R, P, S], got {actual}")
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("dropped", dropped, torch.int64, "[R, P]")
+    check_axes("receivers", receivers, torch.int64, "[R, P, S]")
     given = (
         ("receivers", receivers, torch.int64, (*dropped.shape, receivers.shape[2])),
         ("receivers_present", receivers_present, torch.bool, receivers.shape),

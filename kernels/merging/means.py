@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors
 
 LANES = 256  # partial sums, which are added up last, whatever the width
 
@@ -57,13 +57,8 @@ def means_of_columns(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> t
 
 
 def check(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if x.dtype != torch.float64 or x.dim() != 2:
-        raise ValueError(f"x: expected float64 [R, P], got {x.dtype} {list(x.shape)}")
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("x", x, torch.float64, "[R, P]")
     check_tensors([("present", present, torch.bool, x.shape)])
     if kv_heads < 1 or len(x) % kv_heads:
         raise ValueError(f"kv_heads: expected a part of {len(x)}, got {kv_heads}")

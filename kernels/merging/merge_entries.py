@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from kvpolicy.kernels.entries.compact_in_place import check_proceed
 from kvpolicy.kernels.entries.rounding import movable, rounded
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_rows import check_sums, merge_rows
 
@@ -54,17 +55,10 @@ def check(
     divide: torch.Tensor | None,
     proceed: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     if pool.dim() != 2 or not pool.is_floating_point() or pool.stride(1) != 1:
-        raise ValueError(
-            f"pool: expected floats [E, D], rows contiguous, got {pool.dtype} {list(pool.shape)}"
-        )
-    if ids.dtype != torch.int64 or ids.dim() != 2:
-        raise ValueError(f"ids: expected int64 [R, n], got {ids.dtype} {list(ids.shape)}")
+        raise refused("pool", pool, "floats [E, D], rows contiguous")
+    check_axes("ids", ids, torch.int64, "[R, n]")
     check_sums(links, own, divide, ids.shape)
     check_proceed(proceed, len(proceed))
     if not len(proceed) or len(ids) % len(proceed):

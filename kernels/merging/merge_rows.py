@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors, refused
 from kvpolicy.kernels.merging.links import Links
 
 
@@ -98,24 +98,16 @@ def _receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
 def check_rows(
     x: torch.Tensor, links: Links, own: torch.Tensor | None, divide: torch.Tensor | None
 ) -> None:
-    """Refuse tensors that do not fit together; read none.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse tensors that do not fit together; read none."""
     if x.ndim != 3 or not x.is_floating_point():
-        raise ValueError(f"x: expected floats [G, n, D], got {x.dtype} {list(x.shape)}")
+        raise refused("x", x, "floats [G, n, D]")
     check_sums(links, own, divide, x.shape[:2])
 
 
 def check_sums(
     links: Links, own: torch.Tensor | None, divide: torch.Tensor | None, lists: Sequence[int]
 ) -> None:
-    """Refuse links, weights and divisors that do not fit `lists`, (G, n); read no tensor.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse links, weights and divisors that do not fit `lists`, (G, n); read no tensor."""
     heads, tokens = lists
     check_links(links, None)
     check_tensors([
@@ -126,20 +118,11 @@ def check_sums(
 
 
 def check_links(links: Links, own: torch.Tensor | None) -> None:
-    """Refuse links that do not fit together, or not the own weights; read no tensor.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse links that do not fit together, or not the own weights; read no tensor."""
     sources, weights, offsets = links
-    if weights.dtype != torch.float64 or weights.ndim != 2:
-        raise ValueError(
-            f"weights: expected float64 [G, K], got {weights.dtype} {list(weights.shape)}"
-        )
+    check_axes("weights", weights, torch.float64, "[G, K]")
     if offsets.dtype != torch.int32 or offsets.ndim != 2 or not offsets.shape[1]:
-        raise ValueError(
-            f"offsets: expected int32 [G, n + 1], got {offsets.dtype} {list(offsets.shape)}"
-        )
+        raise refused("offsets", offsets, "int32 [G, n + 1]")
     heads, tokens = len(offsets), offsets.shape[1] - 1
     check_tensors([
         ("sources", sources, torch.int64, weights.shape),

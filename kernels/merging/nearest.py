@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors, refused
 
 # Cosines of a tile: no matrix of all dropped by all kept entries is made.
 _TILE = 1 << 20
@@ -70,11 +70,7 @@ def check(
     kept: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_vectors(x, ids)
     columns = x.shape[:2] if ids is None else ids.shape
     given = [
@@ -87,9 +83,7 @@ def check(
 
 def check_vectors(x: torch.Tensor, ids: torch.Tensor | None) -> None:
     """Refuse what is neither vectors [G, n, D] nor a pool [E, D] with rows [G, n] of it."""
-    if ids is None and (x.ndim != 3 or not x.is_floating_point()):
-        raise ValueError(f"x: expected floats [G, n, D], got {x.dtype} {list(x.shape)}")
-    if ids is not None and (x.ndim != 2 or not x.is_floating_point()):
-        raise ValueError(f"x: expected floats [E, D], got {x.dtype} {list(x.shape)}")
-    if ids is not None and (ids.ndim != 2 or ids.dtype != torch.int64):
-        raise ValueError(f"ids: expected int64 [G, n], got {ids.dtype} {list(ids.shape)}")
+    if x.ndim != (3 if ids is None else 2) or not x.is_floating_point():
+        raise refused("x", x, "floats [G, n, D]" if ids is None else "floats [E, D]")
+    if ids is not None:
+        check_axes("ids", ids, torch.int64, "[G, n]")

@@ -7,6 +7,7 @@ a weighted sum. So a policy's expression reads the vectors twice, however long i
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors, refused
 
 
 def gram(below: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -46,14 +47,9 @@ def blend(below: torch.Tensor, own: torch.Tensor, a: torch.Tensor, b: torch.Tens
 
 
 def check(below: torch.Tensor, own: torch.Tensor, *weights: torch.Tensor) -> None:
-    """Raise ValueError for tensors that do not fit together; read none."""
+    """Refuse tensors that do not fit together; read none."""
     if below.ndim != 3 or not below.is_floating_point():
-        actual = f"{below.dtype} {list(below.shape)}"
-        raise ValueError(f"below: expected floats [G, N, D], got {actual}")
-    if own.shape != below.shape or own.dtype != below.dtype:
-        expected = f"{below.dtype} {list(below.shape)}"
-        raise ValueError(f"own: expected {expected}, got {own.dtype} {list(own.shape)}")
-    for name, x in zip("ab", weights, strict=False):
-        if x.shape != below.shape[:2] or x.dtype != torch.float64:
-            expected = f"torch.float64 {list(below.shape[:2])}"
-            raise ValueError(f"{name}: expected {expected}, got {x.dtype} {list(x.shape)}")
+        raise refused("below", below, "floats [G, N, D]")
+    check_tensors([("own", own, below.dtype, below.shape)])
+    pairs = zip("ab", weights, strict=False)
+    check_tensors((name, x, torch.float64, below.shape[:2]) for name, x in pairs)

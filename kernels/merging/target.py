@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 
 def target(
@@ -30,16 +31,9 @@ def target(
 
 
 def check(x: torch.Tensor, receivers: torch.Tensor, receivers_present: torch.Tensor) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if x.dtype != torch.float64 or x.dim() != 2:
-        raise ValueError(f"x: expected float64 [R, M], got {x.dtype} {list(x.shape)}")
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("x", x, torch.float64, "[R, M]")
     if receivers.dtype != torch.int64 or receivers.dim() != 3 or len(receivers) != len(x):
-        actual = f"{receivers.dtype} {list(receivers.shape)}"
-        raise ValueError(f"receivers: expected int64 [{len(x)}, P, S], got {actual}")
+        raise refused("receivers", receivers, f"int64 [{len(x)}, P, S]")
     if receivers_present.dtype != torch.bool or receivers_present.shape != receivers.shape:
-        actual = f"{receivers_present.dtype} {list(receivers_present.shape)}"
-        raise ValueError(f"receivers_present: expected bool {list(receivers.shape)}, got {actual}")
+        raise refused("receivers_present", receivers_present, f"bool {list(receivers.shape)}")

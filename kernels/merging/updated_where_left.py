@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors
 
 
 def updated_where_left(
@@ -29,15 +29,8 @@ def updated_where_left(
 
 
 def check(new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if present.dtype != torch.bool or present.dim() != 2:
-        raise ValueError(
-            f"present: expected bool [R, P], got {present.dtype} {list(present.shape)}"
-        )
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("present", present, torch.bool, "[R, P]")
     lists = (len(present),)
     check_tensors([("new", new, torch.float64, lists), ("old", old, torch.float64, lists)])
     if kv_heads < 1 or len(present) % kv_heads:

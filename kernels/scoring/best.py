@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.launch.arguments import check_tensors
+from kvpolicy.kernels.launch.arguments import check_axes, check_tensors, refused
 from kvpolicy.kernels.scoring.order import keys
 from kvpolicy.kernels.scoring.select import top
 
@@ -53,18 +53,11 @@ def check(
     holds: torch.Tensor,
     limits: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_lists(holds, score, present)
     whole = limits.dim() == 2 and len(limits) and len(holds) % len(limits) == 0
     if limits.dtype != torch.int64 or not whole or limits.shape[1] != 3:
-        raise ValueError(
-            f"limits: expected int64 [N, 3], N a part of {len(holds)}, "
-            f"got {limits.dtype} {list(limits.shape)}"
-        )
+        raise refused("limits", limits, f"int64 [N, 3], N a part of {len(holds)}")
 
 
 def check_lists(
@@ -73,13 +66,8 @@ def check_lists(
     present: torch.Tensor | None,
     taken: torch.Tensor | None = None,
 ) -> None:
-    """Refuse wrong shapes and dtypes of what `best` and `then` take alike; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if holds.dtype != torch.bool or holds.dim() != 2:
-        raise ValueError(f"holds: expected bool [R, M], got {holds.dtype} {list(holds.shape)}")
+    """Refuse wrong shapes and dtypes of what `best` and `then` take alike; read no tensor."""
+    check_axes("holds", holds, torch.bool, "[R, M]")
     given = (
         ("taken", taken, torch.bool, holds.shape),
         ("score", score, torch.float64, holds.shape),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 BITS = 0xFFFFFFFF
 # Constants of the hash, which draws the same numbers in every execution of the language.
@@ -46,21 +47,11 @@ def draws(
 
 
 def check(positions: torch.Tensor, generated: torch.Tensor, kv_heads: int) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
-    if positions.dtype != torch.int64 or positions.dim() != 2:
-        raise ValueError(
-            f"positions: expected int64 [S, M], got {positions.dtype} {list(positions.shape)}"
-        )
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("positions", positions, torch.int64, "[S, M]")
     number = len(positions)
     share = generated.dim() == 1 and len(generated) and number % len(generated) == 0
     if generated.dtype != torch.int64 or not share:
-        raise ValueError(
-            f"generated: expected int64 [N], N a part of {number}, "
-            f"got {generated.dtype} {list(generated.shape)}"
-        )
+        raise refused("generated", generated, f"int64 [N], N a part of {number}")
     if kv_heads < 1:
         raise ValueError(f"kv_heads: expected 1 or more, got {kv_heads}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 
 def finite(
@@ -30,21 +31,11 @@ def finite(
 
 
 def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, holds: torch.Tensor) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     for name, x in (("keys", keys), ("values", values)):
         same = x.dtype == keys.dtype and x.shape[1:] == keys.shape[1:] and x.stride(-1) == 1
         if x.dim() != 2 or not x.is_floating_point() or not same:
-            raise ValueError(
-                f"{name}: expected floats [E, D] as of keys, rows contiguous, "
-                f"got {x.dtype} {list(x.shape)}"
-            )
-    if ids.dtype != torch.int64 or ids.dim() != 2:
-        raise ValueError(f"ids: expected int64 [R, M], got {ids.dtype} {list(ids.shape)}")
+            raise refused(name, x, "floats [E, D] as of keys, rows contiguous")
+    check_axes("ids", ids, torch.int64, "[R, M]")
     if holds.dtype != torch.bool or holds.shape != ids.shape:
-        raise ValueError(
-            f"holds: expected bool {list(ids.shape)}, got {holds.dtype} {list(holds.shape)}"
-        )
+        raise refused("holds", holds, f"bool {list(ids.shape)}")

@@ -7,6 +7,7 @@ a kernel would gain nothing there, only in the many small steps before and after
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes
 from kvpolicy.kernels.scoring import strided
 from kvpolicy.kernels.scoring.select import ABSENT
 
@@ -50,10 +51,5 @@ def rank(keys: torch.Tensor) -> torch.Tensor:
 
 
 def check_rank(keys: torch.Tensor) -> None:
-    """Refuse wrong shapes and dtypes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
-    if keys.dtype != torch.int32 or keys.dim() != 2:
-        raise ValueError(f"keys: expected int32 [R, n], got {keys.dtype} {list(keys.shape)}")
+    """Refuse wrong shapes and dtypes; read no values."""
+    check_axes("keys", keys, torch.int32, "[R, n]")

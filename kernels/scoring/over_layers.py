@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_tensors
 from kvpolicy.kernels.scoring.spread import var
 
 
@@ -49,19 +50,12 @@ def check(
     first: int,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual value.
-    """
+    """Refuse wrong shapes and dtypes; read no values."""
     if not 0 <= first < len(values):
         raise ValueError(f"first: expected 0 .. {len(values) - 1}, got {first}")
-    shape = list(values[0].shape)
     parts = [("values", dtype, values)]
     parts += [] if present is None else [("present", torch.bool, present)]
     for name, kind, each in parts:
         if len(each) != len(values):
             raise ValueError(f"{name}: expected {len(values)} tensors, got {len(each)}")
-        for x in each:
-            if x.dtype != kind or list(x.shape) != shape:
-                raise ValueError(f"{name}: expected {kind} {shape}, got {x.dtype} {list(x.shape)}")
+        check_tensors((name, x, kind, values[0].shape) for x in each)

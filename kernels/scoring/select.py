@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 # Key of an absent score, below the key of every number; it is never chosen.
 ABSENT = -(2**31)
@@ -41,16 +42,9 @@ def top(keys: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
 
 
 def check(keys: torch.Tensor, number: int | torch.Tensor) -> None:
-    """Refuse wrong shapes and dtypes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
-    """
-    if keys.dtype != torch.int32 or keys.dim() != 2:
-        raise ValueError(f"keys: expected int32 [R, n], got {keys.dtype} {list(keys.shape)}")
+    """Refuse wrong shapes and dtypes; read no values."""
+    check_axes("keys", keys, torch.int32, "[R, n]")
     if isinstance(number, int):
         return
     if number.dtype != torch.int64 or number.shape != (keys.shape[0], 1):
-        raise ValueError(
-            f"number: expected int64 [{keys.shape[0]}, 1], got {number.dtype} {list(number.shape)}"
-        )
+        raise refused("number", number, f"int64 [{keys.shape[0]}, 1]")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 MOST = 2**62  # more than any layer holds
 
@@ -51,22 +52,13 @@ def split(
 
 
 def check(total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None) -> None:
-    """Refuse wrong shapes, dtypes and totals; read no tensor.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual value.
-    """
+    """Refuse wrong shapes, dtypes and totals; read no tensor."""
     if total < 0:
         raise ValueError(f"total: expected 0 or more, got {total}")
-    if weights.dim() != 1 or weights.dtype != torch.float64:
-        raise ValueError(
-            f"weights: expected float64 [L], got {weights.dtype} {list(weights.shape)}"
-        )
-    if not isinstance(maxima, torch.Tensor):
-        return
-    if maxima.shape != weights.shape or maxima.dtype != torch.int64:
-        expected = f"int64 {list(weights.shape)}"
-        raise ValueError(f"maxima: expected {expected}, got {maxima.dtype} {list(maxima.shape)}")
+    check_axes("weights", weights, torch.float64, "[L]")
+    if isinstance(maxima, torch.Tensor):
+        if maxima.shape != weights.shape or maxima.dtype != torch.int64:
+            raise refused("maxima", maxima, f"int64 {list(weights.shape)}")
 
 
 def _divided(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:

@@ -48,11 +48,7 @@ def entropy(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) 
 
 
 def check(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> None:
-    """Refuse wrong shapes and dtypes; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual value.
-    """
+    """Refuse wrong shapes and dtypes; read no values."""
     strided.check(x, present)
     if not over or len(set(over)) != len(over) or not all(0 <= dim < x.dim() for dim in over):
         raise ValueError(f"over: expected dimensions 0 .. {x.dim() - 1}, got {list(over)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from kvpolicy.kernels.launch.arguments import refused
 from kvpolicy.kernels.scoring.best import check_lists
 from kvpolicy.kernels.scoring.order import keys
 from kvpolicy.kernels.scoring.select import top
@@ -56,15 +57,8 @@ def check(
     holds: torch.Tensor,
     number: torch.Tensor,
 ) -> None:
-    """Refuse wrong shapes and dtypes; read no tensor.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
-    """
+    """Refuse wrong shapes and dtypes; read no tensor."""
     check_lists(holds, score, present, taken)
     fits = number.dim() == 1 and len(number) and len(holds) % len(number) == 0
     if number.dtype != torch.float64 or not fits:
-        raise ValueError(
-            f"number: expected float64 [N], N a part of {len(holds)}, "
-            f"got {number.dtype} {list(number.shape)}"
-        )
+        raise refused("number", number, f"float64 [N], N a part of {len(holds)}")

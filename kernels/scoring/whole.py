@@ -30,10 +30,6 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(x: torch.Tensor) -> None:
-    """Refuse another dtype; read no values.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual dtype.
-    """
+    """Refuse another dtype; read no values."""
     if x.dtype != torch.float64:
         raise ValueError(f"x: expected float64, got {x.dtype}")
