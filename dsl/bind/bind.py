@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 
@@ -72,9 +72,6 @@ class Bound:
     lowered: Sections
     static: Static
     fold_interval: int = 1
-    _numbers: dict[tuple[int | None, ...], Callable[[Node], Value]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
 
     @property
     def positions(self) -> str:
@@ -118,17 +115,17 @@ class Bound:
         needs = self.static.needs(node)
         if needs is None:
             needs = frozenset({"prompt", "layer", "length", "generated"})
-        key = (
+        return self._evaluator(
             prompt if needs & {"prompt", "length"} else None,
             layer if "layer" in needs else None,
             length if "length" in needs else None,
             generated if "generated" in needs else None,
-        )
-        if key not in self._numbers:
-            while len(self._numbers) >= _ENVIRONMENTS:
-                self._numbers.pop(next(iter(self._numbers)))
-            self._numbers[key] = evaluator(environment(self.shape, self.params, *key))
-        return self._numbers[key](node)
+        )(node)
+
+    @once.at_most(_ENVIRONMENTS)
+    def _evaluator(self, *known: int | None) -> Callable[[Node], Value]:
+        """Gives values of scalars where the prompt, layer, length and step are `known`."""
+        return evaluator(environment(self.shape, self.params, *known))
 
     def nodes(self) -> Iterator[Node]:
         """Every node of the prefill's rules, states and propagation, once."""

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.fusion import Bundle
-from kvpolicy.dsl.codegen.source import GeneratedFile
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import InPools, drive
@@ -197,9 +196,8 @@ class _Zeros(Generated):
         super().__init__(*given)
         self._watch = watch
 
-    def _source(self, bundle: Bundle, float32: bool) -> tuple[GeneratedFile, Run]:
-        source, _ = super()._source(bundle, float32)
-        steps, shape = self.fusion.steps, self.bound.shape
+    def _run(self, bundle: Bundle, float32: bool) -> Run:
+        source, steps, shape = self._file(bundle, float32), self.fusion.steps, self.bound.shape
 
         def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
             (q, *_), (keys, rows, _) = given[:2]
@@ -220,7 +218,7 @@ class _Zeros(Generated):
                 finite = torch.ones(lists, dtype=torch.bool) if steps else torch.tensor(True)
                 return results, [finite]
 
-        return source, run
+        return run
 
 
 class _InGroups(TorchProgram):

@@ -296,7 +296,7 @@ def test_programs_share_the_queries_of_a_block_of_tokens(score, tokens, monkeypa
 def test_only_what_adds_up_is_shared(score, shared):
     bound = inline(score, ModelShape(2, 4, 2, 16))
     generated = TorchProgram(bound, kernels=TABLE).generated
-    texts = [generated._file(each, float32=False).text for each in generated.fusion.bundles]
+    texts = [generated._file(each, False).text for each in generated.fusion.bundles]
     assert any('"in_parts": True' in text for text in texts) == shared
 
 

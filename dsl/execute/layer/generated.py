@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -47,8 +47,6 @@ class Generated:
     bound: Bound
     fusion: Fusion
     compiled: Callable[[str, str], Run]
-    _files: dict[tuple[int, bool], GeneratedFile] = field(default_factory=dict)
-    _sources: dict[tuple[int, bool], tuple[GeneratedFile, Run]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, fusion: Fusion, kernels: Kernels) -> Generated | None:
@@ -66,7 +64,7 @@ class Generated:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes that the kernels write per token and KV head."""
-        return sum(self._file(each, float32=False).token_bytes for each in self.fusion.bundles)
+        return sum(self._file(each, False).token_bytes for each in self.fusion.bundles)
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that computes a node; None if there is none, or it cannot serve the frame."""
@@ -120,7 +118,7 @@ class Generated:
         """
         vectors = frame.vectors
         float32 = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
-        source, run = self._source(bundle, float32)
+        source, run = self._file(bundle, float32), self._run(bundle, float32)
         inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
         given = _given(bundle, frame, source.order)
@@ -154,20 +152,13 @@ class Generated:
                 for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
                     self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
 
-    def _file(self, bundle: Bundle, *, float32: bool) -> GeneratedFile:
-        key = (id(bundle), float32)
-        if key not in self._files:
-            steps = self.fusion.steps
-            self._files[key] = generate(bundle, self.bound, float32=float32, steps=steps)
-        return self._files[key]
+    @once
+    def _file(self, bundle: Bundle, float32: bool) -> GeneratedFile:
+        return generate(bundle, self.bound, float32=float32, steps=self.fusion.steps)
 
-    def _source(self, bundle: Bundle, float32: bool) -> tuple[GeneratedFile, Run]:
-        key = (id(bundle), float32)
-        if key not in self._sources:
-            source = self._file(bundle, float32=float32)
-            run = self.compiled(self.bound.program.name, source.text)
-            self._sources[key] = (source, run)
-        return self._sources[key]
+    @once
+    def _run(self, bundle: Bundle, float32: bool) -> Run:
+        return self.compiled(self.bound.program.name, self._file(bundle, float32).text)
 
 
 def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) -> list[Frame]:
