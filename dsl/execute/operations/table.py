@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from kvpolicy.dsl.execute.operations.elementwise import binary, compare, elementwise, logic
-from kvpolicy.dsl.execute.tensors.values import Frame, Value
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, with_layer_axis
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.forms import LIBRARIES, form
 from kvpolicy.dsl.ops.operations import Kind, Operation
@@ -27,7 +27,7 @@ def layer_by_layer(
     if not frame.layered or "kv" not in over:
         return made(frame, x)
     plain, heads = replace(frame, layered=False), frame.bound.shape.kv_heads
-    return _for_each_head(made(plain, _of_each_layer(x, heads)), heads)
+    return _for_each_head(made(plain, with_layer_axis(x, heads)), heads)
 
 
 def _reduce(node: Node, frame: Frame, x: Value) -> Value:
@@ -36,17 +36,6 @@ def _reduce(node: Node, frame: Frame, x: Value) -> Value:
     made: Callable[..., torch.Tensor] = form(str(row.torch), "execute.operations")
     finite = row.always_finite or (x.finite and not (row.infinite_of_none and x.mask is not None))
     return Value(made(node, frame, x, dims), axes, finite=finite)
-
-
-def _of_each_layer(x: Value, heads: int) -> Value:
-    """A value over KV heads of several layers, `heads` each, with an axis `layer` in front."""
-    mask, axes = x.mask, x.mask_axes
-    if mask is not None and "kv" in axes:
-        mask, axes = mask.unflatten(0, (-1, heads)), ("layer", *axes)
-    data = torch.as_tensor(x.data).unflatten(0, (-1, heads))
-    return Value(
-        data, ("layer", *x.axes), mask, axes, zero_where_absent=x.zero_where_absent, finite=x.finite
-    )
 
 
 def _for_each_head(x: Value, heads: int) -> Value:

@@ -29,7 +29,7 @@ from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.execute.tensors.kernels import Keys, Slots
 from kvpolicy.dsl.execute.tensors.values import Frame, Value, of_layer, snapped, with_layer_axis
 from kvpolicy.dsl.ir import counts
-from kvpolicy.dsl.ir.nodes import Node, Propagate, When
+from kvpolicy.dsl.ir.nodes import Node, Propagate, Type, When
 from kvpolicy.dsl.ir.traverse import state_roots
 from kvpolicy.dsl.ops.host import Number
 
@@ -224,10 +224,14 @@ class Run:
         layers, (q, lse) = noted.layers, noted.of_all_heads()
         one = self._frame(layers.start, k.device, k.shape[1], positions, _vectors(q, k, v, lse))
         evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
-        prefill, size = self._prefill, (len(layers), k.shape[0] // len(layers))
-        values = {x: with_layer_axis(evaluation.value(x), x.type, *size) for x in prefill.scored}
+        kv = k.shape[0] // len(layers)
+
+        def by_layer(x: Value, type_: Type) -> Value:
+            return with_layer_axis(x, kv, alike="kv" not in type_.axes)
+
+        values = {x: by_layer(evaluation.value(x), x.type) for x in self._prefill.scored}
         states = {
-            name: with_layer_axis(evaluation.state(name), state.type, *size)
+            name: by_layer(evaluation.state(name), state.type)
             for name, state in self.program.bound.lowered.prefill.states.items()
         }
         if layers == self.program.layers:

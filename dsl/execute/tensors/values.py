@@ -393,19 +393,18 @@ def over_layers(x: Value, layers: int, device: torch.device) -> Value:
     return replace(x, data=data.expand(layers, *data.shape), axes=("layer", *x.axes))
 
 
-def with_layer_axis(x: Value, type_: Type, layers: int, kv: int) -> Value:
+def with_layer_axis(x: Value, kv: int, *, alike: bool = False) -> Value:
     """A value over the KV heads of several layers, `kv` each, with the axis `layer` in front.
 
     Args:
-        type_: type of one layer's value; without `kv`, all heads of a layer have one value.
+        alike: whether all heads of a layer have one value, which then loses the axis `kv`.
     """
-    heads = "kv" in type_.axes
 
     def split(data: torch.Tensor, axes: tuple[str, ...]) -> tuple[torch.Tensor, tuple[str, ...]]:
         if "kv" not in axes:
             return data, axes
-        data = data.unflatten(0, (layers, kv))
-        return (data, ("layer", *axes)) if heads else (data[:, 0], ("layer", *axes[1:]))
+        data = data.unflatten(0, (-1, kv))
+        return (data[:, 0], ("layer", *axes[1:])) if alike else (data, ("layer", *axes))
 
     if not isinstance(x.data, torch.Tensor):
         return x
