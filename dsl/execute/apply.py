@@ -254,20 +254,19 @@ def _on_prompt(
 
 def _spread(x: Value, axes: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """Float64 data repeated along missing axes, NaN where absent."""
+    return aligned(_present(x), x.axes, axes).expand(shape)
+
+
+def _present(x: Value) -> torch.Tensor:
+    """Float64 data, NaN where absent."""
     data = torch.as_tensor(x.data, dtype=torch.float64)
-    data = aligned(data, x.axes, axes).expand(shape)
     if x.mask is None:
         return data
-    return torch.where(aligned(x.mask, x.mask_axes, axes), data, torch.nan)
+    return torch.where(aligned(x.mask, x.mask_axes, x.axes), data, torch.nan)
 
 
 def _reported(x: Value | None) -> LayerValue:
-    if x is None:
-        return None
-    data = torch.as_tensor(x.data, dtype=torch.float64)
-    if x.mask is not None:
-        data = torch.where(aligned(x.mask, x.mask_axes, x.axes), data, torch.nan)
-    return data.tolist()
+    return None if x is None else _present(x).tolist()
 
 
 # Decode steps.

@@ -91,7 +91,7 @@ class _Evaluation:
         if node.op == "at":
             return self._at(node)
         if node.op == "choose":
-            return self._choose(node)
+            return self.value(node.args[0 if self.value(node.args[1]) else 2])
         args = [self.value(arg) for arg in node.args]
         if node.op == "mask":
             return args[0] if args[1] else None
@@ -109,10 +109,6 @@ class _Evaluation:
             raise NotStatic(name)
         value = self.env[name]
         return Fraction(value) if type(value) is int else value
-
-    def _choose(self, node: Node) -> Value | None:
-        chosen = node.args[0] if self.value(node.args[1]) else node.args[2]
-        return self.value(chosen)
 
     def _each_layer(self) -> list[_Evaluation]:
         """This environment at every layer."""

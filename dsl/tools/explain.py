@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
@@ -160,10 +161,7 @@ def _sections(
     checked: Checked, bound: Bound, config: ModelConfig, length: int
 ) -> Iterator[tuple[str, Iterator[str]]]:
     """Title and lines of each section that not every policy has."""
-
-    def written(node: Node) -> str:
-        return _written(checked, node)
-
+    written = partial(_written, checked)
     propagate = bound.folded.propagate
     if propagate is not None:
         text = explain_sections.propagation(bound, propagate, length, written)

@@ -38,7 +38,7 @@ def kernels(bound: Bound) -> Iterator[str]:
     for each in of_steps:
         yield from (f"    {line}" for line in _passes(each))
     yield from (f"    {line}" for line in reasons(of_steps))
-    if program.steps.leaving_merge:
+    if program.steps.rules.merge is not None:
         yield f"    {_MERGE}"
 
 

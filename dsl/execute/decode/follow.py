@@ -71,7 +71,8 @@ class StepInputs:
     def per_list_values(self) -> dict[Node, Value]:
         """Node -> number of the host per list, where requests or layers differ; sent at once."""
         found = {}
-        for node in self.steps.per_list_numbers(self.steps.rule(self.prompts[0])):
+        _, apart = self.steps.numbers(self.steps.rule(self.prompts[0]))
+        for node in apart:
             layers = "layer" in (self.bound.static.needs(node) or ())
             own = [
                 self.bound.number(node, prompt, layer, generated=generated)

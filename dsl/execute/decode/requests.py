@@ -39,7 +39,7 @@ from kvpolicy.dsl.execute.decode.lists import (
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.layer.choice import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, spread
-from kvpolicy.dsl.execute.layer.merge import Merging, merged_rows
+from kvpolicy.dsl.execute.layer.merge import Merging
 from kvpolicy.dsl.execute.tensors.kernels import Entries
 from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS, Value, aligned
 from kvpolicy.dsl.ir.nodes import Node
@@ -187,7 +187,9 @@ class Staying:
 
 
 def _rows(merging: Merging, read: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Rows:
-    return merged_rows(merging, *read())
+    (k, v), apply = read(), merging.merge.apply
+    keys = merging.rows(k) if "key" in apply else None
+    return keys, merging.rows(v) if "value" in apply else None
 
 
 @dataclass(frozen=True)
@@ -327,11 +329,9 @@ class _Following:
         else:
             frame = evaluation.frame
             kept = spread(frame.present(evaluation.value(steps.keep)), OF_LISTS, frame)
-        reported = {name: evaluation.value(node) for name, node in steps.report.items()}
-        reported = {name: _told(x, steps.report[name]) for name, x in reported.items()}
-        if steps.rules.merge is None:
-            return _Decision(own, kept, None, reported)
-        return _Decision(own, kept, self._merging(own, evaluation), reported)
+        reported = {name: _told(evaluation.value(x), x) for name, x in steps.report.items()}
+        goes_on = None if steps.rules.merge is None else self._merging(own, evaluation)
+        return _Decision(own, kept, goes_on, reported)
 
     def _ends(self) -> list[Ends]:
         """The rule of each request."""

@@ -148,14 +148,11 @@ class Evaluation:
 
     def holds(self, node: Node) -> bool:
         """Whether a condition holds for the layer; `and`, `or` stop at the operand that decides."""
-        if node.op == "and" and self.frame.bound.static.needs(node) is None:
-            return all(self.holds(each) for each in self._cheap_first(node.args))
-        if node.op == "or" and self.frame.bound.static.needs(node) is None:
-            return any(self.holds(each) for each in self._cheap_first(node.args))
-        return bool(self.number(node))
-
-    def _cheap_first(self, nodes: tuple[Node, ...]) -> list[Node]:
-        return sorted(nodes, key=lambda node: self.frame.bound.static.needs(node) is None)
+        needs, join = self.frame.bound.static.needs, {"and": all, "or": any}.get(node.op)
+        if join is None or needs(node) is not None:
+            return bool(self.number(node))
+        known_first = sorted(node.args, key=lambda each: needs(each) is None)
+        return join(self.holds(each) for each in known_first)
 
     def tensor(self, node: Node, axes: tuple[str, ...]) -> torch.Tensor:
         """A node's data, repeated as by `spread`."""

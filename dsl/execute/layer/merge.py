@@ -381,12 +381,3 @@ def _measured(length: Node) -> Node | None:
     square = length.args[0].args[0]
     twice = square.op == "power" and square.args[1].op == "number" and square.args[1].value == 2
     return square.args[0] if twice else None
-
-
-def merged_rows(
-    merging: Merging, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Keys and values [G, n, D] after a merge; None for what `apply` leaves alone."""
-    apply = merging.merge.apply
-    keys = merging.rows(k) if "key" in apply else None
-    return keys, merging.rows(v) if "value" in apply else None

@@ -189,20 +189,12 @@ def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Va
     data = _where(at, aligned(x.data, x.axes, axes), aligned(y.data, y.axes, axes), frame)
     finite = x.finite and y.finite
     if x.mask is y.mask:
-        return Value(
-            data,
-            axes,
-            x.mask,
-            x.mask_axes,
-            zero_where_absent=x.zero_where_absent and y.zero_where_absent,
-            finite=finite,
-        )
-    there = _where(
-        at,
-        aligned(True if x.mask is None else x.mask, x.mask_axes, axes),
-        aligned(True if y.mask is None else y.mask, y.mask_axes, axes),
-        frame,
+        zero = x.zero_where_absent and y.zero_where_absent
+        return Value(data, axes, x.mask, x.mask_axes, zero_where_absent=zero, finite=finite)
+    in_x, in_y = (
+        aligned(True if each.mask is None else each.mask, each.mask_axes, axes) for each in (x, y)
     )
+    there = _where(at, in_x, in_y, frame)
     return Value(data, axes, there.expand(data.shape), axes, finite=finite)
 
 

@@ -59,13 +59,10 @@ class Prefill:
         self.roots = [keep_of(rules), *rules.decided.values()]
         if rules.budget is not None and (report or reads_budget(bound)):
             self.roots.append(rules.budget)
+        early_lets, lets = bound.propagation_lets, rules.lets if report else {}
         self.roots += [rules.score] if report and rules.score is not None else []
-        self.propagation_lets = (
-            {name: rules.lets[name] for name in bound.propagation_lets} if report else {}
-        )
-        self.roots += (
-            [rules.lets[n] for n in rules.lets if n not in bound.propagation_lets] if report else []
-        )
+        self.roots += [node for name, node in lets.items() if name not in early_lets]
+        self.propagation_lets = {name: lets[name] for name in early_lets if report}
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
         early = propagate_roots(bound.lowered.propagate)

@@ -112,7 +112,6 @@ class Steps:
         advancing_reads_queries, leaving_reads_queries: whether queries are read there.
         initial_values: state, by name -> its value for new entries; NaN if data or the request
             decide it.
-        leaving_merge: whether leaving entries are merged.
         layers: layers of the model that are here.
         kernels: table of kernels, see `execute/tensors/kernels.py`.
         fusions: what is fused for the states, and for what is read where entries leave.
@@ -165,10 +164,8 @@ class Steps:
         self.at_once = all(map(sums.state, states))
         self.fixed_size = FixedSize(bound, states_present=self.at_once)
         self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
-        self.leaving_merge = rules.merge is not None
-        self.leaving_reads = self.leaving_merge or any(
-            node.operation.reads_tensors for node in leaving
-        )
+        reads = any(node.operation.reads_tensors for node in leaving)
+        self.leaving_reads = reads or rules.merge is not None
         self.advancing_reads_queries = any(node.type.window for node in remembered)
         self.leaving_reads_queries = any(node.type.window for node in leaving)
         self.fusions = (
@@ -223,7 +220,7 @@ class Steps:
             return rule
         keep = [self.keep]
         if self.keep_alike or self._of_heads(list(nodes_of(keep)), _is_position, numbers=True):
-            shared, _ = self._numbers(self.keep)
+            shared, _ = self.numbers(self.keep)
             if not any("layer" in (bound.static.needs(node) or ()) for node in shared):
                 return self.keep
         return None
@@ -292,15 +289,11 @@ class Steps:
 
         It holds the rule, and the numbers of the host that all lists of a computation share.
         """
-        shared, _ = self._numbers(rule)
+        shared, _ = self.numbers(rule)
         numbers = [self._bound.number(node, prompt, generated=generated) for node in shared]
         return rule is None, tuple(map(id, self._deciding(rule))), tuple(numbers)
 
-    def per_list_numbers(self, rule: Ends | Node | None) -> list[Node]:
-        """Numbers of the host that may differ between lists."""
-        return self._numbers(rule)[1]
-
-    def _numbers(self, rule: Ends | Node | None) -> tuple[list[Node], list[Node]]:
+    def numbers(self, rule: Ends | Node | None) -> tuple[list[Node], list[Node]]:
         """Numbers of the host in states, scores and merges: those lists share, and others."""
         roots = list(self.advancing_roots) if self.states_alike else []
         if rule is not None:
@@ -309,7 +302,7 @@ class Steps:
 
     @once
     def _divided(self, *roots: Node) -> tuple[list[Node], list[Node]]:
-        """As `_numbers`: what is computed entry by entry takes a number per list, all else one."""
+        """As `numbers`: what is computed entry by entry takes a number per list, all else one."""
         static = self._bound.static
         compiled = {
             node
