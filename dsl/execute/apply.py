@@ -382,7 +382,7 @@ def _step_result(cache: _Cache, names: torch.Tensor, followed: bool) -> StepResu
         return StepResult(kept, vectors if cache.changes else None)
     named = {
         name: [_reported(values.get(layer)) if followed else None for layer in layers]
-        for name, values in memory.reported().items()
+        for name, values in memory.reported.items()
     }
     thresholds = {
         name: [_reported(x) for x in values] for name, values in memory.thresholds().items()

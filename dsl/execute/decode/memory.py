@@ -41,10 +41,13 @@ class Known:
     held: Sequence[Held]
     widest: int
 
-
-def _held(kept: torch.Tensor) -> Held:
-    positions, alike = Held.of(kept).tolist()
-    return Held(positions, bool(alike))
+    @classmethod
+    def after(cls, run: Run) -> Known:
+        """The same of a finished prefill; the host waits for the device."""
+        kept = zip(run.program.layers, run.finish(), strict=True)
+        numbers = torch.stack([Held.of(own[:, run.there(layer)]) for layer, own in kept])
+        held = [Held(positions, bool(alike)) for positions, alike in numbers.tolist()]
+        return cls(held, int(run.program.heads.per_rank(numbers[:, 0].max()).max()))
 
 
 class Memory:
@@ -55,6 +58,7 @@ class Memory:
         not_finite: whether the model's tensors held NaN or infinity; from then on nothing leaves.
             `land` finds it after the next fold.
         steps: what a decode step computes.
+        reported: let -> layer -> value, at the layers where the last step computed it.
     """
 
     def __init__(self, bound: Bound, prompt: int, block: Block, steps: Steps) -> None:
@@ -67,7 +71,7 @@ class Memory:
         self.not_finite = False
         self._block: Remembered = block
         self._place = 0
-        self._reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
+        self.reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
         self._landed: Landed | None = None
 
     @classmethod
@@ -80,7 +84,7 @@ class Memory:
         bound, steps = run.program.bound, run.program.steps
         if steps is None:
             return None
-        memory = cls(bound, run.prompt, _remembered(run, steps, known), steps)
+        memory = cls(bound, run.prompt, _remembered(run, steps, known or Known.after(run)), steps)
         memory.not_finite = run.not_finite
         return memory
 
@@ -116,7 +120,7 @@ class Memory:
         """Takes over the result of `steps` steps: block, place in it, and reported lets."""
         self.generated += steps
         self._block, self._place, self._landed = block, place, None
-        self._reported = reported
+        self.reported = reported
 
     def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
         """As `FixedSize.holds`, for counts after a step."""
@@ -168,10 +172,6 @@ class Memory:
             raise TypeError("nothing could leave at the last steps")
         return landed
 
-    def reported(self) -> dict[str, dict[int, Value]]:
-        """Reported let -> layer -> value, at the layers where the last step computed it."""
-        return self._reported
-
     def thresholds(self) -> dict[str, list[Value | None]]:
         """State of the merge -> its value at each layer, None where it has not begun."""
         merge = self.steps.rules.merge
@@ -193,18 +193,16 @@ class Memory:
         return own if "kv" in merge.states[name].type.axes else without_heads(own)
 
 
-def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
+def _remembered(run: Run, steps: Steps, known: Known) -> Block:
     """The block of one request after its prefill, without the dropped entries."""
-    bound, kept = run.program.bound, run.finish()
+    bound, layers = run.program.bound, run.program.layers
     kv = run.program.heads.number(bound.shape.kv_heads)
-    layers = run.program.layers
-    there, positions, states, known = [], [], [], []
-    for place, number in enumerate(layers):
+    there, positions, states = [], [], []
+    for number, kept, held in zip(layers, run.finish(), known.held, strict=True):
         places = run.there(number)
-        own = kept[place][:, places]
-        known.append(_held(own) if told is None else told.held[place])
+        own = kept[:, places]
         # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
-        some = (~own.any(0)).to(torch.uint8).argsort(stable=True)[: known[-1].positions]
+        some = (~own.any(0)).to(torch.uint8).argsort(stable=True)[: held.positions]
         positions.append(places[some])
         there.append(own[:, some])
         states.append({
@@ -214,17 +212,13 @@ def _remembered(run: Run, steps: Steps, told: Known | None) -> Block:
         })  # fmt: skip
     device, lengths = there[0].device, [len(x) for x in positions]
     width = max(*lengths, 1)
-    if told is None:
-        widest = int(run.program.heads.per_rank(torch.tensor(width, device=device)).max())
-    else:
-        widest = max(told.widest, 1)
 
     def all_layers(values: list[Value]) -> Value:
         return listed(values, [kv] * len(values), device)
 
     whole = torch.cat([padded(x, 1, width, False) for x in there])
     block = Block(
-        1, kv, lengths, [x.alike for x in known], [widest],
+        1, kv, lengths, [x.alike for x in known.held], [max(known.widest, 1)],
         torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
         {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
     )  # fmt: skip
