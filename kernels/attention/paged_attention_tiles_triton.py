@@ -12,7 +12,6 @@ size, padded to COLUMNS, a power of two.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ import triton.language as tl
 from kvpolicy.kernels.entries.rounding_triton import widened
 from kvpolicy.kernels.launch import occupancy, tuned
 from kvpolicy.kernels.launch.arguments import refused
+from kvpolicy.kernels.launch.occupancy import processors
 
 LOG2_E = 1.4426950408889634
 
@@ -197,12 +197,6 @@ def launched(
     if found is not None:
         given = (kernel, device, dtype, size, rows, tile)
         _PROGRAMS_AT_ONCE[given] = max(min(found, programs_at_once(*given)), 1)
-
-
-@functools.lru_cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cut(lists: int, device: torch.device, programs: int) -> Cut:

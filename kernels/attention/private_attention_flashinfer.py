@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from kvpolicy.kernels.attention.private_pages_triton import private_pages
 from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.launch import occupancy
 
 _MOST_ENTRIES = 2**32  # FlashInfer's kernels count tokens of lists in uint32
 _ROWS = 16  # query rows of the smallest tile of its tensor-core kernel
@@ -183,7 +184,8 @@ class PrivateAttention:
         return torch.zeros(shape, dtype=torch.uint8, device=self._storage.device)
 
     def _schedule_bytes(self, lists: int) -> int:
-        group, processors = self._heads // self._storage.shape[3], _processors(self._storage.device)
+        group = self._heads // self._storage.shape[3]
+        processors = occupancy.processors(self._storage.device)
         return schedule_bytes(lists, group, processors, tensor_cores=self._tensor_cores)
 
     def _wrappers(self, lists: int, captured: int | None) -> _Wrappers:
@@ -279,18 +281,11 @@ def reserved_bytes(
         slots: slots of the pool.
         group: query heads per KV head.
     """
-    lists, processors = requests * kv_heads, _processors(device)
+    lists, processors = requests * kv_heads, occupancy.processors(device)
     schedule = max(
         schedule_bytes(lists, group, processors, tensor_cores=cores) for cores in _PROGRAMS
     )
     return layers * (4 * slots + 8 * (lists + 1) + schedule)
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def _laid_out(counts: np.ndarray, lists: int) -> tuple[np.ndarray, np.ndarray, int]:

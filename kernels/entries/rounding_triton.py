@@ -47,6 +47,14 @@ def widened(x):
 
 
 @triton.jit
+def doubled(x):
+    """A block of any float dtype as float64, exactly."""
+    if x.dtype != tl.float64:
+        x = widened(x)
+    return x.to(tl.float64)
+
+
+@triton.jit
 def _to_odd(x):
     """Round float64 to float32 to odd, as `rounding._to_odd`."""
     nearest = x.to(tl.float32)

@@ -59,6 +59,15 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @lru_cache
+def processors(device: torch.device) -> int:
+    """Number of streaming multiprocessors of a GPU; 1 without one."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@lru_cache
 def processor(device: torch.device) -> Processor:
     """Resources of a GPU's multiprocessors."""
     found = torch.cuda.get_device_properties(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.entries.rounding_triton import widened
+from kvpolicy.kernels.entries.rounding_triton import doubled
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.inner_products import check
 
@@ -30,9 +30,6 @@ def inner_products(
 
     Returns:
         [4, G, P] float64.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     check(x, dropped, present, receivers, receivers_present, ids)
     lists, most = dropped.shape
@@ -60,10 +57,7 @@ def _read(x, ids, stride, columns, marks, at, inside, D: tl.constexpr, BLOCK_D: 
         row = tl.load(ids + row, mask=there, other=0)
     column = tl.arange(0, BLOCK_D)
     mask = there[:, None] & (column < D)[None, :]
-    rows = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    if rows.dtype != tl.float64:
-        rows = widened(rows)
-    return rows.to(tl.float64)
+    return doubled(tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0))
 
 
 @kernel(aligned=["x", "stride_list", "stride"])

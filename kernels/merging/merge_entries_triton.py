@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_in_place_triton import lanes_of, proceeds
-from kvpolicy.kernels.entries.rounding_triton import rounded, widened
+from kvpolicy.kernels.entries.rounding_triton import doubled, rounded
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_entries import check
@@ -33,9 +33,6 @@ def merge_entries(
 
     Args:
         receivers: entries of a program; tile: links that are added at a time, a power of two.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     check(pool, ids, links, own, divide, proceed)
     (lists, tokens), size = ids.shape, pool.shape[1]
@@ -54,14 +51,6 @@ def merge_entries(
 
 def _strides(x: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.stride(0), x.stride(1))
-
-
-@triton.jit
-def _double(rows):
-    if rows.dtype == tl.float64:
-        return rows
-    else:
-        return widened(rows).to(tl.float64)
 
 
 @kernel(aligned=["pool", "stride"])
@@ -97,11 +86,11 @@ def _merge(
                     weight = tl.load(weights + link, mask=there, other=0.0)
                     mask = there[:, None] & valid[None, :]
                     at = pool + entry[:, None] * stride + column[None, :]
-                    rows = _double(tl.load(at, mask=mask, other=0.0))
+                    rows = doubled(tl.load(at, mask=mask, other=0.0))
                     total += tl.sum(weight[:, None] * rows, axis=0)
                     mass += tl.sum(weight)
                 at = pool + tl.load(ids + row) * stride + column
-                mine = _double(tl.load(at, mask=valid, other=0.0))
+                mine = doubled(tl.load(at, mask=valid, other=0.0))
                 weighs = tl.full([], 1.0, tl.float64)
                 if own is not None:
                     weighs = tl.load(own + this * own_list + row * own_entry)

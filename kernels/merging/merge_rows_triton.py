@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.entries.rounding_triton import widened
+from kvpolicy.kernels.entries.rounding_triton import doubled
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
@@ -40,7 +40,6 @@ def merge_rows(
         [G, n, D] float64.
 
     Raises:
-        ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
     check_rows(x, links, own, divide)
@@ -76,9 +75,6 @@ def merge_mass(
 
     Returns:
         [G, n] float64.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     check_links(links, own)
     _, weights, offsets = links
@@ -103,9 +99,6 @@ def members(links: Links, *, receivers: int = 256) -> torch.Tensor:
 
     Returns:
         [G, n] float64.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     check_links(links, None)
     offsets = links[2].contiguous()
@@ -131,13 +124,6 @@ def _links(offsets, head, row, tokens):
     return begin, tl.load(at + 1, mask=inside, other=0)
 
 
-@triton.jit
-def _double(rows):
-    if rows.dtype != tl.float64:
-        rows = widened(rows)
-    return rows.to(tl.float64)
-
-
 @kernel(aligned=["x", "result", "stride_head", "stride"])
 def _rows(
     x, sources, weights, offsets, own, divide, result, stride_head, stride, tokens, width,
@@ -160,9 +146,9 @@ def _rows(
                 weight = tl.load(weights + head * width + link, mask=there, other=0.0)
                 mask = there[:, None] & valid[None, :]
                 rows = tl.load(x + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
-                total += tl.sum(weight[:, None] * _double(rows), axis=0)
+                total += tl.sum(weight[:, None] * doubled(rows), axis=0)
                 mass += tl.sum(weight)
-            mine = _double(tl.load(x + row * stride + column, mask=valid, other=0.0))
+            mine = doubled(tl.load(x + row * stride + column, mask=valid, other=0.0))
             weighs = tl.full([], 1.0, tl.float64)
             if own is not None:
                 weighs = tl.load(own + head * tokens + row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpolicy.kernels.entries.rounding_triton import widened
+from kvpolicy.kernels.entries.rounding_triton import doubled
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.share import check
 
@@ -25,9 +25,6 @@ def gram(below: torch.Tensor, own: torch.Tensor, *, block: int = 16) -> torch.Te
 
     Returns:
         [3, G, N] float64.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     check(below, own)
     heads, pairs, size = below.shape
@@ -53,9 +50,6 @@ def blend(
 
     Returns:
         [G, N, D] float64.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     check(below, own, a, b)
     heads, tokens, size = below.shape
@@ -76,10 +70,7 @@ def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 @triton.jit
 def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
     at = head * stride_head + row[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
-    rows = tl.load(x + at, mask=mask, other=0.0)
-    if rows.dtype != tl.float64:
-        rows = widened(rows)
-    return rows.to(tl.float64)
+    return doubled(tl.load(x + at, mask=mask, other=0.0))
 
 
 @kernel(aligned=["below", "below_head", "below_row", "own", "own_head", "own_row"])

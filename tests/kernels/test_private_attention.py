@@ -17,10 +17,10 @@ from kvpolicy.kernels.attention import (
 from kvpolicy.kernels.attention.decode_attention import lists_of
 from kvpolicy.kernels.attention.private_attention_flashinfer import (
     PrivateAttention,
-    _processors,
     reserved_bytes,
     schedule_bytes,
 )
+from kvpolicy.kernels.launch import occupancy
 from test_decode_attention import DEVICE, MIXED, SHAPES, case
 
 WORKSPACE = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
@@ -253,9 +253,9 @@ def test_schedules_have_room(lists, group):
 def test_what_is_reserved_is_room_for_what_is_allocated():
     given = case(MIXED, heads=4, kv_heads=2)
     layers, _, padded, kv_heads, _ = given.storage.shape
+    processors = occupancy.processors(given.storage.device)
     schedules = {
-        cores: schedule_bytes(16 * 2, 2, _processors(given.storage.device), tensor_cores=cores)
-        for cores in (True, False)
+        cores: schedule_bytes(16 * 2, 2, processors, tensor_cores=cores) for cores in (True, False)
     }
     for cores, schedule in schedules.items():
         attention = PrivateAttention(given.storage, 4, given.q.dtype, WORKSPACE, tensor_cores=cores)
