@@ -34,9 +34,6 @@ def entry_ids(
 
     Returns:
         int64 [B * L * G, M].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, lengths, req_to_token, holds)
     layers, _, padded, kv_heads, _ = storage.shape

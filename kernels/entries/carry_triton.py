@@ -38,9 +38,6 @@ def carry(
 
     Returns:
         int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, ..., M'].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(kept, positions, used, newest, states, fresh)
     layers, device = len(positions), kept.device

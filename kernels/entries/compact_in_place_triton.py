@@ -73,7 +73,6 @@ def compact_in_place(
         int32 [B, L, G], entries in the private pages of each list afterwards.
 
     Raises:
-        ValueError: names the argument, what was expected and what was given.
         TunedError: as `tuned.load`.
     """
     check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed)

@@ -47,7 +47,6 @@ def compact_layers(
         tile: places that a program fills; a power of two. None: as measured, else `rows_of`.
 
     Raises:
-        ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
     check(storage, prompt_slots, kept, private_slots, first_page)

@@ -46,9 +46,6 @@ def rotate(
 
     Returns:
         [..., M, D], contiguous, dtype of k; a row of shift 0 is unchanged.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual shape.
     """
     pairs = check(k, shift, inv_freq)
     rows, size = k.shape[-2:]

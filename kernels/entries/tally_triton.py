@@ -28,9 +28,6 @@ def tally(
 
     Returns:
         int64 [S, 3 + 2 * G] and bool [S].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(kept, holds, finite, expected, kv_heads)
     layers, padded = len(kept) // kv_heads, triton.next_power_of_2(kv_heads)

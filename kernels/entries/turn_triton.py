@@ -34,9 +34,6 @@ def turn(
     Args:
         tile: entries that a program turns at a time; a power of two. None: 2,048 numbers, 1,024
             of 8 bits, or 512 in float64, in all.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed, inv_freq)
     layers, _, padded, kv_heads, size = storage.shape

@@ -32,9 +32,6 @@ def following(
 
     Returns:
         int64 [R, P], bool [R, P], int64 [R, P, S], bool [R, P, S].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(kept, holds, most, steps)
     device, (lists, width) = kept.device, kept.shape

@@ -36,9 +36,6 @@ def links(
 
     Returns:
         Room for K = P * S links of each list.
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(dropped, receivers, receivers_present, accepted, weights)
     device, (lists, most, steps) = dropped.device, receivers.shape

@@ -16,9 +16,6 @@ def means(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> torch.Tensor
 
     Returns:
         float64 [R].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(x, present, kv_heads)
     lists, width = x.shape
@@ -43,9 +40,6 @@ def means_of_columns(
 
     Returns:
         float64 [R, P].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(x, present, kv_heads)
     lists, width = x.shape

@@ -65,7 +65,6 @@ def nearest(
         int64 [G, P] and bool [G, P].
 
     Raises:
-        ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
     check(x, dropped, present, kept, ids)

@@ -26,9 +26,6 @@ def target(
 
     Returns:
         float64 [R, P].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(x, receivers, receivers_present)
     lists, most, number = receivers.shape

@@ -19,9 +19,6 @@ def updated_where_left(
 
     Returns:
         float64 [R].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(new, old, present, kv_heads)
     lists, width = present.shape

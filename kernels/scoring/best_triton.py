@@ -33,9 +33,6 @@ def best(
 
     Returns:
         bool [R, M].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(score, present, holds, limits)
     return chosen(None, score, present, holds, limits, in_all=True, block=block)

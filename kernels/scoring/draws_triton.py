@@ -31,9 +31,6 @@ def draws(
 
     Returns:
         float64 [S * G, M].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     reference.check(positions, generated, kv_heads)
     number, width = positions.shape

@@ -32,9 +32,6 @@ def finite(
 
     Returns:
         bool [R].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(keys, values, ids, holds)
     (lists, width), size = ids.shape, keys.shape[1]

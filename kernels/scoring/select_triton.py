@@ -52,7 +52,6 @@ def top(
         [R, n] bool.
 
     Raises:
-        ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
     check(keys, number)

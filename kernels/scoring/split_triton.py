@@ -31,9 +31,6 @@ def split(
 
     Returns:
         [L] float64.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual value.
     """
     check(total, weights, maxima)
     layers = weights.shape[0]

@@ -26,9 +26,6 @@ def then(
 
     Returns:
         bool [R, M].
-
-    Raises:
-        ValueError: names the argument, what was expected and what was given.
     """
     check(taken, score, present, holds, number)
     return chosen(taken, score, present, holds, number, in_all=in_all, block=block)

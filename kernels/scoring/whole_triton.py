@@ -15,11 +15,7 @@ _BLOCK = 256
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """Floor numbers of entries and clamp them to 0 .. 2**31. As `whole.whole`.
-
-    Raises:
-        ValueError: names the argument, the expected and the actual dtype.
-    """
+    """Floor numbers of entries and clamp them to 0 .. 2**31. As `whole.whole`."""
     check(x)
     made = torch.empty(x.shape, dtype=torch.int64, device=x.device)
     if made.numel():
