@@ -4,7 +4,7 @@ A window takes two passes over the keys: the first makes the log-sum-exp of each
 second the probabilities, what the policy computes from them, and the reductions, one block of keys
 after the other, so that nothing of size [H, W, N] is written. Pooling needs neighbours and follows
 as a third, small kernel over values per token. The program is given the kernels from outside; a
-file's `FRAME` says what their launches need to know of it.
+file's `TEMPLATE` says what their launches need to know of it.
 
 Dimensions: G KV heads, H query heads, N tokens of a layer, W queries of a window, D head size.
 """
@@ -133,7 +133,7 @@ class Generator(Parts):
         return Definitions(sizes, own)
 
     def _frame(self, functions: dict[str, dict[str, _Function]]) -> str:
-        """`FRAME`: what the launches of the kernels need to know."""
+        """`TEMPLATE`: what the launches of the kernels need to know."""
         tiles, checks, kernels = self.tiles, self._checks(), {}
         for kernel, parts in (("columns", _LOOP), ("rows", _LOOP), ("tail", ("store",))):
             own = [
@@ -166,7 +166,7 @@ class Generator(Parts):
         lines = [f'    "{name}": {value!r},' for name, value in facts.items()]
         lines += ['    "results": (', *results, "    ),"]
         lines += [f'    "{name}": {text},' for name, text in kernels.items()]
-        return "\n".join(["FRAME = {", *lines, "}"]).replace("'", '"')
+        return "\n".join(["TEMPLATE = {", *lines, "}"]).replace("'", '"')
 
     def _checks(self) -> tuple[str, ...]:
         """What kernels check for NaN and infinity, with which a prompt stays whole."""

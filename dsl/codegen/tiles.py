@@ -15,9 +15,9 @@ from kvpolicy.dsl.ir.nodes import Node
 TILE = ("group", "query", "token")
 _RESERVED = frozenset(PLACES).union(
     TILES,
-    "tl triton FRAME asked logits seen order state results k_tile v_tile step index columns_start "
-    "columns_tile columns_store rows_start rows_tile rows_store tail_store max min abs sum any "
-    "range float int".split(),
+    "tl triton TEMPLATE asked logits seen order state results k_tile v_tile step index "
+    "columns_start columns_tile columns_store rows_start rows_tile rows_store tail_store "
+    "max min abs sum any range float int".split(),
 )
 
 

@@ -23,7 +23,7 @@ Report = Callable[[Diagnostic], None]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownKey:
     """A key that a mapping may have; `form` says what its value may be."""
 
     name: str
@@ -32,7 +32,7 @@ class Known:
     required: bool = False
 
 
-K = TypeVar("K", bound=Known)
+K = TypeVar("K", bound=KnownKey)
 
 
 @dataclass

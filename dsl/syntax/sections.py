@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.dsl.syntax.mappings import Known
+from kvpolicy.dsl.syntax.mappings import KnownKey
 
 
 @dataclass(frozen=True)
-class Key(Known):
+class Key(KnownKey):
     """A key of a mapping.
 
     `form` says what its value may be: "expression", "expressions" (a list), "text", "name" (the

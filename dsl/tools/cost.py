@@ -29,7 +29,7 @@ _BLOCK = 64 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpressionCost:
     """What one expression costs, in all layers.
 
     Attributes:
@@ -60,7 +60,7 @@ class Cost:
         held: bytes of values of all layers that are kept until the last layer.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ExpressionCost, ...]
     prefill: float
     bytes_read: int
     peak: int
@@ -76,7 +76,7 @@ class Cost:
         """Time of all expressions, as a share of the prefill's time."""
         return sum(map(self.share_of, self.parts))
 
-    def share_of(self, part: Part) -> float:
+    def share_of(self, part: ExpressionCost) -> float:
         """Time of an expression, as a share of the prefill's time."""
         return part.seconds / self.prefill
 
@@ -188,7 +188,7 @@ class _Nodes:
             self._known[key] = Sizes(*given, attended=self.attended)
         return self._known[key]
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[ExpressionCost]:
         """The cost of every expression in all layers."""
         sums: dict[str, _Sum] = {}
         for section, own in self._sections.items():
@@ -205,7 +205,7 @@ class _Nodes:
         for name, each in sums.items():
             dearest = max(each.seconds, key=each.seconds.__getitem__)
             seconds = sum(each.seconds.values())
-            yield Part(
+            yield ExpressionCost(
                 name, each.work, seconds, dearest.span or each.root.span, self._squared(dearest)
             )
 

@@ -55,7 +55,7 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Fold:
+class FoldWork:
     """The work of a fold of B requests.
 
     Attributes:
@@ -88,7 +88,7 @@ class Forecast:
     share: float
     operations: float
     prefill_asks: float
-    fold: Fold | None
+    fold: FoldWork | None
     assumptions: Sequence[str]
 
 
@@ -238,7 +238,7 @@ class _Policy(_Way):
             memory_of_decode(self.bound, self.prompt, self.config.element_bytes)
         )
 
-    def fold(self, requests: int) -> Fold | None:
+    def fold(self, requests: int) -> FoldWork | None:
         """The work of a fold of `requests` requests; None if nothing leaves."""
         asked, shape = self.asked, self.config.shape
         if asked.fold is None:
@@ -246,7 +246,7 @@ class _Policy(_Way):
         number = requests * shape.layers if asked.one_by_one else 1
         host = fold_host(number * asked.fold.host, requests, shape)
         leaves = (self.bound.leaves_at(step, self.prompt) for step in range(1, self.new + 1))
-        return Fold(number * asked.fold.device, host, sum(leaves))
+        return FoldWork(number * asked.fold.device, host, sum(leaves))
 
     def step(self, requests: int) -> float:
         fold = self.fold(requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.dsl.syntax.mappings import Known
+from kvpolicy.dsl.syntax.mappings import KnownKey
 from kvpolicy.dsl.syntax.yaml_nodes import FileKind
 from kvpolicy.experiments.definition.metrics import METRICS
 
@@ -19,7 +19,7 @@ MAX_ITEMS = 64  # of lists and mappings other than `arms`
 
 
 @dataclass(frozen=True)
-class Field(Known):
+class Field(KnownKey):
     """A key of a mapping.
 
     `form` says which values it takes: "name", "policy", "truth", "number", "whole", "share"

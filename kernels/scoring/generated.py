@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from kvpolicy.kernels.templates.run import Frame
+from kvpolicy.kernels.templates.run import Template
 
 
 @lru_cache(maxsize=1024)
@@ -29,15 +29,15 @@ def generated(name: str, source: str) -> Callable:
 
     Args:
         name: the policy's name, for the file's name.
-        source: Python: small `@triton.jit` functions, and `FRAME`, the attributes of `Frame`.
+        source: Python: small `@triton.jit` functions, and `TEMPLATE`, the attributes of `Template`.
 
     Returns:
-        `Frame.run`, which launches the kernels.
+        `Template.run`, which launches the kernels.
 
     Raises:
         OSError: neither the cache nor the folder for temporary files can be written.
     """
-    return Frame(**module_of(name, source).FRAME).run
+    return Template(**module_of(name, source).TEMPLATE).run
 
 
 def module_of(name: str, source: str) -> ModuleType:

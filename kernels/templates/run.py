@@ -25,7 +25,7 @@ _Launch = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Frame:
+class Template:
     """Description of the kernels that a generated file completes.
 
     Attributes:
@@ -119,9 +119,9 @@ class Frame:
 
 @dataclass
 class _Run:
-    """One call of `Frame.run`."""
+    """One call of `Template.run`."""
 
-    frame: Frame
+    template: Template
     window: _Vectors
     keys: _Vectors
     values: _Vectors
@@ -132,32 +132,32 @@ class _Run:
     checks: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        frame, (q, _, _), (k, rows, _) = self.frame, self.window, self.keys
+        template, (q, _, _), (k, rows, _) = self.template, self.window, self.keys
         assert k is not None
         self.gpu, self.device = k.is_cuda, k.device
         self.queries = 0 if q is None else q.shape[1]
-        if frame.steps:
+        if template.steps:
             self.kv = (k if rows is None else rows).shape[0]
         else:
             self.kv = k.shape[0] * k.shape[2]
-        self.tile = self.block or (frame.block if self.gpu else 256)
-        group, dim = frame.padded
-        self.heads = {"GROUP": frame.group, "GROUP_P": group, "BLOCK_W": frame.query_tile}
+        self.tile = self.block or (template.block if self.gpu else 256)
+        group, dim = template.padded
+        self.heads = {"GROUP": template.group, "GROUP_P": group, "BLOCK_W": template.query_tile}
         self.sizes: _Launch = {
             **self.heads,
-            "STEPS": frame.steps,
-            "HEAD_DIM": frame.head_dim, "HEAD_DIM_P": dim, "BLOCK_N": self.tile,
-            "SCALE": frame.head_dim**-0.5,
+            "STEPS": template.steps,
+            "HEAD_DIM": template.head_dim, "HEAD_DIM_P": dim, "BLOCK_N": self.tile,
+            "SCALE": template.head_dim**-0.5,
             "DTYPE": self._multiplied(q, k),
             "PRECISION": "tf32x3" if self.gpu else "ieee",
-            **frame.launch,
+            **template.launch,
         }  # fmt: skip
         self.total = triton.cdiv(self.tokens, self.tile)
         self.wanted = 2  # programs that fill the GPU
         if self.gpu:
             self.wanted = 2 * torch.cuda.get_device_properties(k.device).multi_processor_count
-        self.tiles = triton.cdiv(self.queries, frame.query_tile)
-        if frame.steps:
+        self.tiles = triton.cdiv(self.queries, template.query_tile)
+        if template.steps:
             # A list is cut by its length alone: its sums do not depend on other lists.
             blocks = max((self.split or (8192 if self.gpu else 512)) // self.tile, 1)
             self.blocks = max(blocks, triton.cdiv(self.total, _SPLITS))
@@ -177,7 +177,7 @@ class _Run:
         parts are to be no more than half of the share of each program that runs at once, with eight
         KV heads. Their real number plays no part: ranks that hold fewer find the same sums.
         """
-        if not self.frame.in_parts:
+        if not self.template.in_parts:
             return 1
         wanted = triton.cdiv(self.wanted, 2 * self.total) if self.gpu else 3
         return max(1, min(wanted, self.tiles // 2))
@@ -186,22 +186,27 @@ class _Run:
         self, inputs: tuple[torch.Tensor, ...], numbers: tuple[float, ...]
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Launch the kernels: the returned results, and the checks."""
-        frame = self.frame
-        lse = self._row_lse() if frame.softmax else None
+        template = self.template
+        lse = self._row_lse() if template.softmax else None
         results = tuple(
-            self._empty(*each, i in frame.returned) for i, each in enumerate(frame.results)
+            self._empty(*each, i in template.returned) for i, each in enumerate(template.results)
         )
         given = (inputs, numbers, results)
-        if frame.columns is not None:
-            self._columns(frame.columns, lse, given)
-        if frame.rows is not None and self.queries:
-            self._rows(frame.rows, lse, given)
-        if frame.tail is not None:
+        if template.columns is not None:
+            self._columns(template.columns, lse, given)
+        if template.rows is not None and self.queries:
+            self._rows(template.rows, lse, given)
+        if template.tail is not None:
             span = self.block or (256 if self.gpu else 1024)
             frames.tail[(triton.cdiv(self.tokens, span), self.kv)](
-                *self.marks, *given, self.tokens, STORE=frame.tail, STEPS=frame.steps, BLOCK_N=span
+                *self.marks,
+                *given,
+                self.tokens,
+                STORE=template.tail,
+                STEPS=template.steps,
+                BLOCK_N=span,
             )
-        return tuple(results[i] for i in frame.returned), self.checks
+        return tuple(results[i] for i in template.returned), self.checks
 
     def _multiplied(self, q: torch.Tensor | None, k: torch.Tensor) -> Any:
         """The type in which tiles are multiplied: that of keys, or of queries if keys have 8 bits.
@@ -218,13 +223,14 @@ class _Run:
         self, axes: tuple[str, ...], truth: bool, splits: bool, returned: bool
     ) -> torch.Tensor:
         sizes = {
-            "kv": self.kv, "group": self.frame.group, "token": self.tokens, "query": self.queries,
+            "kv": self.kv, "group": self.template.group,
+            "token": self.tokens, "query": self.queries,
         }  # fmt: skip
         shape = [sizes[axis] for axis in axes]
         # Torch goes on in float64 with returned results that are not split.
         whole = torch.float64 if returned and not splits else torch.float32
         dtype = torch.int8 if truth else whole
-        number = self.parts if self.frame.in_parts else self.splits
+        number = self.parts if self.template.in_parts else self.splits
         shape = [number, *shape] if splits else shape
         return torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -241,7 +247,7 @@ class _Run:
         x, rows, scale = given
         if x is None:
             return None, None
-        if self.frame.steps:
+        if self.template.steps:
             return (x, x.stride(-2), x.stride(0) if rows is None else 0, scale, 0, 1), rows
         # Even of a single layer: a large pool's stride has 64 bits, for which 0 is another kernel.
         to_layer = 0 if rows is None else x.stride(0)
@@ -251,18 +257,18 @@ class _Run:
         """Log-sum-exp float32 [H, W]: given by attention, else computed by a pass over the keys."""
         *_, given = self.window
         lse = self._row_pass() if given is None else given
-        if self.frame.steps:  # a query may see nothing
+        if self.template.steps:  # a query may see nothing
             self.checks.append((lse < float("inf")).view(self.kv, -1).all(1))
         elif self.queries:
             self.checks.append(torch.linalg.vector_norm(lse, math.inf))  # NaN if one is
         return lse
 
     def _row_pass(self) -> torch.Tensor:
-        rows = self.kv * self.frame.group * self.queries
+        rows = self.kv * self.template.group * self.queries
         partial = torch.empty(self.splits, rows, dtype=torch.float32, device=self.device)
         lse = partial
         if self.queries:
-            query_tile, warps, stages = self.frame.row_pass
+            query_tile, warps, stages = self.template.row_pass
             own = {"BLOCK_W": query_tile, "num_warps": warps, "num_stages": stages}
             row_partials[(self.splits * self.kv * triton.cdiv(self.queries, query_tile),)](
                 *self._asked(), *self._vectors(self.keys), *self.marks[:2], partial, self.tokens,
@@ -280,30 +286,30 @@ class _Run:
     def _columns(
         self, functions: tuple, lse: torch.Tensor | None, given: tuple[tuple, ...]
     ) -> None:
-        frame, (start, tile, store) = self.frame, functions
-        if tile is not None and not frame.one_tile:
+        template, (start, tile, store) = self.template, functions
+        if tile is not None and not template.one_tile:
             step = 1  # the loop is over queries
-        elif tile is not None and frame.softmax:
+        elif tile is not None and template.softmax:
             step = self.blocks  # the same blocks as a program of the row pass
         else:
             step = triton.cdiv(self.total, max(1, triton.cdiv(2 * self.wanted, self.kv)))
         flags = None
-        if frame.checks:
+        if template.checks:
             flags = torch.empty(
                 self.parts * self.kv, self.total, dtype=torch.int32, device=self.device
             )
-        keys = self._vectors(self.keys) if frame.reads_keys else (None, None)
+        keys = self._vectors(self.keys) if template.reads_keys else (None, None)
         frames.columns[(self.kv, triton.cdiv(self.total, step), self.parts)](
             *self._asked(), *keys, *self._vectors(self.values), lse, *self.marks[:3], flags,
             *given, self.tokens, self.queries, step,
-            START=start, TILE=tile, STORE=store, ONE_TILE=frame.one_tile, SKIPS=frame.skips,
-            IN_PARTS=frame.in_parts,
-            KEYS=frame.reads_keys, VALUES=self.values[0] is not None,
-            **{f"CHECK_{x.upper()}": x in frame.checks for x in ("logits", "keys", "values")},
+            START=start, TILE=tile, STORE=store, ONE_TILE=template.one_tile, SKIPS=template.skips,
+            IN_PARTS=template.in_parts,
+            KEYS=template.reads_keys, VALUES=self.values[0] is not None,
+            **{f"CHECK_{x.upper()}": x in template.checks for x in ("logits", "keys", "values")},
             **self.sizes,
         )  # fmt: skip
         if flags is not None:
-            self.checks.append(flags.sum(1) == 0 if frame.steps else flags.sum() == 0)
+            self.checks.append(flags.sum(1) == 0 if template.steps else flags.sum() == 0)
 
     def _rows(self, functions: tuple, lse: torch.Tensor | None, given: tuple[tuple, ...]) -> None:
         start, tile, store = functions

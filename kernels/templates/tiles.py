@@ -19,7 +19,7 @@ from kvpolicy.kernels.entries.rounding_triton import widened
 AFTER_ALL = tl.constexpr(2**31 - 1)  # position of an entry that is not held: no query sees it
 
 
-class Entries(NamedTuple):
+class EntryTile(NamedTuple):
     """A block of one KV head's entries, as a policy's functions take it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Entries(NamedTuple):
     own: Any
 
 
-class Asked(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries, as a policy's functions take it.
 
     Attributes:
@@ -72,13 +72,13 @@ def entries_of(
     else:
         owned = entry < tokens
         at = entry
-    return Entries(head, tokens, queries, entry, owned, at, rank, own)
+    return EntryTile(head, tokens, queries, entry, owned, at, rank, own)
 
 
 @triton.jit
 def of_head(entries, head):
     """The same entries, as those of another KV head."""
-    return Entries(
+    return EntryTile(
         head, entries.tokens, entries.queries, entries.entry, entries.owned, entries.at,
         entries.rank, entries.own,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def asked_of(
     else:
         place = (head * GROUP + group) * queries + row
         lse = tl.load(row_lse + place, mask=(group < GROUP) & (row < queries), other=0.0)
-    return Asked(row, at, lse)
+    return QueryTile(row, at, lse)
 
 
 @triton.jit

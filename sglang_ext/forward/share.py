@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.memory.arena import Arena
-from kvpolicy.sglang_ext.memory.shared import Shared
+from kvpolicy.sglang_ext.memory.paired_layers import PairedLayers
 
 if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
@@ -55,7 +55,7 @@ def compress(services: Services, state: RequestState, slots: torch.Tensor, run: 
         own = pages[int(first_page[layer, 0]) :]
         kernels.place(arena.entries, *rows.dense, own, value_offset=arena.value_offset)
         _put_codes(arena, pages, first_page[layer], rows.codes)
-    private.shared = Shared.of(uppers, state.prompt, arena)
+    private.shared = PairedLayers.of(uppers, state.prompt, arena)
     store.fill(private, lists)
     size = (arena.layers, arena.kv_heads, state.prompt)
     kept = torch.zeros(size, dtype=torch.bool, device=slots.device)

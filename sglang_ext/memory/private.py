@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from kvpolicy.sglang_ext.memory.shared import Shared
+from kvpolicy.sglang_ext.memory.paired_layers import PairedLayers
 
 
 class Listed(NamedTuple):
@@ -79,7 +79,7 @@ class Private:
     policy: str
     slots: torch.Tensor
     tail_start: int
-    shared: Shared | None = None
+    shared: PairedLayers | None = None
     every_list_lost: bool = False
     keeps_size: bool | None = None
     borrowed: int = 0

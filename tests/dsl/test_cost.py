@@ -12,7 +12,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.tools.cost import Cost, Part, cost
+from kvpolicy.dsl.tools.cost import Cost, ExpressionCost, cost
 from kvpolicy.dsl.tools.cost_limit import check_cost
 
 # Llama 3.1 8B.
@@ -33,7 +33,7 @@ def policy(text: str, config: ModelConfig = LLAMA, **settings: str) -> Bound:
     return bind(load(source).require(), config.shape, settings)
 
 
-def part(found: Cost, name: str) -> Part:
+def part(found: Cost, name: str) -> ExpressionCost:
     return next(part for part in found.parts if part.name == name)
 
 

@@ -11,7 +11,7 @@ from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention import paged_attention
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
-from kvpolicy.sglang_ext.memory.shared import Shared
+from kvpolicy.sglang_ext.memory.paired_layers import PairedLayers
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 
@@ -157,7 +157,7 @@ def test_a_flush_forgets_every_row():
 def test_which_layers_are_stored_in_pairs_is_written_and_forgotten():
     store, tables = make(pairs=True)
     private = fill(store, 1, counts_of(1))
-    private.shared = Shared.of([2], 10, store.arena)
+    private.shared = PairedLayers.of([2], 10, store.arena)
     fill(store, 2, counts_of(2))
     tables.write()
     assert tables.tables.paired[:3].tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 0]]

@@ -97,7 +97,7 @@ class StepInputs:
         }  # fmt: skip
 
 
-class Lists:
+class ListsAtOnce:
     """Lists that are evaluated at once.
 
     Args:

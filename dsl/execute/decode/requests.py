@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 from kvpolicy.dsl.bind.ends import Ends
-from kvpolicy.dsl.execute.decode.follow import Lists, StepInputs
+from kvpolicy.dsl.execute.decode.follow import ListsAtOnce, StepInputs
 from kvpolicy.dsl.execute.decode.lists import (
     Block,
     Counts,
@@ -93,7 +93,7 @@ class Merges:
 
     merging: Merging
     entries: list[Entries]
-    lists: Lists
+    lists: ListsAtOnce
 
     def states(self, before: Mapping[str, Value], kv: int) -> dict[str, Value]:
         """The merge's states after it.
@@ -202,7 +202,7 @@ class _Decision:
         reported: values of reported `let`s, by name.
     """
 
-    lists: Lists
+    lists: ListsAtOnce
     kept: torch.Tensor
     evaluation: Evaluation | None
     reported: dict[str, Value]
@@ -313,15 +313,15 @@ class _Following:
             last_queries, self.heads,
         )  # fmt: skip
 
-    def _lists(self, inputs: StepInputs, *, alike: bool) -> list[Lists]:
+    def _lists(self, inputs: StepInputs, *, alike: bool) -> list[ListsAtOnce]:
         """All lists at once, or, where layers are not alike, those of each layer."""
         if alike:
-            return [Lists(inputs)]
+            return [ListsAtOnce(inputs)]
         layers = range(inputs.block.layers)
         requests = range(len(self.memories))
-        return [Lists(inputs, request, layer) for request in requests for layer in layers]
+        return [ListsAtOnce(inputs, request, layer) for request in requests for layer in layers]
 
-    def _decided(self, own: Lists) -> _Decision:
+    def _decided(self, own: ListsAtOnce) -> _Decision:
         """What stays of lists at the last step."""
         steps, evaluation = self.steps, own.deciding()
         if isinstance(self.rule, Ends):
@@ -338,7 +338,7 @@ class _Following:
         rules = [self.steps.rule(each.prompt) for each in self.memories]
         return [each for each in rules if isinstance(each, Ends)]
 
-    def _merging(self, own: Lists, evaluation: Evaluation) -> Evaluation:
+    def _merging(self, own: ListsAtOnce, evaluation: Evaluation) -> Evaluation:
         """The evaluation from which a merge goes on; nothing large is held."""
         frame = evaluation.frame
         stored = {
@@ -357,7 +357,7 @@ class _Following:
         frame = replace(frame, vectors={**frame.vectors, **stored})
         return replace(evaluation, frame=frame, known=known)
 
-    def _note(self, block: Block, lists: list[Lists]) -> None:
+    def _note(self, block: Block, lists: list[ListsAtOnce]) -> None:
         """Adds the lists' checks for NaN and infinity to the block's, on the device."""
         found = [own.finite for own in lists]
         if all(x is None for x in found):
@@ -402,7 +402,11 @@ class _Following:
         return Staying(folded, proceed, checks_counts, not turns, merges)
 
     def _tallied(
-        self, block: Block, before: torch.Tensor | None, kept: torch.Tensor, lists: list[Lists]
+        self,
+        block: Block,
+        before: torch.Tensor | None,
+        kept: torch.Tensor,
+        lists: list[ListsAtOnce],
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Counts the staying entries of this rank's lists, and asks other ranks.
 
@@ -448,7 +452,7 @@ class _Following:
         kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
 
-    def _most(self, block: Block, lists: Lists, counts: Counts | None) -> int:
+    def _most(self, block: Block, lists: ListsAtOnce, counts: Counts | None) -> int:
         """Upper bound of the entries that leave a list; for one layer the host reads the number."""
         if lists.layer is not None and counts is not None:
             return counts.read()[lists.request].dropped[lists.layer]
@@ -480,7 +484,7 @@ class _Following:
         }
 
 
-def _together(lists: list[Lists], values: list[Value]) -> Value:
+def _together(lists: list[ListsAtOnce], values: list[Value]) -> Value:
     """The lists' values as one value of all lists, undefined where absent."""
     values = [replace(x, mask=None, mask_axes=()) for x in values]
     if len(lists) == 1 and lists[0].layer is None:

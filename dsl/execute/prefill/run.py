@@ -23,7 +23,7 @@ from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.execute.planned.plan import Plan
 from kvpolicy.dsl.execute.planned.prefill import Prefill
 from kvpolicy.dsl.execute.prefill.chunk_sums import ChunkSums
-from kvpolicy.dsl.execute.prefill.noted import Noted
+from kvpolicy.dsl.execute.prefill.waiting import WaitingLayers
 from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
 from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.execute.tensors.kernels import Keys, Slots
@@ -83,7 +83,7 @@ class Run:
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
-    _noted: Noted | None = None  # layers that wait to be scored together
+    _noted: WaitingLayers | None = None  # layers that wait to be scored together
     _of_all: dict[Node, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Run:
         """
         if self._noted is None:
             most = min(self.together, self.program.layers.stop - layer)
-            self._noted = Noted(range(layer, layer), tokens, most, {})
+            self._noted = WaitingLayers(range(layer, layer), tokens, most, {})
         if layer != self._noted.layers.stop:
             raise RuntimeError(f"layer {self._noted.layers.stop} comes before {layer}")
         self._noted.add(q, lse)

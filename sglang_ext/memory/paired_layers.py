@@ -13,7 +13,7 @@ from kvpolicy.sglang_ext.memory.arena import Arena
 
 
 @dataclass(frozen=True)
-class Shared:
+class PairedLayers:
     """Which layers of a request are stored in pairs.
 
     Attributes:
@@ -27,7 +27,7 @@ class Shared:
     paired: torch.Tensor
 
     @classmethod
-    def of(cls, uppers: Sequence[int], tokens: int, arena: Arena) -> Shared:
+    def of(cls, uppers: Sequence[int], tokens: int, arena: Arena) -> PairedLayers:
         """For a prompt of `tokens` tokens."""
         paired = torch.zeros(arena.layers, dtype=torch.int32)
         paired[list(uppers)] = 1 + OWN

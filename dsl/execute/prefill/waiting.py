@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass
-class Noted:
+class WaitingLayers:
     """Queries of layers that wait to be scored together.
 
     Attributes:
