@@ -69,7 +69,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
     q = model.random(shape.heads, tokens, shape.head_dim, seed=1)
     pool = model.random(tokens + 1, shape.kv_heads, shape.head_dim, seed=2)
     keys = Slots(pool[None], 1 + model.permutation(tokens, seed=3))
-    dense = keys.dense().contiguous()
+    dense = keys.dense.contiguous()
 
     def with_kernels(
         kernels: Kernels, report: bool = False, lse: torch.Tensor | None = None

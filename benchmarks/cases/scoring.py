@@ -66,7 +66,7 @@ class Prompt:
         return [self._lse(layer) for layer in range(self.layers)]
 
     def _lse(self, layer: int) -> torch.Tensor:
-        q, keys = self.q[layer], self.of(layer).dense()
+        q, keys = self.q[layer], self.of(layer).dense
         later = torch.ones(self.window, self.window, dtype=torch.bool, device=q.device).triu(1)
         made = []
         for head, own in enumerate(q):
@@ -109,7 +109,7 @@ def observed(program: TorchProgram, prompt: Prompt, layers: int, *, attended: bo
 
     def entries(due: range) -> tuple[torch.Tensor | Slots, None]:
         keys = Slots(prompt.keys[due.start : due.stop], prompt.slots)
-        return keys if program.kernels else keys.dense(), None
+        return keys if program.kernels else keys.dense, None
 
     run = program.start(prompt.tokens)
     for layer in range(layers):
@@ -213,7 +213,7 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
     model = bench.model
     prompt = Prompt(model, tokens, window, 1)
     policy = bound(model, tokens, window, later=True, layers=1)
-    dense = prompt.of(0).dense().contiguous()
+    dense = prompt.of(0).dense.contiguous()
 
     def with_kernels(kernels: Kernels, *, attended: bool = False) -> Callable[[], Run]:
         program = TorchProgram(policy, kernels=kernels, keys_stay=True)

@@ -105,6 +105,18 @@ def _number(x):
     return tl.where(x == x, x, 0.0)
 
 
+@triton.jit
+def _at(
+    own, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED: tl.constexpr
+):  # fmt: skip
+    """Where the values at `k` of each row lie, and which of them are present."""
+    inside = inside_row[:, None] & (k < size)[None, :]
+    if MASKED:
+        at = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
+        inside = inside & (tl.load(at, mask=inside, other=0) != 0)
+    return own[:, None] + place(k, k1, k2, xk0, xk1, xk2)[None, :], inside
+
+
 @kernel()
 def _spread(
     x, present, out, rows, size, blocks,
@@ -130,11 +142,9 @@ def _spread(
     if WHAT != 2 or ALONE:
         for block in range(blocks):
             k = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-            inside = inside_row[:, None] & (k < size)[None, :]
-            if MASKED:
-                at = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
-                inside = inside & (tl.load(at, mask=inside, other=0) != 0)
-            at = own[:, None] + place(k, k1, k2, xk0, xk1, xk2)[None, :]
+            at, inside = _at(
+                own, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED
+            )
             total += tl.load(at, mask=inside, other=0.0)
             number += inside.to(tl.int32)
     sums = tl.sum(total, axis=1)
@@ -150,11 +160,9 @@ def _spread(
     if WHAT != 0:
         for block in range(blocks):
             k = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-            inside = inside_row[:, None] & (k < size)[None, :]
-            if MASKED:
-                at = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
-                inside = inside & (tl.load(at, mask=inside, other=0) != 0)
-            at = own[:, None] + place(k, k1, k2, xk0, xk1, xk2)[None, :]
+            at, inside = _at(
+                own, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED
+            )
             value = tl.load(at, mask=inside, other=0.0)
             if WHAT == 1:
                 value -= middle[:, None]

@@ -126,7 +126,7 @@ def copy_kept(
 def _numbers(arena: Arena, place: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [G, N, D] of a layer at slots, times their scales."""
     k, v = arena.at_slots(place, slots)
-    return k.dense(), v.dense()
+    return k.dense, v.dense
 
 
 class timed:

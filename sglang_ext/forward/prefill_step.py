@@ -231,7 +231,7 @@ class PrefillStep:
         values = v if state.served.bound.needs_values else None
         if state.served.kernels.read_the_pool:
             return k, values
-        return k.dense(), None if values is None else values.dense()
+        return k.dense, None if values is None else values.dense
 
     def _of_heads(self, queries: Queries, layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries [H, T, D] as a policy's program takes them, and their log-sum-exp [H, T].

@@ -88,7 +88,7 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
     storage, tokens = arena.storage, slots.numel()
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
-    numbers = [x.dense() for at in (layer - 1, layer) for x in arena.at_slots(at, slots)]
+    numbers = [x.dense for at in (layer - 1, layer) for x in arena.at_slots(at, slots)]
     found = run.shared(layer, *numbers)
     excepted = torch.stack([found.except_k, found.except_v])
     # Of entries without their scales: reading a layer multiplies all of it by its scale.

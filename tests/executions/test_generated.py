@@ -657,7 +657,7 @@ def test_slots_are_gathered_only_for_torch():
         program = TorchProgram(small("lava", case.shape), kernels=table)
         keys, values = in_pool(k), in_pool(v)
         program.start(case.tokens).observe(0, q, keys, values)
-        assert ("copied" in vars(keys), "copied" in vars(values)) == (gathers, gathers)
+        assert ("dense" in vars(keys), "dense" in vars(values)) == (gathers, gathers)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "lava", "gemfilter", "h2o", "simlayerkv-prefill"])

@@ -335,7 +335,7 @@ def test_entries_are_gathered_only_for_torch():
     for given, gathers in ((made, False), (None, True)):
         frame = case.frame(bound, 2)
         evaluated(frame, node, given)
-        assert all(("copied" in vars(frame.vectors[x])) == gathers for x in ("key", "value"))
+        assert all(("dense" in vars(frame.vectors[x])) == gathers for x in ("key", "value"))
 
 
 def test_what_kernels_do_not_serve():

@@ -29,9 +29,7 @@ def test_entries_of_8_bits_stand_for_themselves_times_the_scale_of_their_layer()
     numbers = torch.randint(-8, 9, arena.storage.shape).float()
     arena.storage.copy_(numbers)
     slots = torch.tensor([3, 1])
-    read = torch.stack(
-        [torch.stack([x.dense() for x in arena.at_slots(n, slots)]) for n in range(3)]
-    )
+    read = torch.stack([torch.stack([x.dense for x in arena.at_slots(n, slots)]) for n in range(3)])
     wanted = (numbers[:, :, slots] * torch.tensor(scales)[:, :, None, None, None]).transpose(2, 3)
     assert torch.equal(read, wanted)
     # The lists of two requests, all layers: of any entries of the pool.
@@ -39,7 +37,7 @@ def test_entries_of_8_bits_stand_for_themselves_times_the_scale_of_their_layer()
     flat = numbers.view(-1, 4)
     for x, which, offset in zip(arena.at_ids(ids), (0, 1), (0, arena.value_offset), strict=True):
         by = torch.tensor(scales)[:, which].repeat_interleave(2).repeat(2)
-        assert torch.equal(x.dense(), flat[ids + offset] * by[:, None, None])
+        assert torch.equal(x.dense, flat[ids + offset] * by[:, None, None])
     k, v = arena.unscaled(1, *read[1])
     assert torch.equal(torch.stack([k, v]), numbers[1][:, slots].transpose(1, 2))
 

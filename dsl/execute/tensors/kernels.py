@@ -213,13 +213,9 @@ class Slots:
         layers, _, heads, size = self.pool.shape
         return layers * heads, self.slots.shape[0], size
 
-    def dense(self) -> torch.Tensor:
-        """[L * G, n, D], a copy, made once; float32 if there is a scale."""
-        return self.copied
-
     @cached_property
-    def copied(self) -> torch.Tensor:
-        """As `dense`."""
+    def dense(self) -> torch.Tensor:
+        """[L * G, n, D], a copy; float32 if there is a scale."""
         rows = self.pool[:, self.slots].transpose(1, 2)
         return _scaled(rows.reshape(self.shape), self.scale)
 
@@ -252,13 +248,9 @@ class Entries:
         """(G, M, D), that of the dense tensor."""
         return self.ids.shape[0], self.ids.shape[1], self.pool.shape[1]
 
-    def dense(self) -> torch.Tensor:
-        """[G, M, D], a copy, made once; undefined for entries that a KV head does not hold."""
-        return self.copied
-
     @cached_property
-    def copied(self) -> torch.Tensor:
-        """As `dense`."""
+    def dense(self) -> torch.Tensor:
+        """[G, M, D], a copy; undefined for entries that a KV head does not hold."""
         return _scaled(self.pool[self.ids], self.scale)
 
 
@@ -273,4 +265,4 @@ Keys = torch.Tensor | Slots | Entries
 
 def dense(x: Keys) -> torch.Tensor:
     """Keys or values as a dense tensor [G, n, D]."""
-    return x if isinstance(x, torch.Tensor) else x.dense()
+    return x if isinstance(x, torch.Tensor) else x.dense
