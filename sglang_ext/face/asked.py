@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,8 +64,12 @@ def is_scoring(request: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A client's value as messages and logs repeat it, of limited length."""
-    return _short(repr(value))
+    """A client's value as messages and logs repeat it: JSON, of limited length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # an object of a program
+        text = repr(value)
+    return _short(text)
 
 
 def named(value: Any) -> str:

@@ -117,7 +117,7 @@ def test_a_policy_under_another_name_is_reported_by_it(server):
     [
         (
             {"kv_policy_kept": "yes"},
-            "custom_params.kv_policy_kept is 'yes'; expected true or false",
+            'custom_params.kv_policy_kept is "yes"; expected true or false',
         ),
         ({"kv_policy_force": []}, "custom_params.kv_policy_force is []; expected a list of token"),
         (
