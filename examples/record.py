@@ -47,12 +47,14 @@ def main() -> int:
     parser.add_argument("--prompt", required=True, help="a text file, or - for standard input")
     parser.add_argument("--out", required=True, help="the .npz file to write")
     options = parser.parse_args()
-    if not Path(options.out).absolute().parent.is_dir():
-        parser.error(f"--out {options.out}: there is no such folder")
     try:
         text = sys.stdin.read() if options.prompt == "-" else Path(options.prompt).read_text()
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--prompt {options.prompt}: {error}")
+    try:
+        Path(options.out).absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error}")
     tensors = record(options.model, text)
     np.savez(options.out, **tensors)
     layers, heads, tokens, _ = tensors["q"].shape

@@ -41,6 +41,7 @@ def test_wheel_holds_every_module_and_policy(wheel):
         assert f"kvpolicy/kernels/tuned/{path.name}" in names
 
 
+@pytest.mark.thorough
 def test_wheel_adds_one_top_level_name(wheel):
     assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"kvpolicy"}
 

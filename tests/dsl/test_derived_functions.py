@@ -108,6 +108,7 @@ def of_one(name: str, formula: Callable, given_: st.SearchStrategy):
     return pytest.param(name, formula, given_, id=name)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize(
     ("name", "formula", "tensors"),
     [

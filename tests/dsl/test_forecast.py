@@ -142,6 +142,7 @@ def test_short_prompts_of_small_models_are_bound_by_the_host():
     assert found.full.at_once == model.MOST_AT_ONCE
 
 
+@pytest.mark.thorough(every=4)
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
     """Every shipped policy has a forecast, and memory limits nothing twice."""
@@ -154,6 +155,7 @@ def test_shipped_policies(name):
     assert (found.fold is None) == (bound(name).folded.decode is None)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("name", ["snapkv", "lava", "fastkv", "h2o", "d2o", "asl-lava-d2o"])
 def test_what_is_asked_for_does_not_depend_on_sizes(name):
     """Heads are few and small where it is counted; other ones ask for as much."""

@@ -21,6 +21,7 @@ WITHOUT = {"d2o-code", "minicache", "pyramidinfer", "roco"}
 SOME_LAYERS = {"simlayerkv", "simlayerkv-prefill"}
 
 
+@pytest.mark.thorough(every=4)
 @pytest.mark.parametrize("name", shipped())
 def test_shares_of_shipped_policies(name):
     """The predicted share is within 2 % of the budget, or there is a message that none fits."""

@@ -66,6 +66,7 @@ def refusal(draw, task, form, length, index):
     return None
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", NAMES)
 def test_prompts_have_the_length_ordered(task, form, draw, tokenizers):
@@ -150,6 +151,7 @@ def test_references_score_1_and_wrong_answers_0(task, form, draw, tokenizers):
             assert sample.turns[1].judge(sample.turns[0].reference) == 0
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", NAMES)
 def test_copying_the_context_is_no_answer(task, form, draw, tokenizers):

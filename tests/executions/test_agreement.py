@@ -31,7 +31,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.thorough(besides=["all-decode", "merge-decode"])
+@pytest.mark.thorough(every=16)
 @pytest.mark.parametrize("decode", ["", DECODE], ids=["prefill", "decode"])
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize(
@@ -115,6 +115,7 @@ def test_propagation_that_compares_numbers_of_layers(first):
     assert_agreement(f"{AWAY.replace('first: layer == 1', 'every: ' + first)}keep: recent(4)\n")
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize(
     ("budget", "more"),
     [
@@ -205,7 +206,7 @@ CHOICES = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough(besides=["flag"])
+@pytest.mark.thorough(every=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("condition", ["flag", "not flag", "layer < 2"])
 @pytest.mark.parametrize("name", CHOICES)
@@ -311,7 +312,7 @@ BESIDE_DECODE = {
 }
 
 
-@pytest.mark.thorough(besides=["merge"])
+@pytest.mark.thorough(every=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE_DECODE)
 @pytest.mark.parametrize("name", DECIDED)

@@ -211,6 +211,7 @@ def cache(tmp_path_factory):
 # Every shipped policy.
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GENERATES)
 def test_shipped_policies_keep_the_same(name):
@@ -522,6 +523,7 @@ def test_layers_with_the_same_tokens_are_scored_together(name, given, groups, mo
         assert all(torch.equal(one[layer], other[layer]) for layer in one)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_layers_together_take_the_launches_of_one(name, monkeypatch):
     case = Case(5, 4, 2, 16, 37)

@@ -49,6 +49,7 @@ def scores(each, q, k, v) -> torch.Tensor:
     return torch.stack([torch.as_tensor(x.data) for x in run.result(each.lowered.prefill.score)])
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("queries", ["new", "all", "recent(7)"])
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("size", [1, 3 * 8 * 23 * 2])

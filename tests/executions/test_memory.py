@@ -261,6 +261,7 @@ def _bytes(memory: Memory) -> int:
     return total
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("name", ["h2o", "cam", "d2o", "streamingllm", "tova"])
 def test_long_generations_do_not_grow(name):
     server = Server(prefill(shipped(name)))

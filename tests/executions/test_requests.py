@@ -205,6 +205,7 @@ def test_a_request_goes_alone_and_comes_back():
             assert one.held() == other.held()
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", ["d2o", "d2o-code", "pyramidinfer", "simlayerkv"])
 def test_layers_may_be_looked_at_one_after_the_other(name):
@@ -245,14 +246,7 @@ def test_what_fails_has_changed_nothing():
         assert one.held() == other.held()
 
 
-@pytest.mark.thorough(
-    besides=[
-        "False",
-        "rules20",
-        r"score: heat\nbudget: 9\nkeep: recent(3) then top(score)",
-        r"score: heat * layer\nbudget: 9\nkeep: recent(3) then top(score)",
-    ]
-)
+@pytest.mark.thorough(every=12)
 @pytest.mark.parametrize(
     ("rules", "goes"),
     [
@@ -325,7 +319,7 @@ def on_a_grid(x, scales, stored):
     return (torch.as_tensor(x) / by).to(stored).float() * by
 
 
-@pytest.mark.thorough(besides=["torch", "h2o-triton", "cake-triton"])
+@pytest.mark.thorough(besides=["h2o-torch", "h2o-triton", "cake-triton"])
 @pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["torch", "triton"])
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_lists_of_8_bits_are_followed_through_the_scales_of_their_layers(name, table, monkeypatch):

@@ -222,7 +222,7 @@ def decoded_apart(bound, table):
     return left
 
 
-@pytest.mark.thorough(besides=["layer by layer", "together-h2o", "together-cake"])
+@pytest.mark.thorough(besides=["together-h2o", "together-cake"])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", FOLDS)
 @pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["layer by layer", "together"])

@@ -76,6 +76,7 @@ def assert_followed(bound, shape, tokens: int = 13) -> None:
         assert_alike(one, other)
 
 
+@pytest.mark.thorough(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONLY_ADDED)
 def test_sums_over_the_queries(name):
@@ -85,6 +86,7 @@ def test_sums_over_the_queries(name):
         assert_followed(bound, shape)
 
 
+@pytest.mark.thorough(every=6)
 @pytest.mark.parametrize("name", STEP_BY_STEP)
 def test_all_else_goes_step_by_step(name):
     bound = bound_of(STEP_BY_STEP[name], SHAPES[0])

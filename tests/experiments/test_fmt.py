@@ -101,6 +101,7 @@ def test_writes_only_what_changes(tmp_path):
     assert not format_file(path)
 
 
+@pytest.mark.thorough
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_comments_anywhere_are_kept(data):

@@ -153,6 +153,7 @@ class Pool:
 MIXED = [("pairs", 40, 3), ("plain", 0, 17), ("lists", 9, 1), ("pairs", 1, 1), ("pairs", 67, 30)]
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layer", [0, 3, 4])

@@ -55,6 +55,7 @@ def poisoned(x, there):
     return x if there is None else torch.where(there, x, math.nan)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("shape", "over"), SIZES)

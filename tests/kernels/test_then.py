@@ -44,6 +44,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
 @pytest.mark.parametrize("in_all", [True, False])

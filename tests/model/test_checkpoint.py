@@ -34,6 +34,7 @@ def test_generation_stops_after_the_answer(reference):
     assert out[0, len(sample.prompt_ids) :].tolist() == [*sample.answer_ids, embedded.END]
 
 
+@pytest.mark.thorough(every=4)
 @pytest.mark.parametrize(
     ("task", "length", "least"),
     [("niah", 512, 0.97), ("distractors", 512, 0.94), ("mk", 512, 0.94), ("niah", 1024, 0.9)],

@@ -37,7 +37,7 @@ def test_transformers_gives_the_same_logits(folder, small):
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.thorough(besides=["niah-512-0.95", "vt-512-0.85"])
+@pytest.mark.thorough(every=5)
 @pytest.mark.parametrize(
     ("task", "length", "least"),
     [

@@ -36,6 +36,7 @@ def adapted(model: str, adapter: Path, merged: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 def test_answers_are_those_of_the_merged_model(serve, random_model, tmp_path):
     # Requests with and without the adapter lose rows, and restart, in one batch.

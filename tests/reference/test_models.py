@@ -45,7 +45,7 @@ def test_each_architecture_is_a_row():
     assert {each for name in SERVED for each in chosen(name)} == set(METHODS)
 
 
-@pytest.mark.thorough(besides=["qwen3-moe", "olmo-2", "gemma", "phi-3", "smollm3"])
+@pytest.mark.thorough(besides=["qwen3-moe", "gemma"])
 @pytest.mark.server
 @pytest.mark.parametrize("name", SERVED)
 def test_served(serve, tmp_path, name):
@@ -63,6 +63,7 @@ def test_served(serve, tmp_path, name):
     assert seen["left"] == [0, 0, 0]
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("name", "method", "why"),
@@ -91,6 +92,7 @@ def test_refused_by_its_config(tmp_path, name):
     )
 
 
+@pytest.mark.thorough(every=2)
 @pytest.mark.server
 @pytest.mark.parametrize("name", WHEN_LOADED)
 def test_refused_when_it_is_loaded(serve, tmp_path, name):

@@ -38,6 +38,7 @@ def output(tmp_path) -> dict:
     return json.loads((tmp_path / "r.json").read_text())
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 8, 9, 15])
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def expected(policies, folder, name, ids):
     return [[[plain.restarted[i] for i in head] for head in layer] for layer in lists]
 
 
-@pytest.mark.thorough(besides=["tokens", "two-pass", "pairs"])
+@pytest.mark.thorough(every=2)
 @server
 @pytest.mark.parametrize(
     ("policies", "flags"),
@@ -114,7 +114,7 @@ FORCED = {name: BY_ENTRY[name] for name in ("snapkv", "lava", "h2o", "streamingl
 FORCED |= {name: BY_TOKEN[name] for name in ("fastkv", "gemfilter")} | PAIRS
 
 
-@pytest.mark.thorough(besides=["True"])
+@pytest.mark.thorough
 @server
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_forced_to_what_it_said_goes_on_and_is_rated_as_before(run, overlap):

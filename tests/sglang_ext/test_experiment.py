@@ -291,13 +291,14 @@ def test_requests_set_parameters(server):
         assert (response.status_code, message in response.text) == (400, True), response.text
 
 
-def policy_url(server, name, dry_run="false"):
-    return f"{server.url}/kv_policy/policies/{name}?dry_run={dry_run}"
+def policy_url(server, name):
+    return f"{server.url}/kv_policy/policies/{name}"
 
 
 def put_policy(server, name, body, dry_run="false"):
     body = body if isinstance(body, str) else json.dumps(body)
-    return server.session.put(policy_url(server, name, dry_run), data=body, headers=ADMIN)
+    url = f"{policy_url(server, name)}?dry_run={dry_run}"
+    return server.session.put(url, data=body, headers=ADMIN)
 
 
 def named(server, name, tokens, new=8):
@@ -344,7 +345,7 @@ def test_policies_that_cannot_come(server):
         ("mine", "policy: [", 400, "mine:1:"),
         ("mine", {"policy": snapkv, "set": {"capacity": -3}}, 400, "capacity"),
         ("mine", {"text": snapkv}, 400, "its YAML"),
-        ("none", snapkv, 400, "cannot be a name"),
+        ("none", snapkv, 400, "the name `none` stands for no policy"),
         ("lava", snapkv, 409, "experiment `trial` compares `lava`"),
     ):
         for dry_run in ("true", "false"):  # the first finds whatever the second would
@@ -530,6 +531,7 @@ def until(server, holds, seconds=PATIENCE):
     return found
 
 
+@pytest.mark.thorough
 def test_a_breach_rolls_an_arm_back_and_a_restart_does_not_undo_it(server, folder, model):
     from kvpolicy.evaluation.serving import serve
 

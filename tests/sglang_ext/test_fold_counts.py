@@ -69,6 +69,7 @@ def test_a_fold_of_a_batch_takes_few_operations(policy):
     assert alike == mixed or policy == "roco", (alike, mixed)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("policy", sorted({*MOST} - {*OUTGROWING}))
 def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
     """Lists that outgrow their pages are not taken into account."""

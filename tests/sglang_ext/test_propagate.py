@@ -151,6 +151,7 @@ def test_a_second_pass_after_any_layer(scenario, model):
     assert {each["selected_layer"] for each in facts.values()} == {3}
 
 
+@pytest.mark.thorough(every=3)
 @server
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_model_classes(scenario, checkpoint, kind):
@@ -266,7 +267,7 @@ def test_aborted_between_chunks(scenario):
     assert seen["missing_after_flush"] == 0
 
 
-@pytest.mark.thorough(besides=["retracted-paged-chunks"])
+@pytest.mark.thorough
 @server
 @pytest.mark.parametrize(
     ("count", "env", "flags"),
@@ -290,6 +291,7 @@ def test_answers_do_not_depend_on_what_else_happens(scenario, count, env, flags)
     assert (seen["mixed"] > 20) == ("enable_mixed_chunk" in flags)
 
 
+@pytest.mark.thorough
 @server
 def test_logprobs_and_metrics_of_a_server(model):
     from kvpolicy.evaluation.serving import serve

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kvpolicy.sglang_ext.experiment.raw import RAW, OnHost, Raw, Rows, take
+from kvpolicy.sglang_ext.experiment.raw import RAW, CandidateRows, OnHost, Raw, take
 
 V = 31
 
@@ -25,11 +25,11 @@ def commit(index):
 
 def test_the_most_probable_of_the_sampled_rows():
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    taken = take(logits, Rows([3, 1], [4, 9]))
+    taken = take(logits, CandidateRows([3, 1], [4, 9]))
     wanted = torch.log_softmax(logits[[3, 1]].float(), dim=-1).topk(9)
     assert torch.equal(taken.logprobs, wanted.values)
     assert torch.equal(taken.ids.long(), wanted.indices)
-    assert take(logits, Rows([0], [1000])).ids.shape == (1, V)
+    assert take(logits, CandidateRows([0], [1000])).ids.shape == (1, V)
 
 
 def test_a_request_leaves_with_what_was_recorded():
@@ -72,7 +72,7 @@ def test_what_is_not_whole_is_not_sent(wrong, caplog):
         ids = ids[:0]
     else:
         request.finished = None
-    host = OnHost(Rows([0], [3]), logprobs, ids)
+    host = OnHost(CandidateRows([0], [3]), logprobs, ids)
     if wrong == "a step is missing":
         request.finished = lambda: False
         host.consume(SimpleNamespace(reqs=[request]), [commit(2)])

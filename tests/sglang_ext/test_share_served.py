@@ -54,6 +54,7 @@ def test_where_nothing_is_saved_the_prompt_stays(seen):
     assert seen["2"]["held"] == 0
 
 
+@pytest.mark.thorough
 def test_chunked_prefill_gives_the_same_answers(seen, run):
     chunked = run("answers", chunked_prefill_size=50)
     for rid, each in seen.items():

@@ -61,6 +61,7 @@ def same_attention(store, tables, held):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.thorough(every=2)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_tables_follow_requests_that_come_fold_and_go(page_size, seed):
