@@ -23,6 +23,7 @@ from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAtten
 from kvpolicy.kernels.entries.compact_layers import compact_layers
 from kvpolicy.kernels.entries.gather import gather
 from kvpolicy.kernels.entries.place import place
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.merging.following import following
@@ -206,7 +207,7 @@ def test_compaction_of_all_layers():
 
 
 def _decode_batch(device: str, dtype: torch.dtype = torch.float32) -> tuple:
-    """Arguments of `decode_attention`: a compressed request and a plain one, 19 + 60 entries."""
+    """Queries and what `Requests` takes: a compressed request and a plain one, 19 + 60 entries."""
     generator = torch.Generator().manual_seed(0)
     storage = torch.randn(2, 2, 64, 2, 64, generator=generator).to(dtype)
     q = torch.randn(2, 8, 64, generator=generator).to(dtype)
@@ -223,8 +224,8 @@ def _decode_batch(device: str, dtype: torch.dtype = torch.float32) -> tuple:
 
 def test_decode_attention():
     results = [
-        decode_attention(*_decode_batch(device), layer=1, scale=0.125).cpu()
-        for device in ("cpu", "cuda")
+        decode_attention(q, Requests(*own), layer=1, scale=0.125).cpu()
+        for q, *own in map(_decode_batch, ("cpu", "cuda"))
     ]
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
@@ -253,7 +254,8 @@ def test_flashinfer_reads_private_pages_in_a_graph_and_without(dtype, group):
     )
     for order in ([0, 1], [1], [1, 0]):
         own, ends = rows[order], lengths[order]
-        wanted = decode_attention(q[order], storage, tables, own, ends, table, layer=1, scale=scale)
+        requests = Requests(storage, tables, own, ends, table)
+        wanted = decode_attention(q[order], requests, layer=1, scale=scale)
         starts = tables.tail_start[own]
         slots = [table[r, s:e] for r, s, e in zip(own, starts, ends, strict=True)]
         number = torch.tensor([0, *(len(each) for each in slots)]).cumsum(0).int()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
+from kvpolicy.kernels.entries.requests import Requests
 from timing import Times
 
 from cases.attention_pool import LAYERS, PAGE, TAIL, Cache
@@ -83,11 +84,9 @@ def _uniform_entries(
 
 def ours(cache: Cache, **options) -> list[torch.Tensor]:
     """Decode attention of every layer, [B, H, D] each."""
-    tables = (cache.tables, cache.rows, cache.lengths, cache.req_to_token)
+    requests = Requests(cache.storage, cache.tables, cache.rows, cache.lengths, cache.req_to_token)
     return [
-        decode_attention(
-            cache.q[at], cache.storage, *tables, layer=at, scale=cache.scale, **options
-        )
+        decode_attention(cache.q[at], requests, layer=at, scale=cache.scale, **options)
         for at in range(LAYERS)
     ]
 

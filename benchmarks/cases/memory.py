@@ -12,6 +12,7 @@ from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.scoring.select import ABSENT
@@ -146,8 +147,9 @@ class Fold:
 
     def compact_in_place(self, implementation: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Compacts in place, by one of the implementations."""
+        length = self.row * self.length
         return implementation(
-            self.storage, self.tables, self.row, self.row * self.length, self.req_to_token,
+            Requests(self.storage, self.tables, self.row, length, self.req_to_token),
             self.kept.flatten(0, 1), self.there.flatten(0, 1), self.kept.new_ones(1, 1),
         )  # fmt: skip
 

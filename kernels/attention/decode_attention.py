@@ -16,37 +16,22 @@ from kvpolicy.kernels.attention.paged_attention import (
     paged_attention,
 )
 from kvpolicy.kernels.entries import layer_pairs
-from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.launch.arguments import check_axes
 
 
 def decode_attention(
-    q: torch.Tensor,
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
-    *,
-    layer: int,
-    scale: float,
+    q: torch.Tensor, requests: Requests, *, layer: int, scale: float
 ) -> torch.Tensor:
     """Softmax attention of each request's newest token; compressed and plain requests may mix.
 
-    KV head g of request b reads first the `tables.counts[rows[b], layer, g]` entries of its private
-    pages, then the tokens `tables.tail_start[rows[b]] .. lengths[b] - 1` in ordinary slots. Entry j
-    of the private list is place j % G of page p = first_page + j // G; page p lies in the request's
-    private slot number p // L, in the rows of layer p % L. Where the layer is stored in a pair, the
-    list is the pair's, and `layer_pairs` says what stands in it.
+    Each KV head reads its list at the layer. Where the layer is stored in a pair, the list is the
+    pair's, and `layer_pairs` says what stands in it.
 
     Args:
         q: [B, H, D] fp32, fp16 or bf16.
-        storage: [L, 2, padded slots, G, D] contiguous, dtype of q or float8_e4m3fn or float8_e5m2;
-            [:, 0] keys, [:, 1] values. G divides H.
-        tables: of R rows.
-        rows: int [B], row of each request in SGLang's request pool.
-        lengths: int [B], tokens of each request, those dropped and the newest included.
-        req_to_token: int32 [>= R, context], the ordinary slot of each token.
+        requests: storage of q's dtype, or float8_e4m3fn or float8_e5m2; G divides H. Rows and
+            lengths may be of any integer type.
         layer: from 0 to L - 1.
         scale: multiplies q.k, usually D ** -0.5.
 
@@ -56,11 +41,12 @@ def decode_attention(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(q, storage, tables, rows, lengths, req_to_token, layer)
+    check(q, requests, layer)
     if q.shape[0] == 0:
         return torch.zeros_like(q)
-    given = (storage, tables, rows.long(), lengths.long(), req_to_token, layer)
-    indptr, entries, reading = lists_of(*given)
+    rows, lengths = requests.rows.long(), requests.lengths.long()
+    indptr, entries, reading = lists_of(requests._replace(rows=rows, lengths=lengths), layer)
+    storage = requests.storage
     pool = storage.view(-1, storage.shape[4])
     values = pool[storage.shape[2] * storage.shape[3] :]
     out = paged_attention(
@@ -69,20 +55,14 @@ def decode_attention(
     return out[:, 0]
 
 
-def lists_of(
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, PairReading]:
+def lists_of(requests: Requests, layer: int) -> tuple[torch.Tensor, torch.Tensor, PairReading]:
     """The entries of each (request, KV head).
 
     Returns:
         indptr int64 [B * G + 1], indices int64 [nnz], and, where layers may be stored in pairs,
         where the values lie and what multiplies keys and values.
     """
+    storage, tables, rows, lengths, req_to_token = requests
     layers, _, padded, kv_heads, _ = storage.shape
     request = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(kv_heads)
     head = torch.arange(kv_heads, device=rows.device).repeat(rows.shape[0])
@@ -145,19 +125,12 @@ def _in_pairs(
     return found
 
 
-def check(
-    q: torch.Tensor,
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
-    layer: int,
-) -> None:
+def check(q: torch.Tensor, requests: Requests, layer: int) -> None:
     """Raise ValueError as `decode_attention` says, from shapes and dtypes only."""
     if q.dim() != 3:
         raise ValueError(f"q: expected [B, H, D], got {list(q.shape)}")
-    requests, heads, size = q.shape
+    storage, tables, rows, lengths, req_to_token = requests
+    number, heads, size = q.shape
     shape = list(storage.shape)
     if len(shape) != 5 or shape[1] != 2 or shape[4] != size or heads % shape[3]:
         raise ValueError(
@@ -174,8 +147,8 @@ def check(
             raise ValueError(f"tables.{name}: expected {lists}, got {list(tensor.shape)}")
     _check_pairs(tables.paired, lists[:2], storage)
     for name, tensor in (("rows", rows), ("lengths", lengths)):
-        if tensor.shape != (requests,):
-            raise ValueError(f"{name}: expected [{requests}], got {list(tensor.shape)}")
+        if tensor.shape != (number,):
+            raise ValueError(f"{name}: expected [{number}], got {list(tensor.shape)}")
     check_axes("req_to_token", req_to_token, torch.int32, "[rows, context]")
 
 

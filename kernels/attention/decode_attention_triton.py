@@ -27,18 +27,14 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     used_splits,
 )
 from kvpolicy.kernels.entries import layer_pairs
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import FLOAT8
-from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch.kernel import kernel
 
 
 def decode_attention(
     q: torch.Tensor,
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
+    requests: Requests,
     *,
     layer: int,
     scale: float,
@@ -64,22 +60,23 @@ def decode_attention(
         ValueError: as the reference; too many splits; workspace too small or of another dtype.
         TunedError: as `tuned.load`.
     """
-    check(q, storage, tables, rows, lengths, req_to_token, layer)
-    requests, heads, size = q.shape
+    check(q, requests, layer)
+    storage, tables, rows, lengths, req_to_token = requests
+    batch, heads, size = q.shape
     layers, _, padded, kv_heads, _ = storage.shape
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if requests == 0:
+    if batch == 0:
         return result
     group = heads // kv_heads
     block = query_rows(group)
     given = ("decode_attention", q.device, storage.dtype, size, block)
-    lists = requests * kv_heads
+    lists = batch * kv_heads
     tile, parts = tile_and_cut(*given, lists, splits=splits, tile=tile, programs=programs)
     may_be_paired = tables.paired.numel() > 0
     lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
     # those without entries, the last of each list, start when the others already run.
-    compiled = _decode[(kv_heads, requests, parts.splits)](
+    compiled = _decode[(kv_heads, batch, parts.splits)](
         q.contiguous(),
         storage,
         (
@@ -95,7 +92,7 @@ def decode_attention(
         scale * LOG2_E,
         padded,
         req_to_token.stride(0),
-        requests,
+        batch,
         parts.target_splits,
         parts.splits,
         LAYERS=layers,

@@ -10,21 +10,12 @@ import torch
 import triton.language as tl
 from kvpolicy.kernels.attention.decode_attention_triton import entry_at
 from kvpolicy.kernels.attention.entry_ids import check
-from kvpolicy.kernels.entries.tables import Tables
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.launch.kernel import kernel
 
 
-def entry_ids(
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
-    holds: torch.Tensor,
-    *,
-    block: int = 1024,
-) -> torch.Tensor:
-    """Key entries of B requests, as rows of the pool `storage` seen as [E, D].
+def entry_ids(requests: Requests, holds: torch.Tensor, *, block: int = 1024) -> torch.Tensor:
+    """Key entries of B requests, as rows of their storage seen as [E, D].
 
     As `entry_ids.entry_ids`, but the host reads no tensor: the number of True in `holds` is not
     checked, and those beyond the length of a list give 0.
@@ -35,7 +26,8 @@ def entry_ids(
     Returns:
         int64 [B * L * G, M].
     """
-    check(storage, tables, rows, lengths, req_to_token, holds)
+    check(requests, holds)
+    storage, tables, rows, lengths, req_to_token = requests
     layers, _, padded, kv_heads, _ = storage.shape
     made = torch.empty(holds.shape, dtype=torch.int64, device=holds.device)
     if len(holds):

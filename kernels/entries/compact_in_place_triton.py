@@ -33,8 +33,8 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_in_place import check
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import movable
-from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.launch.tiles import rows_of
@@ -46,11 +46,7 @@ _REGISTERS = 64
 
 
 def compact_in_place(
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
+    requests: Requests,
     kept: torch.Tensor,
     holds: torch.Tensor,
     proceed: torch.Tensor,
@@ -75,7 +71,8 @@ def compact_in_place(
     Raises:
         TunedError: as `tuned.load`.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed)
+    check(requests, kept, holds, proceed)
+    storage, tables, rows, lengths, req_to_token = requests
     layers, _, padded, kv_heads, _ = storage.shape
     words = _words(storage)
     size, word, lists = words.shape[4], words.element_size(), rows.shape[0] * layers

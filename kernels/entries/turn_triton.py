@@ -6,19 +6,15 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_in_place_triton import lanes_of, proceeds
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rotate_triton import _turned
 from kvpolicy.kernels.entries.rounding import FLOAT8
-from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.entries.turn import check
 from kvpolicy.kernels.launch.kernel import kernel
 
 
 def turn(
-    storage: torch.Tensor,
-    tables: Tables,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    req_to_token: torch.Tensor,
+    requests: Requests,
     kept: torch.Tensor,
     holds: torch.Tensor,
     proceed: torch.Tensor,
@@ -35,7 +31,8 @@ def turn(
         tile: entries that a program turns at a time; a power of two. None: 2,048 numbers, 1,024
             of 8 bits, or 512 in float64, in all.
     """
-    check(storage, tables, rows, lengths, req_to_token, kept, holds, proceed, inv_freq)
+    check(requests, kept, holds, proceed, inv_freq)
+    storage, tables, rows, _, _ = requests
     layers, _, padded, kv_heads, size = storage.shape
     pairs = len(inv_freq)
     if not kept.numel() or not pairs:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -109,11 +110,7 @@ class TritonReader:
         key_scale, value_scale = scales_of(services.arena, layer)
         made = decode_attention_triton.decode_attention(
             heads,
-            services.arena.storage,
-            services.tables.tables,
-            rows,
-            lengths,
-            req_to_token,
+            Requests(services.arena.storage, services.tables.tables, rows, lengths, req_to_token),
             layer=services.arena.place_of(layer.layer_id),
             scale=layer.scaling * key_scale,
             workspace=self.workspace if heads.shape[0] <= self.requests else None,

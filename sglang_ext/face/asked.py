@@ -64,7 +64,9 @@ def is_scoring(request: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A client's value as messages and logs repeat it: JSON, of limited length."""
+    """A client's value as messages and logs repeat it: as in JSON, of limited length."""
+    if isinstance(value, str):
+        return _short(f"'{value}'")
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # an object of a program

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.dsl.execute.decode.requests import Staying, follow_together
 from kvpolicy.dsl.execute.tensors.kernels import Entries
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.forward.failures import FOLD, met
 from kvpolicy.sglang_ext.forward.fold import (
@@ -135,8 +136,9 @@ class Group:
 
     def _read(self, there: torch.Tensor) -> tuple[Entries, Entries]:
         arena = self._services.arena
-        tables, find = self._services.tables.tables, self._kernels.entry_ids
-        ids = find(arena.storage, tables, self._rows, self._lengths, self._table, there)
+        ids = self._kernels.entry_ids(
+            _requests(self._services, self._table, self._rows, self._lengths), there
+        )
         return arena.at_ids(ids)
 
 
@@ -295,11 +297,11 @@ class GroupFold:
 
     def _launch(self, places: list[int], proceed: torch.Tensor) -> None:
         """Move what stays of some requests to the front of their pages."""
-        services, together = self._services, self._together
+        together = self._together
         rows, lengths, kept, there, proceed = self._merged(places, proceed)
-        where = (services.arena.storage, services.tables.tables, rows, lengths, together._table)
-        written = together._kernels.compact_in_place(*where, kept, there, proceed)
-        self._turn(*where, kept, there, proceed)
+        where = _requests(self._services, together._table, rows, lengths)
+        written = together._kernels.compact_in_place(where, kept, there, proceed)
+        self._turn(where, kept, there, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))
 
     def _move(self, places: list[int], proceed: torch.Tensor) -> None:
@@ -310,8 +312,8 @@ class GroupFold:
         privates = [each.state.compressed_copy for each in members]
         counts = [self._left[place].kept for place in places]
         rows, lengths, kept, there, proceed = self._merged(places, proceed)
-        own = (rows, lengths, together._table)
-        ids = kernels.entry_ids(arena.storage, services.tables.tables, *own, there)
+        where = _requests(services, together._table, rows, lengths)
+        ids = kernels.entry_ids(where, there)
         number = _number([store.here(each) for each in counts])
         chosen = torch.nonzero_static(kept.flatten(), size=number)[:, 0]
         pool = [arena.entries[: len(arena.values)], arena.values]
@@ -326,16 +328,16 @@ class GroupFold:
             raise RuntimeError("the slots for folds are gone")
         tables = store.fill_together(privates, counts, slots)
         rows = together._places[: len(places)]
-        where = (arena.storage, tables, rows, lengths, together._table)
-        ids = kernels.entry_ids(*where, kept)
+        where = Requests(arena.storage, tables, rows, lengths, together._table)
+        ids = kernels.entry_ids(where, kept)
         kernels.put_rows(pool, ids.flatten(), held, chosen)
-        self._turn(*where, kept, there, proceed)
+        self._turn(where, kept, there, proceed)
 
-    def _turn(self, *given: Any) -> None:
-        """Turn the keys that stay if `positions: slots`; `given` as to the kernel `turn`."""
+    def _turn(self, where: Requests, *given: Any) -> None:
+        """Turn the keys that stay if `positions: slots`; arguments as of the kernel `turn`."""
         together = self._together
         if together._bound.positions == "slots":
-            self._services.rotary.turn(together._kernels.turn, *given)
+            self._services.rotary.turn(together._kernels.turn, where, *given)
 
     def _portions(self, places: list[int]) -> Iterator[list[int]]:
         """Places of requests in portions, of at most `MOVED` bytes or one request each."""
@@ -421,6 +423,13 @@ class GroupFold:
 def _all(number: int, device: torch.device) -> torch.Tensor:
     """bool [B, 1], all true; cached, so never written to."""
     return torch.ones(number, 1, dtype=torch.bool, device=device)
+
+
+def _requests(
+    services: Services, table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor
+) -> Requests:
+    """Where the entries of requests lie; int64 [B] rows of the pool, and tokens of each."""
+    return Requests(services.arena.storage, services.tables.tables, rows, lengths, table)
 
 
 def _number(counts: Sequence[torch.Tensor]) -> int:

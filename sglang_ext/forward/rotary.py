@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -37,12 +38,12 @@ class Rotary:
         inv_freq = self.inv_freq.to(k.device, non_blocking=True)
         return rotate(k, shift, inv_freq, interleaved=self.interleaved)
 
-    def turn(self, turn: Callable[..., None], storage: torch.Tensor, *given: Any) -> None:
+    def turn(self, turn: Callable[..., None], where: Requests, *given: Any) -> None:
         """Turn keys in place by the kernel `turn`; `given` are its further arguments."""
-        key = storage.device
+        key = where.storage.device
         if key not in self.placed:
             self.placed[key] = self.inv_freq.to(key)
-        turn(storage, *given, self.placed[key], interleaved=self.interleaved)
+        turn(where, *given, self.placed[key], interleaved=self.interleaved)
 
 
 def of_model(model: Any) -> Rotary:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from kvpolicy.dsl.execute.warm import fold, prefill, programs, prompts
 from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import copy_kept
@@ -73,8 +74,8 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     for number in _batches(requests):
         q = torch.zeros(number, heads, size, dtype=dtype, device=device)
         rows = torch.zeros(number, dtype=torch.int64, device=device)
-        given = (arena.storage, tables, rows, rows, slots)
-        decode_attention(q, *given, layer=0, scale=1.0)
+        given = Requests(arena.storage, tables, rows, rows, slots)
+        decode_attention(q, given, layer=0, scale=1.0)
     if services.pages_reader is not None:
         services.pages_reader.warm()
     none = torch.zeros(1, dtype=torch.int64, device=device)
@@ -139,15 +140,15 @@ def _fold_nothing(services: Services, served: Served) -> None:
     number = torch.zeros(1, dtype=torch.int64, device=device)
     slots = torch.zeros(1, 1, dtype=torch.int32, device=device)
     lists = torch.zeros(heads * layers, 1, dtype=torch.bool, device=device)
-    given = (number, number, slots)
-    where = (storage, Tables.empty(1, layers, heads, 1, device), *given)
-    kernels.entry_ids(*where, lists)
+    tables = Tables.empty(1, layers, heads, 1, device)
+    where = Requests(storage, tables, number, number, slots)
+    kernels.entry_ids(where, lists)
     # `proceed` has L columns if the host does not wait for numbers, or else one.
     alone = lists[:1]
     for proceed in (lists[:layers].reshape(1, layers), alone):
-        kernels.compact_in_place(*where, lists, lists, proceed)
+        kernels.compact_in_place(where, lists, lists, proceed)
         if served.bound.positions == "slots":
-            services.rotary.turn(kernels.turn, *where, lists, lists, proceed)
+            services.rotary.turn(kernels.turn, where, lists, lists, proceed)
     pool = [arena.entries[: len(arena.values)], arena.values]
     held = kernels.take_rows(pool, number, number)
     kernels.put_rows(pool, number, held, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.tables import Tables
 
 
@@ -24,13 +25,10 @@ class Case:
     def run(self, attention, order=None, **options) -> torch.Tensor:
         order = range(len(self.rows)) if order is None else order
         order = torch.tensor(order, dtype=torch.int64, device=self.q.device)
+        own = (self.rows[order], self.lengths[order])
         return attention(
             self.q[order],
-            self.storage,
-            self.tables,
-            self.rows[order],
-            self.lengths[order],
-            self.req_to_token,
+            Requests(self.storage, self.tables, *own, self.req_to_token),
             layer=self.layer,
             scale=self.q.shape[2] ** -0.5,
             **options,

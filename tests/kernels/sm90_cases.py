@@ -26,6 +26,7 @@ from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place
 from kvpolicy.kernels.entries.compact_layers_triton import compact_layers
 from kvpolicy.kernels.entries.gather_triton import gather
 from kvpolicy.kernels.entries.place_triton import place
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rotate_triton import rotate
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.rows_triton import put_rows, take_rows
@@ -95,7 +96,8 @@ def decode(
     storage = empty(L, 2, SLOTS, G, size, dtype=stored or dtype)
     q = empty(B, G * group, size, dtype=dtype)
     table = ids(4097, 131076, dtype=torch.int32)
-    decode_attention(q, storage, tables, rows, lengths, table, layer=3, scale=0.1)
+    requests = Requests(storage, tables, rows, lengths, table)
+    decode_attention(q, requests, layer=3, scale=0.1)
 
 
 def pages() -> None:
@@ -128,10 +130,9 @@ def settling(
     tables = Tables.empty(4097, layers, G, SLOTS, "cuda")
     slots = ids(4097, 131076, dtype=torch.int32)
     kept, there = (empty(layers * G, 2064, dtype=torch.bool) for _ in range(2))
-    compact_in_place(
-        empty(layers, 2, SLOTS, G, size, dtype=dtype), tables, ids(1), ids(1), slots, kept, there,
-        empty(1, flags, dtype=torch.bool),
-    )  # fmt: skip
+    storage = empty(layers, 2, SLOTS, G, size, dtype=dtype)
+    requests = Requests(storage, tables, ids(1), ids(1), slots)
+    compact_in_place(requests, kept, there, empty(1, flags, dtype=torch.bool))
 
 
 def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
@@ -140,8 +141,8 @@ def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     slots, storage = ids(4097, 131076, dtype=torch.int32), empty(L, 2, SLOTS, G, size, dtype=dtype)
     kept, there = (empty(lists, width, dtype=torch.bool) for _ in range(2))
     score, proceed = empty(lists, width, dtype=torch.float64), empty(B, L, dtype=torch.bool)
-    where = (storage, tables, ids(B), ids(B), slots)
-    entry_ids(*where, there)
+    where = Requests(storage, tables, ids(B), ids(B), slots)
+    entry_ids(where, there)
     for present in (None, kept):
         best(score, present, there, ids(B, 3))
     best(None, None, there, ids(B, 3))
@@ -156,7 +157,7 @@ def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
         carry(kept, positions, ids(B * L), ids(B), states, fresh, steps=16, width=width)
     for interleaved in (False, True):
         frequencies = empty(size // 2, dtype=torch.float64)
-        turn(*where, kept, there, proceed, frequencies, interleaved=interleaved)
+        turn(where, kept, there, proceed, frequencies, interleaved=interleaved)
 
 
 def rows() -> None:

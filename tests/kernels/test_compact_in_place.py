@@ -9,6 +9,7 @@ from kvpolicy.kernels.entries import compact_in_place as reference
 from kvpolicy.kernels.entries import place as place_reference
 from kvpolicy.kernels.entries import place_triton
 from kvpolicy.kernels.entries.compact_in_place_triton import compact_in_place as in_triton
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.tables import Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,12 +58,9 @@ class Case:
         tables = Tables(*(t.to(DEVICE) for t in vars(self.tables).values()))
         masks = [side_by_side(each).to(DEVICE) for each in (self.kept, self.held)]
         storage = self.storage.to(DEVICE, copy=True)
+        own = (torch.tensor([x], device=DEVICE) for x in (self.row, self.length))
         counts = compact_in_place(
-            storage,
-            tables,
-            torch.tensor([self.row], device=DEVICE),
-            torch.tensor([self.length], device=DEVICE),
-            self.req_to_token.to(DEVICE),
+            Requests(storage, tables, *own, self.req_to_token.to(DEVICE)),
             *masks,
             torch.tensor([[self.proceed]], device=DEVICE),
             **options,
@@ -332,11 +330,13 @@ def test_requests_move_as_each_alone(compact_in_place, proceed):
         ]
         pool = storage.to(DEVICE, copy=True)
         counts = compact_in_place(
-            pool,
-            Tables(*(t.to(DEVICE) for t in vars(tables).values())),
-            torch.tensor([(2, 3)[i] for i in order], device=DEVICE),
-            torch.tensor([x.length for x in each], device=DEVICE),
-            table.to(DEVICE),
+            Requests(
+                pool,
+                Tables(*(t.to(DEVICE) for t in vars(tables).values())),
+                torch.tensor([(2, 3)[i] for i in order], device=DEVICE),
+                torch.tensor([x.length for x in each], device=DEVICE),
+                table.to(DEVICE),
+            ),
             *masks,
             torch.tensor([[True, proceed[i], True] for i in order], device=DEVICE),
         ).cpu()
@@ -439,5 +439,6 @@ def test_wrong_arguments_are_named(compact_in_place, name):
         "holds": torch.ones(4, 3, dtype=torch.bool),
         "proceed": torch.tensor([[True]]),
     } | {name: value}
+    requests = Requests(*(arguments.pop(name) for name in Requests._fields))
     with pytest.raises(ValueError, match=message):
-        compact_in_place(**arguments)
+        compact_in_place(requests, **arguments)

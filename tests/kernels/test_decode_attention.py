@@ -16,6 +16,7 @@ from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     programs_at_once,
     tile_of,
 )
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.kernels.launch import occupancy
@@ -430,8 +431,9 @@ def test_wrong_arguments_are_named(attention, change, message):
         "req_to_token": torch.zeros(5, 9, dtype=torch.int32),
         "layer": 0,
     } | change
+    q, layer = arguments.pop("q"), arguments.pop("layer")
     with pytest.raises(ValueError, match=message):
-        attention(**arguments, scale=1.0)
+        attention(q, Requests(**arguments), layer=layer, scale=1.0)
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)

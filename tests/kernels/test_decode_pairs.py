@@ -9,6 +9,7 @@ from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention as decode_triton
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
 from kvpolicy.kernels.entries import layer_pairs
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.entries.tables import Tables
 
@@ -210,11 +211,13 @@ def test_wrong_tables_are_named(attention):
     with pytest.raises(ValueError, match="rows of whole float32 for layers in pairs, got 3 of"):
         attention(
             odd,
-            torch.zeros(1, 2, 4, 1, 3, dtype=torch.bfloat16),
-            Tables.empty(2, 1, 1, 3, "cpu", pairs=True),
-            torch.ones(1).long(),
-            torch.ones(1).long(),
-            torch.zeros(2, 4).int(),
+            Requests(
+                torch.zeros(1, 2, 4, 1, 3, dtype=torch.bfloat16),
+                Tables.empty(2, 1, 1, 3, "cpu", pairs=True),
+                torch.ones(1).long(),
+                torch.ones(1).long(),
+                torch.zeros(2, 4).int(),
+            ),
             layer=0,
             scale=1.0,
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kvpolicy.kernels.attention import entry_ids as reference
 from kvpolicy.kernels.attention import entry_ids_triton
+from kvpolicy.kernels.entries.requests import Requests
 from test_compact_in_place import DEVICE, SMALL, case, in_one_pool
 
 BOTH = [reference.entry_ids, entry_ids_triton.entry_ids]
@@ -33,8 +34,8 @@ def one_by_one(each, there):
 def asked(entry_ids, storage, tables, rows, lengths, table, there, **options):
     on_device = type(tables)(*(t.to(DEVICE) for t in vars(tables).values()))
     numbers = (torch.tensor(x, device=DEVICE) for x in (rows, lengths))
-    given = (storage.to(DEVICE), on_device, *numbers, table.to(DEVICE), there.to(DEVICE))
-    return entry_ids(*given, **options).cpu()
+    requests = Requests(storage.to(DEVICE), on_device, *numbers, table.to(DEVICE))
+    return entry_ids(requests, there.to(DEVICE), **options).cpu()
 
 
 @pytest.mark.parametrize("entry_ids", BOTH)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kvpolicy.kernels.entries import turn as reference
 from kvpolicy.kernels.entries import turn_triton
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rotate import rotate
 from kvpolicy.kernels.entries.tables import Tables
 from test_compact_in_place import BF16, DEVICE, E4M3, F32, case, in_one_pool
@@ -55,10 +56,12 @@ def test_keys_turn_as_one_by_one(turn, dtype, interleaved):
         flags = torch.tensor(proceed)[:, None].repeat(1, 3)
         options = {"tile": 8} if turn is turn_triton.turn else {}
         turn(
-            moved, Tables(*(t.to(DEVICE) for t in vars(tables).values())),
-            torch.tensor([2, 3], device=DEVICE),
-            torch.tensor([one.length, other.length], device=DEVICE), table.to(DEVICE), *masks,
-            flags.to(DEVICE), INV_FREQ.to(DEVICE), interleaved=interleaved,
+            Requests(
+                moved, Tables(*(t.to(DEVICE) for t in vars(tables).values())),
+                torch.tensor([2, 3], device=DEVICE),
+                torch.tensor([one.length, other.length], device=DEVICE), table.to(DEVICE),
+            ),
+            *masks, flags.to(DEVICE), INV_FREQ.to(DEVICE), interleaved=interleaved,
             **options,
         )  # fmt: skip
         parts = moved.cpu()[:, :, :before], moved.cpu()[:, :, before:]
@@ -76,7 +79,8 @@ def test_wrong_arguments_are_named(turn):
     each = case([[9, 14], [3, 0]], 4, 0.6)
     there = padded(each, each.there, 30)
     row, proceed = torch.tensor([2]), torch.tensor([[True]])
-    given = (each.storage, each.tables, row, torch.tensor([each.length]), each.req_to_token)
+    length = torch.tensor([each.length])
+    requests = Requests(each.storage, each.tables, row, length, each.req_to_token)
     for wrong, message in (
         ((there.int(), there, proceed, INV_FREQ), r"kept: expected bool \[4, M\]"),
         ((there, there[:, :3], proceed, INV_FREQ), r"holds: expected bool \[4, M\]"),
@@ -84,4 +88,4 @@ def test_wrong_arguments_are_named(turn):
         ((there, there, proceed, torch.ones(5)), r"inv_freq: expected \[<= 4\], got \[5\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            turn(*given, *wrong)
+            turn(requests, *wrong)

@@ -193,8 +193,8 @@ def make_request(custom=None, **changes):
     [
         (None, {}, "custom_params.kv_policy_force is null; expected a list of token ids"),
         ([], {}, r"kv_policy_force is \[\]; expected a list of token ids"),
-        ("abc", {}, 'kv_policy_force is "abc"; expected a list'),
-        ("x" * 90, {}, r'kv_policy_force is "x{56}\.\.\.; expected a list'),
+        ("abc", {}, "kv_policy_force is 'abc'; expected a list"),
+        ("x" * 90, {}, r"kv_policy_force is 'x{56}\.\.\.; expected a list"),
         ([1, 100], {}, r"kv_policy_force\[1\] is 100; this model's token ids are 0 to 99"),
         ([-1], {}, r"kv_policy_force\[0\] is -1; this model's token ids are 0 to 99"),
         ([True], {}, r"kv_policy_force\[0\] is true; this model's"),
@@ -230,7 +230,7 @@ def test_kept_is_said_to_those_who_ask(custom, wanted):
     ("custom", "message"),
     [
         ([1], r"^custom_params is \[1\]; expected a JSON object$"),
-        ("lava", '^custom_params is "lava"; expected a JSON object$'),
+        ("lava", "^custom_params is 'lava'; expected a JSON object$"),
         (0, "^custom_params is 0; expected"),
         (
             {"kv_polcy": "lava"},

@@ -117,7 +117,7 @@ def test_a_policy_under_another_name_is_reported_by_it(server):
     [
         (
             {"kv_policy_kept": "yes"},
-            'custom_params.kv_policy_kept is "yes"; expected true or false',
+            "custom_params.kv_policy_kept is 'yes'; expected true or false",
         ),
         ({"kv_policy_force": []}, "custom_params.kv_policy_force is []; expected a list of token"),
         (
@@ -185,12 +185,15 @@ def test_why_a_request_was_served_in_full(server):
     assert facts(prompt(0, 300), policy="none") is None
 
 
-@pytest.mark.parametrize("custom", [["snapkv"], "snapkv", 5])
-def test_custom_params_that_are_no_object_are_a_400(server, custom):
+@pytest.mark.parametrize(
+    ("custom", "said"), [(["snapkv"], '["snapkv"]'), ("snapkv", "'snapkv'"), (5, "5")]
+)
+def test_custom_params_that_are_no_object_are_a_400(server, custom, said):
     body = {"input_ids": prompt(0, 20), "sampling_params": {"custom_params": custom}}
     response = server.post("/generate", body)
     assert response.status_code == 400
-    assert f"custom_params is {custom!r}; expected a JSON object" in response.text
+    message = response.json()["error"]["message"]
+    assert f"custom_params is {said}; expected a JSON object" in message
 
 
 def test_a_very_long_name_is_neither_echoed_nor_logged(server):

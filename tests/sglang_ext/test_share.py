@@ -9,6 +9,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention import paged_attention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
@@ -160,11 +161,13 @@ def test_attention_is_that_over_the_restored_tensors(heads, kv_heads, dtype, sha
         )
         by_tables = decode_attention(
             q[:, layer].contiguous(),
-            pool.arena.storage,
-            pool.tables.tables,
-            torch.tensor([1, 2, 3]),
-            torch.tensor(lengths),
-            pool.table,
+            Requests(
+                pool.arena.storage,
+                pool.tables.tables,
+                torch.tensor([1, 2, 3]),
+                torch.tensor(lengths),
+                pool.table,
+            ),
             layer=layer,
             scale=scale,
         )

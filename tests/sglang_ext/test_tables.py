@@ -9,6 +9,7 @@ from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.tools.launches import Observed
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention import paged_attention
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.paired_layers import PairedLayers
@@ -44,17 +45,10 @@ def same_attention(store, tables, held):
     table = torch.arange(ROWS * CONTEXT, dtype=torch.int32).view(ROWS, CONTEXT) % SLOTS
     q = torch.randn(len(rows), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
     lists = Lists(store.arena, list(held.values()), lengths, table, remember=True)
+    own = (torch.tensor(rows), torch.tensor(lengths))
+    requests = Requests(store.arena.storage, tables.tables, *own, table)
     for layer in range(LAYERS):
-        found = decode_attention(
-            q,
-            store.arena.storage,
-            tables.tables,
-            torch.tensor(rows),
-            torch.tensor(lengths),
-            table,
-            layer=layer,
-            scale=0.3,
-        )
+        found = decode_attention(q, requests, layer=layer, scale=0.3)
         indptr, indices, _ = lists.layer(layer)
         pool = (store.arena.entries, store.arena.values)
         wanted = paged_attention(q[:, None], *pool, indptr, indices, scale=0.3)[:, 0]

@@ -27,6 +27,7 @@ from kvpolicy.kernels.attention.decode_attention_triton import decode_attention
 from kvpolicy.kernels.attention.paged_attention import PairReading
 from kvpolicy.kernels.attention.paged_attention_triton import paged_attention
 from kvpolicy.kernels.attention.private_pages_triton import private_pages
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import copy_kept
 from kvpolicy.sglang_ext.forward.group_fold import Group, Member
@@ -197,8 +198,8 @@ def attention(ranks: int, *, pairs: bool) -> tuple[int, list[str]]:
         for number in range(1, RUNNING + 1):
             q = empty(2 + number, heads, size)[2:]
             rows, lengths = (empty(2 + number, dtype=torch.int64)[2:] for _ in range(2))
-            where = (arena.storage, parts[0].tables.tables, rows, lengths, table)
-            decode_attention(q, *where, layer=3, scale=0.1)
+            where = Requests(arena.storage, parts[0].tables.tables, rows, lengths, table)
+            decode_attention(q, where, layer=3, scale=0.1)
             lists = number * arena.kv_heads + 1
             starts = empty(arena.layers, 2, lists, dtype=torch.int32)[:, 0]
             pages = empty(100 * number, dtype=torch.int32)
