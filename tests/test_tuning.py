@@ -63,6 +63,7 @@ def test_knobs_of_kernels(tmp_path):
     assert f"The kernels are tuned for {NAME} by {path}." in used.stdout
 
 
+@pytest.mark.thorough
 def test_choices_that_cannot_be_written_are_said_before_the_measurement(tmp_path):
     path = tuned.path_of(NAME, tmp_path)
     path.write_text("{")

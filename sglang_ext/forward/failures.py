@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from kvpolicy.sglang_ext.face import compat
+from kvpolicy.sglang_ext.face.options import fold_interval
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.report.metrics import Metrics
@@ -40,7 +41,8 @@ PROPAGATION = "propagation"
 DECODING = "decoding"
 READING = "attention to compressed entries"
 FOLD = "a fold"
-# Decode steps without an agreement of ranks, at most; as many as from fold to fold by default.
+# Decode steps without an agreement of ranks, at most; more if folds are further apart, since ranks
+# agree at them.
 _AGREE = 16
 _STAGES = (ADMISSION, SCORING, CHOOSING, COMPACTION, PROPAGATION, DECODING, READING, FOLD)
 
@@ -68,6 +70,7 @@ class Failures:
         self._store, self._metrics, self._reports = store, metrics, reports
         self._failed, self._in_stages = failed, in_stages
         self.ranks, self._most, self._steps_since = ranks, most, 0
+        self._agree = max(_AGREE, fold_interval())
         self._logged: set[tuple[str, str, type]] = set()
 
     def contained(
@@ -141,7 +144,7 @@ class Failures:
         Args:
             anyway: whether they agree at this step for other reasons.
         """
-        due = anyway or self._steps_since + 1 == _AGREE
+        due = anyway or self._steps_since + 1 == self._agree
         self._steps_since = 0 if due else self._steps_since + 1
         return due
 

@@ -78,6 +78,7 @@ def test_numbers_that_miss_a_whole_one_by_rounding(beside, number):
     assert_agreement(f"{lets}score: looked\n{rest}budget: {budget}\nkeep: top(score)\n")
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize(
     "keep",
     [
@@ -251,6 +252,7 @@ def test_choices_of_selections(condition):
         assert_agreement(text)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("start", ["0 * norm1[dim](key)", "0 * position", "norm1[dim](key)"])
 @pytest.mark.parametrize("over", ["token", "kv, token", "kv"])
 def test_states_are_whole_from_their_start(start, over):
@@ -388,6 +390,7 @@ def test_each_layer_counts_its_own_winners(axes, count):
     )
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("power", ["0.5", "2", "-1", "half", "half * norm1[dim](value)"])
 def test_powers_of_negative_and_infinite_bases(power):
     """The result is 0 instead of NaN, in every branch of a platform's `pow`."""
@@ -466,6 +469,7 @@ def test_a_state_begins_at_its_number_to_the_last_bit():
         assert served.held() == expected.steps[served.done - 1].kept
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize(
     ("start", "next_"),
     [

@@ -123,6 +123,7 @@ def test_scores_that_depend_on_the_layer_or_on_tensors(score):
         assert_alike(one, other)
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("part", range(4))
 def test_random_policies(part):
     random = Random(100 + part)

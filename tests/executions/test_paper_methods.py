@@ -39,6 +39,7 @@ def _text(value: object) -> str:
     return str(value).lower()
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)], ids=lambda h: f"{h[0]}q{h[1]}kv")
 @pytest.mark.parametrize("method", METHODS)

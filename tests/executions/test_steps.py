@@ -64,7 +64,7 @@ def test_shipped_policies(name):
         assert kept <= max_entries(bound, tokens)
 
 
-@pytest.mark.thorough(besides=["2"])
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_policies(part, monkeypatch):

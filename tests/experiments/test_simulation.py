@@ -94,6 +94,7 @@ def rows():
     return simulate(EXAMPLE, runs=200, values=1_500, requests=5_000)
 
 
+@pytest.mark.thorough
 def test_errors_stay_within_their_bounds(rows):
     bounded = [row for row in rows if row.bound is not None]
     assert {row.metric for row in bounded} == {

@@ -113,6 +113,7 @@ def test_pyramidkv(tmp_path, execution):
     assert output["kept"] == VECTORS["pyramidkv"]["kept"]
 
 
+@pytest.mark.thorough(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", VECTORS["pyramidkv_budgets"], ids=lambda c: f"{c['L']}-{c['C']}-{c['N']}-{c['beta']}"

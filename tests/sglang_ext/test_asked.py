@@ -152,7 +152,7 @@ def test_forced_tokens_are_rated_by_the_model_and_end_nothing(run, flags):
     assert plain["answer"]["logprobs"][9:] == pytest.approx(plain["next"]["logprobs"], abs=1e-4)
 
 
-@pytest.mark.thorough(besides=["retracted-chunks"])
+@pytest.mark.thorough
 @server
 @pytest.mark.parametrize(
     ("env", "flags"),

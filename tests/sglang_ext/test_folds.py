@@ -28,7 +28,7 @@ def run(scenario):
     return run
 
 
-@pytest.mark.thorough(besides=["4"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("interval", FLAGS)
 def test_answers_and_kept_entries_are_the_eager_models(model, run, interval):
     from eager import generate
@@ -69,7 +69,7 @@ def test_answers_and_kept_entries_are_the_eager_models(model, run, interval):
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 
 
-@pytest.mark.thorough(besides=["retracted-paged"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("interval", "count", "env", "flags"),
     [

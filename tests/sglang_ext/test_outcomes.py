@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
+from kvpolicy.sglang_ext.face.options import INTERVAL_VARIABLE
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.forward.failures import Failures
@@ -170,11 +171,14 @@ def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(in_stages, monkeypa
     assert caplog.text.count("on another") == 1
 
 
-def test_ranks_agree_after_steps_at_which_nothing_else_made_them():
+def test_ranks_agree_after_steps_at_which_nothing_else_made_them(monkeypatch):
     failures = Failures(*[SimpleNamespace()] * 3, OneOfTwo(0), 0)
     folds = {3, 19, 35, 60, 77}  # none, or one, of the steps between is the sixteenth in a row
     agreed = {step for step in range(100) if failures.due(anyway=step in folds)}
     assert agreed - folds == {51, 76, 93}
+    monkeypatch.setenv(INTERVAL_VARIABLE, "40")
+    failures = Failures(*[SimpleNamespace()] * 3, OneOfTwo(0), 0)
+    assert not any(failures.due(anyway=step % 40 == 0) != (step % 40 == 0) for step in range(200))
 
 
 @pytest.mark.parametrize("how", ["retracted", "aborted"])

@@ -489,6 +489,7 @@ def test_an_option_that_cannot_work_stops_the_launch_in_one_sentence(model):
     assert "Traceback" not in output
 
 
+@pytest.mark.thorough
 def test_a_policy_that_costs_too_much_stops_the_launch(model):
     output, status = launch(model, "--kv-policy", "policies/h2o.yaml")
     assert status == 1
