@@ -237,9 +237,11 @@ def test_it_is_one_launch_and_nothing_else(monkeypatch):
             return lambda *_, **__: grids.append(grid)
 
     monkeypatch.setattr(decode_attention_triton, "_decode", Kernel())
-    tensors = (given.q, given.storage, given.tables, given.rows, given.lengths, given.req_to_token)
+    tensors = (given.storage, given.tables, given.rows, given.lengths, given.req_to_token)
     with Observed(counting=True) as seen:
-        decode_triton(*tensors, layer=1, scale=0.1, splits=33, workspace=workspace)
+        decode_triton(
+            given.q, Requests(*tensors), layer=1, scale=0.1, splits=33, workspace=workspace
+        )
     assert grids == [(2, len(MIXED), 33)]
     assert seen.device == 1
 

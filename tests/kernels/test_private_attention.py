@@ -20,6 +20,7 @@ from kvpolicy.kernels.attention.private_attention_flashinfer import (
     reserved_bytes,
     schedule_bytes,
 )
+from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.launch import occupancy
 from test_decode_attention import DEVICE, MIXED, SHAPES, case
 
@@ -49,8 +50,8 @@ def tail(given, order):
     """Attention over tails in ordinary slots, and log-sum-exp as by SGLang's wrapper."""
     q, rows = given.q[order], given.rows[order]
     tables = replace(given.tables, counts=torch.zeros_like(given.tables.counts))
-    lists = (given.storage, tables, rows, given.lengths[order], given.req_to_token, given.layer)
-    indptr, entries, _ = lists_of(*lists)
+    requests = Requests(given.storage, tables, rows, given.lengths[order], given.req_to_token)
+    indptr, entries, _ = lists_of(requests, given.layer)
     storage, parts = given.storage, []
     pool = storage.view(-1, storage.shape[4])
     values, kv_heads = pool[storage.shape[2] * storage.shape[3] :], storage.shape[3]
@@ -92,8 +93,9 @@ def test_pages_hold_the_lists_of_the_reference(implementation, requests, heads, 
     assert made[int(starts[-1]) :].eq(-7).all()
     nothing = replace(given.tables, tail_start=given.tables.tail_start + 10**6)
     for layer in range(len(counts)):
-        lists = (given.storage, nothing, given.rows, given.lengths, given.req_to_token, layer)
-        indptr, entries, _ = lists_of(*lists)
+        own = (given.rows, given.lengths)
+        requests = Requests(given.storage, nothing, *own, given.req_to_token)
+        indptr, entries, _ = lists_of(requests, layer)
         got = []
         for i, number in enumerate(counts[layer].flatten()):
             own = made[of_layers[layer, i] : of_layers[layer, i + 1]].long()
