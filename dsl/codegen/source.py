@@ -88,7 +88,7 @@ class Generator(Parts):
         for kernel, own in functions.items():
             for part, each in own.items():
                 texts.append(names.function(f"{kernel}_{part}", each.given, each.lines, each.state))
-        text = "\n\n\n".join([self._header(), *texts, self._frame(functions)])
+        text = "\n\n\n".join([self._header(), *texts, self._template(functions)])
         results = tuple(each for each in self.results if not each.stage)
         given = self.arguments
         tensors = tuple((node, given.axes(node), there) for node, there in given.tensors.values())
@@ -132,7 +132,7 @@ class Generator(Parts):
         own |= {each.name: f"results[{i}]" for i, each in enumerate(self.results)}
         return Definitions(sizes, own)
 
-    def _frame(self, functions: dict[str, dict[str, _Function]]) -> str:
+    def _template(self, functions: dict[str, dict[str, _Function]]) -> str:
         """`TEMPLATE`: what the launches of the kernels need to know."""
         tiles, checks, kernels = self.tiles, self._checks(), {}
         for kernel, parts in (("columns", _LOOP), ("rows", _LOOP), ("tail", ("store",))):

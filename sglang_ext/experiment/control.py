@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 1_000_000  # most bytes of a policy or an experiment
 _LONGEST_REASON = 500  # most characters
-_NOT_TEXT = "the body is not text in UTF-8"
 
 
 class Control:
@@ -111,8 +110,6 @@ class Control:
                 policy = await self._catalog.put(*given, _claim(live, name))
         except InUse as error:
             return _problem(409, f"{error}; add the new version under another name")
-        except UnicodeDecodeError:
-            return _problem(400, _NOT_TEXT)
         except Refused as error:
             return _problem(400, str(error))
         return 200, {"name": name, "dry_run": dry, "warnings": policy.warnings or None}
@@ -150,10 +147,8 @@ class Control:
         if len(content) > _LONGEST:
             return _problem(413, f"an experiment has at most {_LONGEST} bytes")
         try:
-            experiment = live.read(content.decode("utf-8"), "request")
-        except UnicodeDecodeError:
-            return _problem(400, _NOT_TEXT)
-        except PolicyError as error:
+            experiment = live.read(_text(content), "request")
+        except (PolicyError, Refused) as error:
             return _problem(400, str(error))
         if experiment.name != live.experiment.name:
             return _problem(
@@ -243,14 +238,25 @@ def _flag(request: Any, name: str, otherwise: str = "false") -> bool | None:
     return {"true": True, "1": True, "false": False, "0": False}.get(text)
 
 
+def _text(content: bytes) -> str:
+    """The text of a body.
+
+    Raises:
+        Refused: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Refused("the body is not text in UTF-8") from None
+
+
 def _policy_in(content: bytes) -> tuple[str, dict[str, str]]:
     """Text and settings of a policy: a body is its YAML, or a JSON object with `policy` and `set`.
 
     Raises:
-        Refused: the body is other JSON.
-        UnicodeDecodeError: it is not UTF-8.
+        Refused: the body is other JSON, or not UTF-8.
     """
-    text = content.decode("utf-8")
+    text = _text(content)
     try:
         found = json.loads(text)
     except ValueError:

@@ -207,20 +207,15 @@ def _custom(part: Mapping[str, Any]) -> dict[str, Any] | None:
 def _parts(obj: Any) -> list[dict[str, Any]]:
     """Sampling parameters of each part of a request; a single element where parts share them.
 
-    What is written into them is the request's own: a program may send its parameters again.
+    They are made the request's own first, to be written into: a program may send its again.
     """
     found = obj.sampling_params
     if found is None:
         return [{}]  # becomes the request's when something is written
-    if isinstance(found, list):
-        obj.sampling_params = found = [
-            dict(each) if isinstance(each, dict) else each for each in found
-        ]
-        return [each for each in found if isinstance(each, dict)]
-    if not isinstance(found, dict):
-        return []
-    obj.sampling_params = found = dict(found)
-    return [found]
+    given = found if isinstance(found, list) else [found]
+    own = [dict(each) if isinstance(each, dict) else each for each in given]
+    obj.sampling_params = own if isinstance(found, list) else own[0]
+    return [each for each in own if isinstance(each, dict)]
 
 
 def _write(
