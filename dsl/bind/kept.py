@@ -5,8 +5,9 @@ Binding fills in `keep` where a policy has none.
 
 from __future__ import annotations
 
+from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, Rules
-from kvpolicy.dsl.ir.traverse import Sections
+from kvpolicy.dsl.ir.traverse import Sections, merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind
 
 
@@ -25,6 +26,20 @@ def heads_differ(sections: Sections) -> bool:
     """Whether the KV heads of a layer may hold different entries, by a bound policy's sections."""
     keeps = [keep_of(rules) for rules in (sections.prefill, sections.decode) if rules is not None]
     return any("kv" in keep.type.axes for keep in keeps)
+
+
+def entries_compared(sections: Sections) -> bool:
+    """Whether decode steps compare entries of KV heads, which may hold different ones.
+
+    Args:
+        sections: with reductions over KV heads after all others, see `heads_last`.
+    """
+    if sections.decode is None or not heads_differ(sections):
+        return False
+    rules = sections.decode
+    roots = [keep_of(rules), *state_roots(rules.states), *merge_roots(rules.merge)]
+    nodes = filter(across_heads, nodes_of(roots))
+    return any("token" in each.type.axes for node in nodes for each in node.args)
 
 
 def filling(fill: Node) -> tuple[Node, Node, Node]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import Bounds
 from kvpolicy.dsl.bind.entries import known_counts
-from kvpolicy.dsl.bind.kept import heads_differ
+from kvpolicy.dsl.bind.kept import entries_compared, heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.bind.work import Sizes
@@ -22,6 +22,7 @@ from kvpolicy.dsl.execute.decode.keep_stages import KeepStage
 from kvpolicy.dsl.ir.heads import across_heads, heads_last
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, rules_roots
+from kvpolicy.dsl.ops.operations import Kind
 from kvpolicy.dsl.tools.units import size_text
 
 _NUMBER, _TRUTH = 8, 1  # bytes
@@ -56,6 +57,7 @@ def prefill_bytes(bound: Bound, length: int, element: int) -> int:
     roots = [*rules_roots(rules), rules.budget, *propagate_roots(sections.propagate)]
     kept = Bounds(bound, length).kept.head
     nodes, total = _across(roots), _known_to_hosts(bound, length, roots)
+    total += bound.shape.layers * length * _columns(bound)
     for layer, (_, tokens) in enumerate(lengths(bound, length)):
         sizes = Sizes(bound, length, layer, tokens, kept[layer], element)
         total += _bytes(nodes, sizes)
@@ -81,9 +83,13 @@ def fold_bytes(bound: Bound, length: int, element: int) -> int:
     nodes = _across(rules_roots(rules))
     among = _competing(bound, rules.keep, length)
     kept = Bounds(bound, length).kept.head
+    columns = _columns(bound)
+    # Heads that hold different entries: a layer has at most so many times more columns.
+    apart = bound.shape.kv_heads if columns else 1
     total = bound.shape.layers * bound.shape.kv_heads * _said(bound, nodes)
     for layer, most in enumerate(kept):
-        held = most + bound.fold_interval
+        held = min(most * apart, length) + bound.fold_interval
+        total += held * columns
         for node in nodes:
             tokens = min(among.get(id(node), held), held)
             sizes = Sizes(bound, length, layer, tokens, most, element, step=True)
@@ -96,6 +102,11 @@ def _said(bound: Bound, nodes: list[Node]) -> int:
     if heads_differ(bound.lowered):
         return _COLUMNS * _NUMBER
     return _TRUTH if nodes else 0  # whether what was read is finite
+
+
+def _columns(bound: Bound) -> int:
+    """Bytes per token and layer that say which positions some KV head holds, at most."""
+    return bound.shape.kv_heads * _TRUTH * entries_compared(heads_last(bound.lowered))
 
 
 def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
@@ -125,7 +136,15 @@ def _across(roots: Iterable[Node | None]) -> list[Node]:
 
 
 def _bytes(nodes: list[Node], sizes: Sizes) -> int:
-    """Bytes of all arguments with the axis `kv`, counted once for each node that reads them."""
+    """Bytes of all arguments with the axis `kv`, counted once for each node that reads them.
+
+    At a decode step each has a mask, and selections are told which entries there are.
+    """
     given = [each for node in nodes for each in node.args if "kv" in each.type.axes]
-    each = (sizes.elements(x) * (_TRUTH if x.type.kind == "truth" else _NUMBER) for x in given)
-    return int(sum(each))
+    each = (sizes.elements(x) * (_size(x) + _TRUTH * sizes.step) for x in given)
+    chosen = (node for node in nodes if sizes.step and node.operation.kind is Kind.SELECTION)
+    return int(sum(each) + sum(sizes.elements(node) * _TRUTH for node in chosen))
+
+
+def _size(x: Node) -> int:
+    return _TRUTH if x.type.kind == "truth" else _NUMBER

@@ -10,6 +10,7 @@ from kvpolicy.kernels.launch.arguments import check_axes, check_tensors, refused
 
 def carry(
     kept: torch.Tensor,
+    columns: torch.Tensor | None,
     positions: torch.Tensor,
     used: torch.Tensor,
     newest: torch.Tensor,
@@ -26,8 +27,10 @@ def carry(
 
     Args:
         kept: bool [S * G, M], the entries that stay in each list.
+        columns: bool [S, M], the columns that are collected, among them all with a kept entry;
+            None: only these.
         positions: int64 [S, M], positions of a layer's entries.
-        used: int64 [S], number of positions at which some KV head of the layer keeps an entry.
+        used: int64 [S], number of columns of a layer that are collected.
         newest: int64 [N], position of the last new entry of each of N requests, which have S / N
             consecutive layers each; positions of new entries are consecutive.
         states: each float64 [S * G, M], one number per entry, or [S * G, C, M], C numbers.
@@ -42,7 +45,7 @@ def carry(
     Raises:
         ValueError: names the argument, what was expected and what was given.
     """
-    check(kept, positions, used, newest, states, fresh)
+    check(kept, columns, positions, used, newest, states, fresh)
     layers = len(positions)
     kv_heads, device = len(kept) // max(layers, 1), kept.device
     made = torch.full((layers, width), -1, dtype=torch.int64, device=device)
@@ -57,7 +60,7 @@ def carry(
     for new, value in zip(later, fresh, strict=True):
         new[..., width - steps :] = value
     stays = kept.view(layers, kv_heads, kept.shape[1])
-    some = stays.any(1)
+    some = stays.any(1) if columns is None else columns
     layer, column = some.nonzero(as_tuple=True)
     place = (width - steps - used)[layer] + some.cumsum(1)[layer, column] - 1
     made[layer, place] = positions[layer, column]
@@ -69,6 +72,7 @@ def carry(
 
 def check(
     kept: torch.Tensor,
+    columns: torch.Tensor | None,
     positions: torch.Tensor,
     used: torch.Tensor,
     newest: torch.Tensor,
@@ -79,6 +83,7 @@ def check(
     check_axes("kept", kept, torch.bool, "[S * G, M]")
     layers = len(used)
     given = [
+        ("columns", columns, torch.bool, (layers, kept.shape[1])),
         ("positions", positions, torch.int64, (layers, kept.shape[1])),
         ("used", used, torch.int64, (layers,)),
         *(

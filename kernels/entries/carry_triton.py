@@ -18,6 +18,7 @@ from kvpolicy.kernels.launch.kernel import kernel
 
 def carry(
     kept: torch.Tensor,
+    columns: torch.Tensor | None,
     positions: torch.Tensor,
     used: torch.Tensor,
     newest: torch.Tensor,
@@ -39,7 +40,7 @@ def carry(
     Returns:
         int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, ..., M'].
     """
-    check(kept, positions, used, newest, states, fresh)
+    check(kept, columns, positions, used, newest, states, fresh)
     layers, device = len(positions), kept.device
     kv_heads = len(kept) // max(layers, 1)
     padded = triton.next_power_of_2(max(kv_heads, 1))
@@ -49,13 +50,14 @@ def carry(
         torch.empty((*x.shape[:-1], width), dtype=torch.float64, device=device) for x in states
     ]
     stays, own = kept.contiguous().view(torch.uint8), positions.contiguous()
+    chosen = None if columns is None else columns.contiguous().view(torch.uint8)
     first = True
     for i in range(max(len(states), 1)) if layers and width else ():
         old, new, value = (states[i], later[i], fresh[i]) if states else (None, None, 0.0)
         low, high = struct.unpack("<ii", struct.pack("<d", value))  # Triton would pass a float32
         each = 1 if old is None or old.dim() == 2 else old.shape[1]
         _carry[(layers, each)](
-            stays, own if first else None, used, used.stride(0), newest, made,
+            stays, chosen, own if first else None, used, used.stride(0), newest, made,
             holds.view(torch.uint8),
             None if old is None else old.contiguous(), new, low, high,
             kept.shape[1], width, steps, layers // len(newest),
@@ -67,7 +69,7 @@ def carry(
 
 @kernel()
 def _carry(
-    kept, positions, used, used_stride, newest, made, holds, state, later, low, high,
+    kept, columns, positions, used, used_stride, newest, made, holds, state, later, low, high,
     before, width, steps, share,
     KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +108,11 @@ def _carry(
         column = first + tl.arange(0, BLOCK)
         inside = real & (column < before)[None, :]
         stays = tl.load(kept + old + column[None, :], mask=inside, other=0).to(tl.int32)
-        some = tl.max(stays, 0)
+        if columns is None:
+            some = tl.max(stays, 0)
+        else:
+            chosen = columns + layer * before + column
+            some = tl.load(chosen, mask=column < before, other=0).to(tl.int32)
         target = start + seen + tl.cumsum(some) - some
         both = real & (some > 0)[None, :]
         if positions is not None:

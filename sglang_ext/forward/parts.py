@@ -123,7 +123,7 @@ class Comparing(Part):
     def choose(self) -> tuple[torch.Tensor, Known]:
         run = self.run
         kept = torch.stack(run.finish(wait=False))
-        entries, held = to_host([kept.sum(2), Held.of(kept)])
+        entries, held = to_host([kept.sum(2), Held.of(kept, run.columns())])
         own = run.program.layers
         wanted = torch.tensor(run.entries_kept())[own.start : own.stop, None].expand_as(entries)
         if not torch.equal(entries, wanted):

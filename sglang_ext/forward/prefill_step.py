@@ -397,7 +397,9 @@ class PrefillStep:
         if finite is None:
             finite = kept.new_ones(())
         # Only a policy that goes on remembers what each layer holds.
-        held = Held.of(kept if scored.state.folds else kept[:0])
+        held = kept.new_zeros((0, 2), dtype=torch.int64)
+        if scored.state.folds:
+            held = Held.of(kept, scored.run.columns())
         return _Chosen(kept, kept.sum(dim=2), held, finite)
 
     def _numbers(self, chosen: list[_Chosen]) -> Iterator[list[torch.Tensor]]:

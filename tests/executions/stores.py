@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.apply import prefilled, turned
 from kvpolicy.dsl.execute.decode.lists import Folded
@@ -56,6 +55,21 @@ def in_one_pool(
     return tuple(
         Entries(torch.cat([nothing, *(x[i].reshape(-1, size) for x in rows)]), ids) for i in (0, 1)
     )
+
+
+def in_columns(rows: Rows, there: torch.Tensor | None, poison: float) -> Rows:
+    """Rows [G, m, D] in the columns in which some KV head holds an entry; `poison` in others.
+
+    Args:
+        there: bool [G, M]; None: all are held.
+    """
+    if there is None:
+        return rows
+    some = there.any(0)
+    made = tuple(x.new_full((len(x), len(some), x.shape[2]), poison) for x in rows)
+    for new, x in zip(made, rows, strict=True):
+        new[:, some] = x
+    return made
 
 
 class Store:
@@ -106,7 +120,7 @@ class Store:
         """Stores the entries of a layer that stay; all of them if `choice` is None."""
         if choice is None:
             return
-        k, v = self.rows[layer]
+        k, v = in_columns(self.rows[layer], choice.there, self.poison)
         k, v = (
             x if merged is None else merged.float()
             for x, merged in zip((k, v), choice.rows, strict=True)
@@ -166,10 +180,11 @@ def begun(stores: list[Store], number: int, *, leaves: bool = True) -> Staying |
             for layer in range(len(each.rows)):
                 number = len(each.rows) * i + layer
                 held = there[number * heads : (number + 1) * heads]
-                own = held[:, held.shape[1] - each.rows[layer][0].shape[1] :]
+                some = held.any(0)
+                own = held[:, some]
                 found = in_one_pool(each.rows, layer, own, each.poison)
-                shifted = torch.where(own, found[0].ids + before, 0)
-                ids.append(F.pad(shifted, (held.shape[1] - own.shape[1], 0)))
+                ids.append(torch.zeros_like(held, dtype=torch.int64))
+                ids[-1][:, some] = torch.where(own, found[0].ids + before, 0)
             for pool, x in zip(pools, found, strict=True):
                 pool.append(x.pool)
             before += len(found[0].pool)
@@ -194,7 +209,7 @@ def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
     made = []
     for i, each in enumerate(stores):
         choices = staying.choices(
-            i, lambda layer, there, own=each: own.rows[layer],
+            i, lambda layer, there, own=each: in_columns(own.rows[layer], there, own.poison),
             slots=each.memory.bound.positions == "slots",
         )  # fmt: skip
         each.memory.land()

@@ -15,7 +15,6 @@ from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import Divided
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
@@ -282,14 +281,44 @@ def test_an_index_of_heads_and_random_numbers_are_those_of_the_model():
     assert_same(bind(load(Source("a.yaml", HEADER + text)).require(), ModelShape(*SHAPE)), 19, 2, 0)
 
 
-def test_entries_of_heads_that_keep_others_are_not_compared_while_decoding():
-    text = """state:
-  heat: heat + sum[group, query](attn(new))
-keep: top(heat, 6)
-decode:
-  keep: top[kv, token](heat, 20)
-"""
-    bound = bind(load(Source("a.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
-    TorchProgram(bound)
-    with pytest.raises(PolicyError, match="`top` compares cached entries of KV heads on different"):
-        TorchProgram(bound, heads=Ranks(2).heads(0, 4))
+HEAT = "  heat: heat + sum[group, query](attn(new))\n"
+# Rules that compare KV heads' entries at decode steps while each head keeps its own: what is kept
+# of all heads together, what is counted or added up where some head has an entry, along tokens too.
+COMPARING = {
+    "top of all heads": (
+        f"state:\n{HEAT}keep: top(heat, 6)\ndecode:\n  keep: top[kv, token](heat, 20)\n"
+    ),
+    "top of all heads, twice": (
+        f"state:\n{HEAT}keep: top[kv, token](heat, 30)\ndecode:\n  keep: top[kv, token](heat, 20)\n"
+    ),
+    "beside the mean": (
+        f"state:\n{HEAT}keep: top(heat, 6) or recent(2)\n"
+        "decode:\n  keep: top(2 * heat - mean[kv](heat), 5) or recent(2)\n"
+    ),
+    "beside neighbors of all heads": (
+        f"state:\n{HEAT}keep: top(heat, 6) or recent(2)\n"
+        "decode:\n  keep: top(heat + maxpool(max[kv](heat), 3), 5) or recent(2)\n"
+    ),
+    "beside sums along tokens": (
+        f"state:\n{HEAT}keep: top(heat, 6)\n"
+        "decode:\n  keep: top(heat + cumsum[token](sum[kv](heat)) / 20, 6)\n"
+    ),
+    "states of all heads": (
+        "state:\n  heat: heat + mean[kv](sum[group, query](attn(new)))\n"
+        "keep: top(sum[group, query](attn(recent(2))), 6)\n"
+        "decode:\n  keep: top(heat + sum[group, query](attn(new)), 6)\n"
+    ),
+    "by place among heads": (
+        f"state:\n{HEAT}keep: top(heat, 6)\ndecode:\n  keep: rank[kv](heat) < 2 or recent(3)\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_entries_of_heads_that_keep_others_are_compared_while_decoding(name):
+    text = HEADER + COMPARING[name]
+    bound = bind(load(Source("a.yaml", text)).require(), ModelShape(*SHAPE), fold_interval=EVERY)
+    for seed, (tokens, number) in enumerate([(41, 2), (23, 4), (31, 8), (1, 2)]):
+        assert_same(bound, tokens, number, seed, ties=seed == 1)
+    with patch.object(Steps, "by_kernels", True):  # all layers at once where that is possible
+        assert_same(bound, 29, 2, 6)

@@ -81,7 +81,8 @@ def test_a_number_that_is_nan_chooses_nothing():
 def test_a_memory_needs_no_wait_where_it_is_told_what_is_held(name):
     run, kept = finished(name, None, 0.0, wait=False)
     run.settle(finite=True)
-    told = [Held(number, bool(alike)) for number, alike in Held.of(torch.stack(kept)).tolist()]
+    numbers = Held.of(torch.stack(kept), run.columns())
+    told = [Held(number, bool(alike)) for number, alike in numbers.tolist()]
     assert [each.alike for each in told] == [bool((x == x[0]).all()) for x in kept]
     known = Known(told, max(each.positions for each in told))
     memory, expected = Memory.after(run, known), Memory.after(run)

@@ -154,7 +154,7 @@ def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     positions = ids(B * L, width)
     for states in ([], [score], [score, score], [score[:, None].expand(-1, 2, -1)]):
         fresh = [0.0] * len(states)
-        carry(kept, positions, ids(B * L), ids(B), states, fresh, steps=16, width=width)
+        carry(kept, None, positions, ids(B * L), ids(B), states, fresh, steps=16, width=width)
     for interleaved in (False, True):
         frequencies = empty(size // 2, dtype=torch.float64)
         turn(where, kept, there, proceed, frequencies, interleaved=interleaved)

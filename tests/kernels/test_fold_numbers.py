@@ -69,8 +69,8 @@ def test_wrong_numbers_are_named(counted):
             counted(*wrong, 3)
 
 
-def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0):
-    """Arguments of `carry`, and the result by definition."""
+def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0, *, more=False):
+    """Arguments of `carry`, and the result by definition; `more`: columns without entries, too."""
     kept, there = masks(layers, kv_heads, width, seed)
     kept = kept & there
     generator = torch.Generator().manual_seed(seed)
@@ -86,6 +86,8 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0):
     fresh = [0.7 * i for i in range(states)]  # no numbers of 32 bits
     newest = torch.tensor([600 + 10 * i for i in range(requests)])
     some = kept.view(layers, kv_heads, width).any(1)
+    if more:
+        some = some | (torch.rand(some.shape, generator=generator) < 0.3)
     used = torch.stack([some.sum(1), some.sum(1)], 1)[:, 1]  # a column of a table
     wide = int(used.max()) + steps + extra
     made = torch.full((layers, wide), -1)
@@ -107,7 +109,7 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0):
             held[own, wide - 1 - step] = True
             for new, value in zip(later, fresh, strict=True):
                 new[own, wide - 1 - step] = value
-    given = (kept, positions, used, newest)
+    given = (kept, some if more else None, positions, used, newest)
     return given, values, fresh, {"steps": steps, "width": wide}, (made, held, later)
 
 
@@ -129,8 +131,9 @@ def test_numbers_of_an_entry_are_carried_as_of_more_lists(moved, layers, kv_head
 @pytest.mark.parametrize("states", [0, 1, 2])
 @pytest.mark.parametrize(("layers", "kv_heads", "width"), SIZES)
 def test_what_stays_is_carried_on(moved, states, layers, kv_heads, width):
-    for steps, extra, requests in ((1, 0, 1), (16, 5, layers), (0, 3, 1)):
-        case = carried(layers, kv_heads, width, states, requests, steps, extra)
+    sizes = ((1, 0, 1, False), (16, 5, layers, False), (0, 3, 1, True), (16, 5, layers, True))
+    for steps, extra, requests, also in sizes:
+        case = carried(layers, kv_heads, width, states, requests, steps, extra, more=also)
         given, values, fresh, options, wanted = case
         more = {} if moved is carry.carry else {"block": 16}
         made = moved(*on_device(*given), on_device(*values), fresh, **options, **more)
@@ -143,13 +146,23 @@ def test_what_stays_is_carried_on(moved, states, layers, kv_heads, width):
 @pytest.mark.parametrize("moved", CARRIES)
 def test_wrong_memories_are_named(moved):
     given, values, fresh, options, _ = carried(4, 2, 30, 1, 2, 3, 0)
-    kept, positions, used, newest = given
+    kept, _, positions, used, newest = given
     for wrong, message in (
-        ((kept.int(), positions, used, newest, values, fresh), r"kept: expected bool"),
-        ((kept, positions[:3], used, newest, values, fresh), r"positions: expected torch.int64"),
-        ((kept, positions, used, newest[[0, 0, 1]], values, fresh), r"newest: .* a part of 4"),
-        ((kept, positions, used, newest, [kept], fresh), r"states\[0\]: expected torch.float64"),
-        ((kept, positions, used, newest, values, []), r"fresh: expected 1 numbers, got 0"),
+        ((kept.int(), None, positions, used, newest, values, fresh), r"kept: expected bool"),
+        ((kept, kept, positions, used, newest, values, fresh), r"columns: expected torch.bool"),
+        (
+            (kept, None, positions[:3], used, newest, values, fresh),
+            r"positions: expected torch.int64",
+        ),
+        (
+            (kept, None, positions, used, newest[[0, 0, 1]], values, fresh),
+            r"newest: .* a part of 4",
+        ),
+        (
+            (kept, None, positions, used, newest, [kept], fresh),
+            r"states\[0\]: expected torch.float64",
+        ),
+        ((kept, None, positions, used, newest, values, []), r"fresh: expected 1 numbers, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             moved(*wrong, **options)

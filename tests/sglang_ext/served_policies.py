@@ -20,6 +20,17 @@ decode:
 """
 
 
+COMPARING = """policy: comparing
+language: 1
+about: A test, by which KV heads with different entries are compared while decoding.
+state:
+  heat: heat + sum[group, query](attn(new))
+keep: top(heat, 20) or recent(4)
+decode:
+  keep: top(2 * heat - mean[kv](heat), 12) or recent(4)
+"""
+
+
 def trial(policy, tight):
     """An experiment: one arm's policy drops nothing, another's has a capacity of `tight`."""
     return {

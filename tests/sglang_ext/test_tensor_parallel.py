@@ -9,7 +9,7 @@ import pytest
 from collectives import GLOO
 from counted import assert_counted_once
 from random_tokens import prompt
-from served_policies import GROWING, trial
+from served_policies import COMPARING, GROWING, trial
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -265,8 +265,9 @@ def ranks(scenario):
 def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, shared):
     policies, points, flags = (SHARED if shared else CASES)[case]
     if case == "decode":
-        (tmp_path / "growing.yaml").write_text(GROWING)
-        policies = {**policies, str(tmp_path / "growing.yaml"): []}
+        for name, text in (("growing", GROWING), ("comparing", COMPARING)):
+            (tmp_path / f"{name}.yaml").write_text(text)
+            policies = {**policies, str(tmp_path / f"{name}.yaml"): []}
     folder = checkpoint("llama", kv_heads=1 if shared else 2)
     flags = {"count": 10, "chance": 0.3, "folder": folder, **flags}
     first, second = ranks("faults", policies=policies, points=points, **flags)
@@ -288,23 +289,29 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, 
 
 
 @pytest.fixture(scope="module")
-def of_one(ranks, checkpoint):
+def mixed(tmp_path_factory):
+    """Flags of requests of all policies."""
+    comparing = tmp_path_factory.mktemp("mixed") / "comparing.yaml"
+    comparing.write_text(COMPARING)
+    policies = {**ENTRIES, str(comparing): [], **TOKENS}
+    return {
+        "policies": policies, "count": 20, "output": 16, "chunked_prefill_size": 64,
+        "max_total_tokens": 2048,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_one(ranks, checkpoint, mixed):
     """A function from a number of KV heads to one rank's answers and kept entries."""
     found = {}
 
     def of_one(kv_heads):
         if kv_heads not in found:
             folder = checkpoint("llama", kv_heads)
-            (found[kv_heads],) = ranks("alone", number=1, folder=folder, **MIXED)
+            (found[kv_heads],) = ranks("alone", number=1, folder=folder, **mixed)
         return found[kv_heads]
 
     return of_one
-
-
-MIXED = {
-    "policies": {**ENTRIES, **TOKENS}, "count": 18, "output": 16, "chunked_prefill_size": 64,
-    "max_total_tokens": 2048,
-}  # fmt: skip
 
 
 @pytest.mark.thorough(besides=["2-2-more0"])
@@ -316,10 +323,12 @@ MIXED = {
         (4, 2, {}),
     ],
 )
-def test_ranks_hold_the_same_at_every_step(ranks, checkpoint, of_one, number, kv_heads, more):
+def test_ranks_hold_the_same_at_every_step(
+    ranks, checkpoint, of_one, mixed, number, kv_heads, more
+):
     """And keep the same as one rank; with more ranks than KV heads, two hold the same one."""
     folder = checkpoint("llama", kv_heads)
-    first, *others = ranks("mixed", more, number, folder, abort=0.1, **MIXED)
+    first, *others = ranks("mixed", more, number, folder, abort=0.1, **mixed)
     assert others == [first] * (number - 1)
     for rid, expected in of_one(kv_heads).items():
         assert first["alone"][rid] == expected, rid

@@ -76,34 +76,51 @@ class Counts:
         return self._read
 
 
+Tallied = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
 def tally_gathered_later(
-    heads: Heads, numbers: torch.Tensor, good: torch.Tensor, *, alike: bool
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    heads: Heads,
+    numbers: torch.Tensor,
+    good: torch.Tensor,
+    columns: torch.Tensor | None,
+    *,
+    alike: bool,
+) -> Callable[[], Tallied]:
     """Results of the kernel "tally" for the KV heads of all ranks, which are asked now.
 
     Args:
         numbers, good: int64 [S, 3 + 2 * g] and bool [S], results for the g KV heads here.
+        columns: bool [S, M], where a KV head here keeps an entry, if layers have
+            `Steps.columns_of_all_ranks`; else None.
         alike: whether they are the same on all ranks, and for all KV heads of a layer.
 
     Returns:
         A function that gives int64 [S, 3 + 2 * G] and bool [S]: of all ranks, but for the first two
-        columns. Unless `alike`, R more columns hold the first one of each of several ranks.
+        columns. Unless `alike`, R more columns hold the first one of each of several ranks. Then
+        `columns` of all ranks, which the first two columns count.
     """
     if not heads.divided:
-        return lambda: (numbers, good)
+        return lambda: (numbers, good, None)
     kv = (numbers.shape[1] - _FIRST) // 2
     if alike:
         counts = [numbers[:, at, None].expand(-1, heads.total(kv)) for at in (_FIRST, _FIRST + kv)]
-        return lambda: (torch.cat([numbers[:, :_FIRST], *counts], 1), good)
-    gathered = heads.gathered_later([(torch.cat([numbers, good[:, None].long()], 1), None)])
+        return lambda: (torch.cat([numbers[:, :_FIRST], *counts], 1), good, None)
+    parts = [(torch.cat([numbers, good[:, None].long()], 1), None)]
+    gathered = heads.gathered_later(parts if columns is None else [*parts, (columns, None)])
 
-    def found() -> tuple[torch.Tensor, torch.Tensor]:
-        (every,) = gathered()  # [R, S, 4 + 2 * g]
+    def found() -> Tallied:
+        every, *some = gathered()  # [R, S, 4 + 2 * g]
         finite, all_good = (every[:, :, at].amin(0) for at in (_FIRST - 1, -1))
         both = every[:, :, _FIRST:-1].split(kv, 2)
         counts = [x.transpose(0, 1).flatten(1) for x in both]
-        first = torch.cat([numbers[:, : _FIRST - 1], finite[:, None]], 1)
-        return torch.cat([first, *counts, every[:, :, 0].T], 1), all_good.bool()
+        first, of_all = numbers[:, : _FIRST - 1], None
+        if columns is not None:
+            of_all = some[0].any(0)
+            whole = (columns == of_all).all(1)
+            first = torch.stack([of_all.sum(1), first[:, 1] * whole], 1)
+        made = torch.cat([first, finite[:, None], *counts, every[:, :, 0].T], 1)
+        return made, all_good.bool(), of_all
 
     return found
 
@@ -195,8 +212,9 @@ class Block:
 
     Attributes:
         requests: B; kv: G, of this rank.
-        lengths: [B * L], number of positions of a layer that some KV head holds.
-        alike: [B * L], whether all KV heads of a layer hold the same positions.
+        lengths: [B * L], number of positions of a layer that some KV head holds, or, with
+            `Steps.columns_of_all_ranks`, one of any rank.
+        alike: [B * L], whether each KV head of a layer holds all of these.
         widest: [B], number of positions of a request's longest layer, on any rank.
         positions: int64 [B * L, M], -1 in front of a layer's first.
         there: bool [B * L * G, M], which entries a list holds.
@@ -209,6 +227,8 @@ class Block:
             nothing was read.
         numbers: int64 [B * L, 3 + 2 * G], kernel "tally" at the last fold; None before the first.
         used: int64 [B * L], `lengths` on the device, if entries that left are gaps; None: no gaps.
+        columns: bool [B * L, M], the columns that are in use, with `Steps.columns_of_all_ranks`;
+            None: those in which a list holds an entry.
         since: steps since every list was cut to at most what its rule keeps; None: unknown.
         ends: made so far, for all steps: int64 [N, 3] `limits` of the kernel "best" by node that
             selects entries by their place, and float64 [N] by number of a `KeepStage`.
@@ -229,6 +249,7 @@ class Block:
     finite: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
     used: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
     since: int | None = None
     ends: dict[Node, torch.Tensor] = field(default_factory=dict)
 
@@ -293,7 +314,7 @@ class Block:
             budgets=maybe(self.budgets),
             last_queries=None if last is None else last.select(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
-            since=self.since,
+            columns=maybe(self.columns), since=self.since,
         )  # fmt: skip
 
 
@@ -305,12 +326,14 @@ class Folded:
         block: with all entries, those of the steps and those that leave included.
         staying: bool [B * L * G, M], the entries that stay.
         counts: how many stay.
+        columns: as in `Block`, of staying entries.
         whole: the block to go on with if nothing leaves after all.
     """
 
     block: Block
     staying: torch.Tensor
     counts: Counts
+    columns: torch.Tensor | None
     whole: Block
 
     def broad(self, request: int) -> int:
@@ -325,7 +348,7 @@ class Folded:
             lengths=[n for own in landed for n in own.positions],
             alike=[same for own in landed for same in own.alike],
             widest=[own.widest for own in landed],
-            there=self.staying, used=self.counts.numbers[:, 0],
+            there=self.staying, used=self.counts.numbers[:, 0], columns=self.columns,
         )  # fmt: skip
 
 
@@ -375,6 +398,9 @@ def _joined(parts: list[Block]) -> Block:
     used = None
     if any(each.used is not None for each in parts):
         used = torch.cat([each.on_device for each in parts])
+    columns = [
+        None if each.columns is None else wide(each.columns, 1, nothing=False) for each in parts
+    ]
     since = [each.since for each in parts if each.since is not None]
     return Block(
         sum(each.requests for each in parts), first.kv,
@@ -386,7 +412,7 @@ def _joined(parts: list[Block]) -> Block:
         joined([each.merge_states for each in parts]), joined([each.decided for each in parts]),
         budgets=known([each.budgets for each in parts]),
         last_queries=LastQueries.joined(parts), finite=known(finite),
-        numbers=known([each.numbers for each in parts]), used=used,
+        numbers=known([each.numbers for each in parts]), used=used, columns=known(columns),
         since=max(since) if len(since) == len(parts) else None,
     )  # fmt: skip
 

@@ -44,8 +44,7 @@ class Known:
     @classmethod
     def after(cls, run: Run) -> Known:
         """The same of a finished prefill; the host waits for the device."""
-        kept = zip(run.program.layers, run.finish(), strict=True)
-        numbers = torch.stack([Held.of(own[:, run.there(layer)]) for layer, own in kept])
+        numbers = Held.of(torch.stack(run.finish()), run.columns())
         held = [Held(positions, bool(alike)) for positions, alike in numbers.tolist()]
         return cls(held, int(run.program.heads.per_rank(numbers[:, 0].max()).max()))
 
@@ -198,11 +197,12 @@ def _remembered(run: Run, steps: Steps, known: Known) -> Block:
     bound, layers = run.program.bound, run.program.layers
     kv = run.program.heads.number(bound.shape.kv_heads)
     there, positions, states = [], [], []
-    for number, kept, held in zip(layers, run.finish(), known.held, strict=True):
+    each = zip(layers, run.finish(), run.columns(), known.held, strict=True)
+    for number, kept, columns, held in each:
         places = run.there(number)
         own = kept[:, places]
-        # In order, the positions that some KV head keeps; `nonzero` would wait for the device.
-        some = (~own.any(0)).to(torch.uint8).argsort(stable=True)[: held.positions]
+        # The positions in order; `nonzero` would wait for the device.
+        some = (~columns[places]).to(torch.uint8).argsort(stable=True)[: held.positions]
         positions.append(places[some])
         there.append(own[:, some])
         states.append({
@@ -222,6 +222,8 @@ def _remembered(run: Run, steps: Steps, known: Known) -> Block:
         torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
         {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
     )  # fmt: skip
+    if steps.columns_of_all_ranks:
+        block.columns = block.positions >= 0
     shape = bound.shape
     sizes = {"kv": len(whole), "group": shape.group, "token": width, "dim": shape.head_dim}
     for name, first in steps.initial_values.items():

@@ -30,6 +30,7 @@ from kvpolicy.dsl.execute.decode.lists import (
     Counts,
     Folded,
     LastQueries,
+    Tallied,
     joined_block,
     listed,
     padded,
@@ -273,7 +274,7 @@ class _Following:
             places = self.steps.places(old.width, old.there.device)
             given, initial = [*given, places.double().expand(lists, -1)], [*initial, 0.0]
         positions, there, made = self.steps.kernels["carry"](
-            old.there, old.positions, old.on_device, self.newest, given, initial,
+            old.there, old.columns, old.positions, old.on_device, self.newest, given, initial,
             steps=number, width=width,
         )  # fmt: skip
         states = {
@@ -291,6 +292,7 @@ class _Following:
             there=there,
             states=states,
             used=None,
+            columns=positions >= 0 if self.steps.columns_of_all_ranks else None,
             since=None if old.since is None else old.since + number,
         )
 
@@ -387,11 +389,11 @@ class _Following:
             merges = self._merges(block, decisions, None)
             if read != [len(own.finite_checks.results) for own in lists]:
                 tallied = self._tallied(block, before, kept, lists)
-        of_all, good = tallied()
+        of_all, good, columns = tallied()
         counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
         block.since = 0 if all(own.cut for own in lists) else None
         block.finite = None  # in `numbers` now; a request that is not finite loses nothing
-        folded = Folded(block, kept, counts, whole)
+        folded = Folded(block, kept, counts, columns, whole)
         if not at_once:
             # Merges layer by layer need the numbers: how many entries leave each layer.
             merges = self._merges(block, decisions, counts)
@@ -407,7 +409,7 @@ class _Following:
         before: torch.Tensor | None,
         kept: torch.Tensor,
         lists: list[ListsAtOnce],
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Callable[[], Tallied]:
         """Counts the staying entries of this rank's lists, and asks other ranks.
 
         See `tally_gathered_later`.
@@ -419,7 +421,10 @@ class _Following:
         given = (kept, block.there, block.finite, before, block.kv)
         block.numbers, good = self.steps.kernels["tally"](*given)
         alike = self.steps.ranks_alike and all(own.finite_checks.all_asked for own in lists)
-        return tally_gathered_later(self.heads, block.numbers, good, alike=alike)
+        columns = None
+        if self.steps.columns_of_all_ranks:
+            columns = (kept & block.there).unflatten(0, (-1, block.kv)).any(1)
+        return tally_gathered_later(self.heads, block.numbers, good, columns, alike=alike)
 
     def _merges(
         self, block: Block, decisions: list[_Decision], counts: Counts | None

@@ -31,19 +31,22 @@ class Held:
     """What the host knows of a layer's kept entries.
 
     Attributes:
-        positions: number of positions that some KV head keeps.
-        alike: whether all KV heads keep the same positions.
+        positions: number of positions that get a column, see `Run.columns`.
+        alike: whether each KV head here keeps all of them.
     """
 
     positions: int
     alike: bool
 
     @staticmethod
-    def of(kept: torch.Tensor) -> torch.Tensor:
-        """int64 [..., 2], positions and alike, from bool [..., G, N], on the same device."""
-        some = kept.any(-2)
-        alike = (kept == some.unsqueeze(-2)).all(-1).all(-1)
-        return torch.stack([some.sum(-1), alike.long()], -1)
+    def of(kept: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """int64 [..., 2], positions and alike, on the same device.
+
+        Args:
+            kept: bool [..., G, N]; columns: bool [..., N].
+        """
+        alike = (kept == columns.unsqueeze(-2)).all(-1).all(-1)
+        return torch.stack([columns.sum(-1), alike.long()], -1)
 
 
 # Keys and values [G, M, D] after a merge; None for those that it leaves alone.

@@ -9,7 +9,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.bind.fixed_size import FixedSize
-from kvpolicy.dsl.bind.kept import heads_differ
+from kvpolicy.dsl.bind.kept import entries_compared, heads_differ
 from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.layer.evaluate import updating
@@ -21,7 +21,6 @@ from kvpolicy.dsl.execute.planned.prefill import reads_budget
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels
 from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS
-from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
@@ -68,23 +67,6 @@ def _joins_layer(node: Node) -> bool:
     )
 
 
-def _check_ranks(bound: Bound, nodes: list[Node]) -> None:
-    """Refuses nodes that compare cached entries of KV heads on different ranks.
-
-    Raises:
-        PolicyError: there is such a node.
-    """
-    for node in nodes:
-        if across_heads(node) and any("token" in each.type.axes for each in node.args):
-            raise refused(
-                bound.program.name,
-                "phase",
-                f"`{node.op}` compares cached entries of KV heads on different ranks at a decode "
-                f"step, and each head keeps its own",
-                "let all KV heads keep the same entries, or serve it without tensor parallelism",
-            )
-
-
 def _is_position(row: Operation) -> bool:
     return row.name == "position"
 
@@ -119,13 +101,14 @@ class Steps:
         advancing_roots: nodes that advance the states.
         fixed_size: whether lists keep as many entries at every later fold, see `FixedSize`.
         ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
+        columns_of_all_ranks: whether a layer has a column for every position that a KV head of any
+            rank holds, since entries of KV heads are compared; else for those of the heads here.
         states_alike, keep_alike: whether layers may stand for more KV heads of one (`like_heads`):
             where several steps advance the states, and where `keep` decides.
 
     Raises:
         ValueError: nothing leaves while decoding.
-        PolicyError: the policy needs what a decode step does not offer, or compares entries of KV
-            heads on different ranks.
+        PolicyError: the policy needs what a decode step does not offer.
     """
 
     def __init__(
@@ -154,8 +137,7 @@ class Steps:
         leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving = list(nodes_of(leaving_roots))
         self._check(bound, [*remembered, *leaving])
-        if heads.divided and not self.ranks_alike:
-            _check_ranks(bound, [*remembered, *leaving])
+        self.columns_of_all_ranks = heads.divided and entries_compared(bound.lowered)
         sums = SumStates(bound.static)
         states = self.updates.values()
         self.initial_values = self._initial_values(bound)

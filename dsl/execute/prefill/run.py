@@ -82,6 +82,7 @@ class Run:
     _sums: dict[int, ChunkSums] = field(default_factory=dict)
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
+    _columns: torch.Tensor | None = None
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: WaitingLayers | None = None  # layers that wait to be scored together
     _of_all: dict[Node, Value] = field(default_factory=dict)
@@ -609,6 +610,19 @@ class Run:
         }
 
     # After `finish`.
+
+    def columns(self) -> torch.Tensor:
+        """bool [l, N]: positions that some KV head keeps at each layer; after `finish`.
+
+        Ranks are asked if decode steps compare entries of their KV heads.
+        """
+        if self._columns is None:
+            columns = torch.stack([kept.any(0) for kept in self._kept])
+            steps = self.program.steps
+            if steps is not None and steps.columns_of_all_ranks:
+                columns = self._heads.per_rank(columns).any(0)
+            self._columns = columns
+        return self._columns
 
     def there(self, layer: int) -> torch.Tensor:
         """int64 [n]: positions of the tokens that reached a layer."""
