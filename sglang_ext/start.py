@@ -80,8 +80,8 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     metrics = Metrics(compat.metric_labels(scheduler), names)
     services.start(metrics, runtime.max_failures)
     _compile(services, scheduler, served)
-    of_set = partial(warm_variant, queries=runner.dtype)
-    variant = _within(services, make, lambda _, each: of_set(each))
+    of_set = partial(_warm_variant, queries=runner.dtype)
+    variant = _within(services, make, of_set)
     variants = Variants(shape, variant, services.ranks)
     runtime.policies = ServedPolicies(served, variants, metrics)
     captured = compat.captured_requests(resolved)
@@ -135,6 +135,17 @@ def _within(
         return served
 
     return within
+
+
+def _warm_variant(services: Services, served: Served, queries: torch.dtype) -> None:
+    try:
+        warm_variant(served, queries)
+    except Exception:
+        if services.stages.size == 1:
+            raise
+        # Other stages have taken the request or will, and cannot be told in time. If its policy
+        # fails here, it fails on all stages when they process the result.
+        logger.exception("Kernels of KV-cache policy %s could not be compiled.", served.name)
 
 
 def _ready(services: Services, policy: Policy, warm: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ class Fault(RuntimeError):
 
 # Points that may raise: name -> (module, function or `Class.method` in it).
 POINTS = {
+    "variant": ("sglang_ext.start", "warm_variant"),
     "arrival": ("sglang_ext.request.request", "Served.folds_within"),
     "prefix": ("sglang_ext.request.request", "RequestState.queries"),
     "reservation": ("sglang_ext.request.admission", "reserve"),

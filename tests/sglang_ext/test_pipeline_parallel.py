@@ -212,6 +212,7 @@ def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ran
 POINTS = {
     "scoring": 60, "choosing": 9, "end of choosing": 7, "layout": 11, "copy": 7, "memory": 11,
     "attention": 90, "following": 17, "fold in place": 9, "fold elsewhere": 3, "fold anew": 2,
+    "variant": 1,  # compiled ahead, for a request with its own parameters
 }  # fmt: skip
 
 
@@ -235,10 +236,14 @@ def test_what_fails_in_one_process_fails_for_one_request(model, files, expected,
         assert found.json()["output_ids"] == expected[i][1], (i, name, meta)
         return "as alone"
 
-    with start(model, files, **faulty, kv_policy_max_failures=0) as server:
+    with start(model, files, **faulty, **SET, kv_policy_max_failures=0) as server:
         with ThreadPoolExecutor(8) as pool:
             outcomes = set(pool.map(answer, range(len(listed))))
         assert outcomes == {"ended", "in full", "as alone"}
+        own = {"kv_policy_set": {"capacity": 30}}
+        given = [ask(server, prompt(i, 90), "snapkv", **own) for i in range(4)]
+        facts = [each.json()["meta_info"]["kv_policy"] for each in given if each.ok]
+        assert 4 * 2 * 30 in [each.get("entries_kept") for each in facts]
         log = server.log_text()
         missed = {point for point in POINTS if f"{point} on purpose" not in log}
         assert missed <= {"fold elsewhere", "fold anew"}  # which few requests come to
