@@ -1,6 +1,8 @@
 # Two commands: `make test` and `make demo`; `make check` is for every edit, `make test-all` for a
 # release. All set up what they need in .venv first.
 SGLANG ?= 0.5.23
+# Python compiles the sources once, whatever the caller has set: many processes import them.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -33,6 +32,7 @@ from kvpolicy.kernels.scoring.select import ABSENT, top
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from remembered import remembered
+from shipped_policies import shipped_program
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ KERNELS = pytest.mark.parametrize("kernels", [REFERENCE, TRITON], ids=["torch", 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 63, 1000])
 @pytest.mark.parametrize("name", shipped())
 def test_programs_keep_the_same_entries(name, tokens, kernels):
-    program = load(name).require()
+    program = shipped_program(name)
     bound = bind(program, SHAPE, {k: v for k, v in SMALL.items() if k in program.params})
     generator = torch.Generator().manual_seed(tokens)
     kept = {}
@@ -103,7 +103,7 @@ def _kept_while_decoding(bound, prompt, device: str, kernels) -> list:
 @KERNELS
 @pytest.mark.parametrize("name", shipped())
 def test_decode_steps_keep_the_same_entries(name, kernels):
-    program = load(name).require()
+    program = shipped_program(name)
     given = {**SMALL, "heavy": "20", "rate": "0.3", "lookback": "2"}
     bound = bind(program, SHAPE, {k: v for k, v in given.items() if k in program.params})
     generator = torch.Generator().manual_seed(2)

@@ -9,7 +9,6 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, MATRIX_REACHED, MEMORY_REACHED
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.syntax.library import shipped
@@ -17,6 +16,7 @@ from kvpolicy.dsl.tools import forecast as model
 from kvpolicy.dsl.tools.cost import cost
 from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Forecast, Load, forecast, pool_of
 from kvpolicy.dsl.tools.launches import Observed, Watch, launches
+from shipped_policies import shipped_program
 
 LLAMA = config_of(
     "llama",
@@ -32,7 +32,7 @@ LISTS = 32 * 8
 
 
 def bound(name: str, config: ModelConfig = LLAMA, **settings: str) -> Bound:
-    program = load(name).require()
+    program = shipped_program(name)
     return bind(program, config.shape, settings, fold_interval=FOLD_INTERVAL)
 
 
@@ -160,8 +160,8 @@ def test_shipped_policies(name):
 def test_what_is_asked_for_does_not_depend_on_sizes(name):
     """Heads are few and small where it is counted; other ones ask for as much."""
     other = LLAMA.shape.__class__(layers=32, heads=16, kv_heads=4, head_dim=64)
-    assert launches(bind(load(name).require(), LLAMA.shape)) == launches(
-        bind(load(name).require(), other)
+    assert launches(bind(shipped_program(name), LLAMA.shape)) == launches(
+        bind(shipped_program(name), other)
     )
 
 
@@ -171,7 +171,7 @@ def test_what_is_asked_for_does_not_depend_on_sizes(name):
 def test_what_is_asked_for_is_what_a_prompt_of_that_length_asks(name, tokens):
     """Beside the copy, which is one launch: in groups of as many layers as fit into 256 MiB."""
     given = {"snapkv": {"capacity": "128"}, "h2o": {"rate": "0.125"}, "vatp": {"rate": "0.0625"}}
-    bound = bind(load(name).require(), LLAMA.shape, given[name])
+    bound = bind(shipped_program(name), LLAMA.shape, given[name])
     watch, row = Watch(), torch.zeros(128)
     program = watch.program(bound, installed())
     pool, q = row.expand(32, tokens, 8, -1), row.expand(32, 32, tokens, -1)
@@ -193,7 +193,7 @@ def test_what_a_prompts_end_asks_for_does_not_grow_with_the_layers(name):
     asked = []
     for layers in (3, 6):
         shape = LLAMA.shape.__class__(layers=layers, heads=16, kv_heads=4, head_dim=64)
-        found = launches(bind(load(name).require(), shape), 1024)
+        found = launches(bind(shipped_program(name), shape), 1024)
         assert found.groups == 1
         asked.append((found.group.device, found.end.device))
         assert found.prefill(layers).device - sum(asked[-1]) <= 1.5 * layers

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from agreement import SHAPE, agree, assert_agreement, written
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
 from recordings import tensors
+from shipped_policies import shipped_program
 from stores import TABLE, Store
 
 HEAT = "state: {heat: 'heat + sum[group, query](attn(new))'}\n"
@@ -347,7 +347,7 @@ def test_decided_numbers_stay():
 def test_d2o_as_in_the_code(share, tokens):
     shape, settings = (5, 4, 2, 6), {"recent_share": share, "rate": "0.5"}
     for every in (1, 3):
-        bound = bind(load("d2o-code").require(), ModelShape(*shape), settings, fold_interval=every)
+        bound = bind(shipped_program("d2o-code"), ModelShape(*shape), settings, fold_interval=every)
         agree(bound, *tensors(np.random.default_rng(tokens), shape, tokens, 7))
 
 

@@ -15,6 +15,7 @@ from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
+from shipped_policies import shipped_program
 
 SHAPE = ModelShape(layers=4, heads=8, kv_heads=2, head_dim=16)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -25,7 +26,7 @@ def program(text: str):
 
 
 def test_values_are_exact():
-    bound = bind(load("snapkv").require(), SHAPE, {"rate": "1e-1", "window": " 8 "})
+    bound = bind(shipped_program("snapkv"), SHAPE, {"rate": "1e-1", "window": " 8 "})
     assert bound.params["rate"] == Fraction(1, 10)
     assert bound.params["window"] == 8
     assert bound.params["capacity"] == 2048
@@ -55,7 +56,7 @@ def test_defaults_may_use_sizes_and_other_parameters():
 )
 def test_refused_values(name, value, message):
     with pytest.raises(PolicyError) as error:
-        bind(load("snapkv").require(), SHAPE, {name: value})
+        bind(shipped_program("snapkv"), SHAPE, {name: value})
     assert message in str(error.value)
     assert str(error.value).startswith("snapkv: error[")
 
@@ -76,7 +77,7 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("shape", [(0, 2, 1, 4), (2, 3, 2, 4), (2, 2, 1, 0)])
 def test_impossible_models(shape):
     with pytest.raises(PolicyError, match="KV heads divide the heads"):
-        bind(load("snapkv").require(), ModelShape(*shape))
+        bind(shipped_program("snapkv"), ModelShape(*shape))
 
 
 def test_digest_names_the_meaning():
@@ -90,7 +91,7 @@ def test_digest_names_the_meaning():
 
 
 def test_digest_depends_on_parameter_values():
-    snapkv = load("snapkv").require()
+    snapkv = shipped_program("snapkv")
     digests = {bind(snapkv, SHAPE, {"window": str(n)}).digest for n in (8, 16, 32)}
     assert len(digests) == 3
     assert bind(snapkv, SHAPE).digest == bind(snapkv, SHAPE, {"window": "32.0"}).digest
@@ -103,9 +104,9 @@ def test_name_on_the_right_of_then_is_another_meaning():
 
 
 def test_queries():
-    lava = bind(load("lava").require(), SHAPE, {"window": "16"})
+    lava = bind(shipped_program("lava"), SHAPE, {"window": "16"})
     assert [lava.queries(n) for n in (0, 1, 15, 16, 1000)] == [0, 1, 15, 16, 16]
-    assert bind(load("sinks-recent").require(), SHAPE).queries(1000) == 0
+    assert bind(shipped_program("sinks-recent"), SHAPE).queries(1000) == 0
     deeper = (
         "score: sum[head, query](attn(recent(5 where layer > 1 else 2)))\n"
         "budget: 4\nkeep: top(score)\n"
@@ -133,18 +134,18 @@ def test_unused_branches_do_not_count():
     ],
 )
 def test_needs(name, values):
-    assert bind(load(name).require(), SHAPE).needs_values == values
+    assert bind(shipped_program(name), SHAPE).needs_values == values
 
 
 def test_splitting_known_numbers_needs_no_data():
-    exact = bind(load("pyramidkv").require(), SHAPE, {"exact_total": "true", "capacity": "64"})
+    exact = bind(shipped_program("pyramidkv"), SHAPE, {"exact_total": "true", "capacity": "64"})
     assert not any(node.when >= When.LAYER for node in exact.lowered.prefill.budget.walk())
     assert max_entries(exact, 1000) == 4 * 2 * 64
 
 
 @pytest.mark.parametrize("name", shipped())
 def test_bound_never_exceeds_the_prompt(name):
-    bound = bind(load(name).require(), SHAPE)
+    bound = bind(shipped_program(name), SHAPE)
     for tokens in (0, 1, 7, 100, 100_000):
         assert 0 <= max_entries(bound, tokens) <= 4 * 2 * tokens
 
@@ -182,9 +183,9 @@ def test_binding_imports_neither_torch_nor_numpy():
 
 
 def test_a_condition_on_the_prompt_rules_a_propagation_out():
-    asl = bind(load("asl").require(), SHAPE, {"capacity": "100"})
+    asl = bind(shipped_program("asl"), SHAPE, {"capacity": "100"})
     # Data decide above the capacity; L, after the last layer, says that nothing is propagated.
     assert asl.propagation_layer(101) is None
     assert asl.propagation_layer(100) == SHAPE.layers
-    twice = bind(load("asl").require(), SHAPE, {"capacity": "100", "two_pass": "true"})
+    twice = bind(shipped_program("asl"), SHAPE, {"capacity": "100", "two_pass": "true"})
     assert (twice.propagation_layer(101), twice.propagation_layer(100)) == (None, SHAPE.layers)

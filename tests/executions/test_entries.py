@@ -7,11 +7,11 @@ import pytest
 from agreement import written
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.entries import known_counts
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from recordings import tensors
+from shipped_policies import shipped_program
 
 SHAPE = (3, 4, 2, 8)
 SETTINGS = {
@@ -37,7 +37,7 @@ def kept(bound, tokens, ties=False):
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
-    program = load(name).require()
+    program = shipped_program(name)
     given = {key: x for key, x in SETTINGS.items() if key in program.params}
     bound = bind(program, ModelShape(*SHAPE), given)
     for tokens in (1, 2, 5, 13, 40):

@@ -21,6 +21,7 @@ from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import tensors
 from remembered import remembered
+from shipped_policies import shipped_program
 from stores import Store, assert_alike, begun, finished
 
 pytestmark = pytest.mark.interpreted
@@ -35,7 +36,7 @@ STRETCHES = ((1, 2, 1, 5), (16, 1, 17), (3, 2, 2, 4, 1))
 
 def bound_to(name: str, shape, every: int = 1, **more: str) -> Bound | None:
     """A shipped policy, bound; None without `decode:`."""
-    program = load(name).require()
+    program = shipped_program(name)
     given = {key: x for key, x in {**SETTINGS, **more}.items() if key in program.params}
     bound = bind(program, ModelShape(*shape), given, fold_interval=every)
     return None if bound.folded.decode is None else bound

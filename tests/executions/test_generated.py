@@ -32,6 +32,7 @@ from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.templates import run as run_module
 from recordings import tensors
+from shipped_policies import shipped_program
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLE = {**REFERENCE, "generated": generated}
@@ -42,7 +43,7 @@ SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach":
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 GENERATES = [
     name for name in shipped()
-    if TorchProgram(bind(load(name).require(), ModelShape(2, 4, 2, 8)), kernels=TABLE).generated
+    if TorchProgram(bind(shipped_program(name), ModelShape(2, 4, 2, 8)), kernels=TABLE).generated
 ]  # fmt: skip
 
 
@@ -85,7 +86,7 @@ CASES = [
 
 
 def small(name: str, shape: ModelShape) -> Bound:
-    program = load(name).require()
+    program = shipped_program(name)
     given = {n: x for n, x in SMALL.items() if n in program.params}
     if name == "pyramidinfer":
         given["least"] = "2"
@@ -402,7 +403,7 @@ def test_a_log_sum_exp_that_is_not_finite_decides_nothing(wrong):
 
 TOGETHER = [
     name for name in GENERATES
-    if not (bound := bind(load(name).require(), ModelShape(2, 4, 2, 8))).propagates
+    if not (bound := bind(shipped_program(name), ModelShape(2, 4, 2, 8))).propagates
     and TorchProgram(bound, kernels=TABLE, keys_stay=True).layers_together(29) == 2
 ]  # fmt: skip
 
@@ -501,7 +502,7 @@ def test_layers_with_the_same_tokens_are_scored_together(name, given, groups, mo
     case, found = Case(7, 4, 2, 16, 37), []
     q, k, v = case.tensors(3)
     shown = InPools(q, k.transpose(1, 2), v.transpose(1, 2))
-    bound = bind(load(name).require(), case.shape, given)
+    bound = bind(shipped_program(name), case.shape, given)
     entries = InPools.entries
 
     def noted(self, layers, tokens):

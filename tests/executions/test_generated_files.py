@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.show import sources
 from kvpolicy.kernels.scoring import generated
+from shipped_policies import shipped_program
 
 LLAMA = ModelShape(32, 32, 8, 128)
 HARNESS = Path(__file__).parents[1] / "kernels"
@@ -68,7 +68,7 @@ def test_writers_at_once(tmp_path):
 
 def texts(name: str, shape: ModelShape = LLAMA, **given: str) -> list[str]:
     """Sources of the prefill, then those of decode steps."""
-    return list(sources(bind(load(name).require(), shape, given)))
+    return list(sources(bind(shipped_program(name), shape, given)))
 
 
 def test_one_text_serves_all_lengths_and_layers():
@@ -94,7 +94,7 @@ def test_the_text_is_for_readers():
 
 
 def test_reductions_of_one_window_share_a_pass():
-    bound = bind(load("cake").require(), LLAMA, {})
+    bound = bind(shipped_program("cake"), LLAMA, {})
     (bundle,) = Compiled(bound).fusions[0].bundles
     assert len(bundle.reductions) == 3
     text, _ = texts("cake")
@@ -108,7 +108,6 @@ import json, sys
 import torch
 from sm90 import compiled
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -120,7 +119,7 @@ def tensor(*shape, dtype=torch.int64):
     return torch.empty(shape, device="cuda", dtype=dtype)
 
 def launch(name, n=32768):
-    bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
+    bound = bind(shipped_program(name), ModelShape(32, 32, 8, 128))
     program = TorchProgram(bound, kernels={**REFERENCE, "generated": generated})
     q = tensor(32, bound.queries(n), 128, dtype=torch.bfloat16)
     pool = Slots(tensor(1, 1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))

@@ -21,6 +21,7 @@ from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from ranks import Ranks, divided, queries_of
 from recordings import tensors
+from shipped_policies import shipped_program
 from stores import Store
 
 SHAPE = (4, 8, 4, 8)  # L, H, G, D
@@ -48,7 +49,7 @@ SETTINGS = {
 
 
 def bound_to(name):
-    program = load(name).require()
+    program = shipped_program(name)
     small = {key: x for key, x in SMALL.items() if key in program.params}
     return bind(program, ModelShape(*SHAPE), small | SETTINGS.get(name, {}), fold_interval=EVERY)
 

@@ -13,6 +13,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
+from shipped_policies import shipped_program
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = (2, 8, 4, 6)
@@ -114,7 +115,7 @@ def test_attention_of_all_queries_is_never_whole(monkeypatch):
 @pytest.mark.parametrize("report", [False, True])
 @pytest.mark.parametrize("name", shipped())
 def test_no_attention_is_held_between_layers(name, report):
-    program = TorchProgram(bind(load(name).require(), ModelShape(*SHAPE)), report=report)
+    program = TorchProgram(bind(shipped_program(name), ModelShape(*SHAPE)), report=report)
     for prompt in (1000, 10**9):  # one for which layers choose together, and one too long for it
         held = program.prefill(prompt).layer_roots
         assert not any("query" in node.type.axes for node in held)

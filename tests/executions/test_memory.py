@@ -20,6 +20,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
 from remembered import remembered
+from shipped_policies import shipped_program
 
 SHAPE = (2, 4, 2, 4)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -38,7 +39,7 @@ def policy(text: str):
 
 
 def shipped(name: str, **more):
-    return bind(load(name).require(), ModelShape(*SHAPE), SMALL[name], **more)
+    return bind(shipped_program(name), ModelShape(*SHAPE), SMALL[name], **more)
 
 
 def prefill(bound, tokens=12, seed=0) -> Memory:

@@ -20,6 +20,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import assert_same, tensors
+from shipped_policies import shipped_program
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -51,7 +52,7 @@ def counted(calls: dict[str, int], names=MERGING):
 def test_programs_do_the_same(name, monkeypatch):
     """From the prompt to the last decode step; ties and lengths that tell heads apart."""
     shape = (4, 4, 2, 8) if name == "d2o-code" else (3, 4, 2, 8)
-    bound = bind(load(name).require(), ModelShape(*shape), SETTINGS[name])
+    bound = bind(shipped_program(name), ModelShape(*shape), SETTINGS[name])
     calls: dict[str, int] = {}
     table = counted(calls)
     for steps, ties in ((2, False), (1, True)):
@@ -126,7 +127,7 @@ def test_receivers_are_the_same(into, dtype):
 )
 def test_nothing_waits_for_the_device(name, given):
     """Tensors have no data: reading one raises."""
-    bound = bind(load(name).require(), ModelShape(3, 4, 2, 8), given)
+    bound = bind(shipped_program(name), ModelShape(3, 4, 2, 8), given)
     merge = (bound.lowered.decode if name == "cam" else bound.lowered.prefill).merge
     updates = updating(merge.states)
 
@@ -187,7 +188,7 @@ def random_layers(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_minicache_shares_the_same(dtype):
-    bound = bind(load("minicache").require(), ModelShape(2, 4, 2, 16), {"start": "0"})
+    bound = bind(shipped_program("minicache"), ModelShape(2, 4, 2, 16), {"start": "0"})
     below, own = random_layers(dtype)
     expected = shared_by(bound, below, own, REFERENCE)
     calls: dict[str, int] = {}
@@ -239,7 +240,7 @@ def test_other_expressions_share_the_same(direction, apart, blended):
 
 
 def test_what_is_not_finite_stays_apart():
-    bound = bind(load("minicache").require(), ModelShape(2, 4, 2, 16), {"start": "0"})
+    bound = bind(shipped_program("minicache"), ModelShape(2, 4, 2, 16), {"start": "0"})
     below, own = random_layers(torch.bfloat16)
     own[1, 1, 7, 2] = torch.inf
     made = shared_by(bound, below, own, TRITON)

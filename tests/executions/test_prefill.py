@@ -16,6 +16,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.scoring.select import top
 from kvpolicy.kernels.table import REFERENCE
 from recordings import both, tensors
+from shipped_policies import shipped_program
 
 SHAPE = (4, 4, 2, 8)
 HEADER = "policy: a-test\nlanguage: 1\nabout: a test\n"
@@ -33,7 +34,7 @@ def program(text: str) -> TorchProgram:
 
 
 def shipped(name: str, **given: str) -> TorchProgram:
-    return TorchProgram(bind(load(name).require(), ModelShape(*SHAPE), given))
+    return TorchProgram(bind(shipped_program(name), ModelShape(*SHAPE), given))
 
 
 def recorded(tokens: int, seed: int = 0):
@@ -155,7 +156,7 @@ def test_layers_that_look_back_far_and_near():
 @pytest.mark.parametrize("name", ["snapkv", "lava", "d2o", "asl"])
 def test_what_a_prefill_computed_goes_with_it(name):
     """At once, as on a GPU this is too much memory to leave to the garbage collector."""
-    bound = bind(load(name).require(), ModelShape(*SHAPE), SMALL.get(name, {}))
+    bound = bind(shipped_program(name), ModelShape(*SHAPE), SMALL.get(name, {}))
     run = TorchProgram(bound, report=True).start(21)
     drive(run, *recorded(21))
     run.finish()
@@ -185,7 +186,7 @@ SMALLEST = {"capacity": "8", "window": "2"}
 )
 def test_layers_choose_together_after_the_last_one(name, values):
     """At once, or layer by layer if their scores would take too much memory."""
-    bound = bind(load(name).require(), ModelShape(*SHAPE), values)
+    bound = bind(shipped_program(name), ModelShape(*SHAPE), values)
     rows = []
 
     def chosen(keys, number):

@@ -18,6 +18,7 @@ from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
+from shipped_policies import shipped_program
 from stores import TABLE, Store, assert_alike, begun, states_of, together
 
 pytestmark = pytest.mark.interpreted
@@ -51,7 +52,7 @@ def _generated_files(monkeypatch, tmp_path_factory):
 def bound_to(name, **more):
     shape = SHAPES.get(name, SHAPE)
     given = SETTINGS.get(name, {}) | more
-    return bind(load(name).require(), ModelShape(*shape), given)
+    return bind(shipped_program(name), ModelShape(*shape), given)
 
 
 def requests(bound, prompts=PROMPTS, program=None, **more):

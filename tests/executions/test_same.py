@@ -16,6 +16,7 @@ from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.commands import execute
 from recordings import both, tensors
+from shipped_policies import shipped_program
 
 SHAPES = [(3, 4, 2, 8), (2, 2, 2, 4), (1, 4, 1, 3), (2, 8, 2, 5)]
 SMALL = {"capacity": "11", "window": "4", "start": "2", "queries": "3", "reach": "5"}
@@ -43,7 +44,7 @@ def assert_same(bound, q, k, v):
 
 def only_selects(name: str) -> bool:
     """Whether a policy selects at the end of the prefill and does nothing else."""
-    program = load(name).require()
+    program = shipped_program(name)
     rules = program.prefill
     return not (program.propagate or program.decode or program.share or rules.states or rules.merge)
 
@@ -52,7 +53,7 @@ def only_selects(name: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in shipped() if only_selects(name)])
 def test_shipped_policies(name):
     """Policies that only select; `test_steps.py` has all others."""
-    program = load(name).require()
+    program = shipped_program(name)
     seed = 0
     for shape in SHAPES:
         for tokens in (0, 1, 3, 4, 5, 11, 12, 23, 40):
@@ -69,7 +70,7 @@ def test_shipped_policies(name):
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
 def test_static_budgets_are_counted_exactly(name):
     """If no data decide the number of kept entries, the bound equals it."""
-    program = load(name).require()
+    program = shipped_program(name)
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     bound = bind(program, ModelShape(3, 4, 2, 4), given_)
     for tokens in range(1, 30):
@@ -81,7 +82,7 @@ def test_static_budgets_are_counted_exactly(name):
 @pytest.mark.parametrize("name", ["adakv", "lava", "dynamickv", "ada-pyramidkv"])
 def test_bounds_of_data_dependent_budgets_are_tight(name):
     """At most half an entry of rounding per head above the nominal budget."""
-    bound = bind(load(name).require(), ModelShape(4, 8, 4, 8), {"capacity": "100"})
+    bound = bind(shipped_program(name), ModelShape(4, 8, 4, 8), {"capacity": "100"})
     nominal = 4 * 4 * 100 * (1.1 if name == "ada-pyramidkv" else 1)
     assert max_entries(bound, 1000) <= nominal + 4 * 4
     assert max_entries(bound, 60) == 4 * 4 * 60
@@ -90,7 +91,7 @@ def test_bounds_of_data_dependent_budgets_are_tight(name):
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "sinks-recent"])
 def test_permuted_heads(name):
     """If heads do not compete, each decides by itself."""
-    program = load(name).require()
+    program = shipped_program(name)
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     bound = bind(program, ModelShape(1, 4, 4, 8), given_)
     q, k, v = prompt(np.random.default_rng(5), (1, 4, 4, 8), 33)
@@ -111,7 +112,7 @@ def _observe(program, q, k, v, dtype=torch.float32):
 @pytest.mark.parametrize("name", shipped())
 def test_requests_do_not_disturb_each_other(name):
     """Two prefills in turn, layer by layer, keep what each keeps alone; inputs stay unchanged."""
-    program = load(name).require()
+    program = shipped_program(name)
     given_ = {n: x for n, x in SMALL.items() if n in program.params}
     shared = TorchProgram(bind(program, ModelShape(3, 4, 2, 8), given_))
     rng = np.random.default_rng(3)
@@ -134,7 +135,7 @@ def test_requests_do_not_disturb_each_other(name):
 @pytest.mark.parametrize("name", ["snapkv", "lava", "adakv"])
 def test_blocks_of_heads_change_nothing(name, monkeypatch):
     """Long prompts are scored a few KV heads at a time."""
-    bound = bind(load(name).require(), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
+    bound = bind(shipped_program(name), ModelShape(2, 8, 4, 8), {"capacity": "9", "window": "4"})
     request = prompt(np.random.default_rng(1), (2, 8, 4, 8), 37)
     whole = _observe(TorchProgram(bound), *request)
     monkeypatch.setattr("kvpolicy.dsl.execute.operations.in_blocks.BLOCK_BYTES", 1)
@@ -145,7 +146,7 @@ def test_blocks_of_heads_change_nothing(name, monkeypatch):
 @pytest.mark.parametrize("name", ["snapkv", "lava"])
 def test_any_float(name, dtype):
     """Tensors of any dtype decide by their values; nothing is computed in that dtype."""
-    bound = bind(load(name).require(), ModelShape(2, 4, 2, 8), {"capacity": "9", "window": "4"})
+    bound = bind(shipped_program(name), ModelShape(2, 4, 2, 8), {"capacity": "9", "window": "4"})
     request = prompt(np.random.default_rng(2), (2, 4, 2, 8), 41)
     rounded = [torch.tensor(x).to(dtype).double().numpy() for x in request]
     expected = np.stack(execute(bound, "interpreter", *rounded).kept)
@@ -154,7 +155,7 @@ def test_any_float(name, dtype):
 
 def test_nan_keeps_everything():
     """NaN or infinity in the model's tensors decides nothing: the prompt stays whole."""
-    bound = bind(load("lava").require(), ModelShape(2, 4, 2, 4), {"capacity": "8", "window": "4"})
+    bound = bind(shipped_program("lava"), ModelShape(2, 4, 2, 4), {"capacity": "8", "window": "4"})
     for index in range(3):
         for value in (np.nan, np.inf):
             request = prompt(np.random.default_rng(0), (2, 4, 2, 4), 20)

@@ -24,6 +24,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from recordings import assert_same, tensors
+from shipped_policies import shipped_program
 
 # What is computed beside the numbers that count.
 pytestmark = [
@@ -73,7 +74,7 @@ def executed(bound: Bound, request, monkeypatch) -> tuple:
 @pytest.mark.parametrize("name", POLICIES)
 def test_shipped_policies(name, tokens, ties, monkeypatch):
     settings, wanted = POLICIES[name]
-    bound = bind(load(name).require(), ModelShape(*SHAPE), settings)
+    bound = bind(shipped_program(name), ModelShape(*SHAPE), settings)
     request = tensors(np.random.default_rng(tokens), SHAPE, tokens, 3, ties)
     expected, plain, made, calls = executed(bound, request, monkeypatch)
     assert_same(expected, plain)
@@ -87,7 +88,7 @@ def test_asl_selects_where_ranks_have_settled(monkeypatch):
     """The drift decides on a layer that is not the first one tested."""
     chosen = set()
     for seed in range(8):
-        bound = bind(load("asl").require(), ModelShape(*SHAPE), ASL)
+        bound = bind(shipped_program("asl"), ModelShape(*SHAPE), ASL)
         request = tensors(np.random.default_rng(seed), SHAPE, 40, 0)
         expected, _, made, _ = executed(bound, request, monkeypatch)
         assert_same(expected, made)
@@ -155,7 +156,7 @@ def test_layers_that_follow_one_another(what, wished, number, monkeypatch):
 
 def test_numbers_that_are_not_finite_keep_everything():
     for name in ("lava", "d2o", "asl-lava-d2o"):
-        bound = bind(load(name).require(), ModelShape(*SHAPE), POLICIES[name][0])
+        bound = bind(shipped_program(name), ModelShape(*SHAPE), POLICIES[name][0])
         run = TorchProgram(bound, kernels=Watched()).start(33)
         q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(1), SHAPE, 33, 0)[:3])
         k[1][0, 20, 3] = v[1][1, 20, 3] = torch.nan

@@ -16,6 +16,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
+from shipped_policies import shipped_program
 from stores import TABLE, Store, assert_alike, begun
 
 pytestmark = pytest.mark.interpreted
@@ -49,7 +50,7 @@ COMPARING = {
     "d2o-code": {"rate": "0.3", "start": "2"},
 }
 SETTINGS = WITHIN | COMPARING
-FOLDS = [name for name in SETTINGS if load(name).require().decode is not None]
+FOLDS = [name for name in SETTINGS if shipped_program(name).decode is not None]
 # Of all others, a word of the reason.
 REFUSED = {
     "asl": "`propagate", "asl-lava-d2o": "`propagate", "dynamickv": "`top[layer",
@@ -127,7 +128,7 @@ def test_stages_keep_what_the_whole_model_keeps(name, deferred):
 
 @pytest.mark.parametrize("name", ["adakv", "cake", "pyramidkv", "snapkv", "simlayerkv-prefill"])
 def test_stages_that_score_their_layers_together_keep_the_same(name):
-    bound = bind(load(name).require(), ModelShape(*LARGE), SETTINGS[name])
+    bound = bind(shipped_program(name), ModelShape(*LARGE), SETTINGS[name])
     prompt = prompt_of(LARGE)
     whole = kept(TorchProgram(bound), prompt)
     programs = Stage.all(bound, prompt, kernels=TABLE, keys_stay=True)
@@ -227,7 +228,7 @@ def decoded_apart(bound, table):
 @pytest.mark.parametrize("name", FOLDS)
 @pytest.mark.parametrize("table", [REFERENCE, TABLE], ids=["layer by layer", "together"])
 def test_stages_keep_while_decoding_what_the_whole_model_keeps(name, table):
-    bound = bind(load(name).require(), ModelShape(*LARGE), SETTINGS[name])
+    bound = bind(shipped_program(name), ModelShape(*LARGE), SETTINGS[name])
     assert why_not_apart(bound) is None
     assert decoded_apart(bound, table) == (1 if name == "simlayerkv" else 4)
 
@@ -255,7 +256,7 @@ def test_numbers_of_a_layer_are_those_of_the_model(keep, table):
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", FOLDS)
 def test_a_fold_that_is_withdrawn_has_not_been(name):
-    bound = bind(load(name).require(), ModelShape(*LARGE), SETTINGS[name])
+    bound = bind(shipped_program(name), ModelShape(*LARGE), SETTINGS[name])
     one, other = (of_stages(bound, kernels=TABLE)[2] for _ in range(2))
     for turn, number in enumerate((1, 16, 3)):
         if turn == 1:
@@ -269,7 +270,7 @@ def test_a_fold_that_is_withdrawn_has_not_been(name):
 
 
 def test_nothing_leaves_any_more_where_tensors_of_another_stage_are_not_finite():
-    bound = bind(load("h2o").require(), ModelShape(*LARGE), WITHIN["h2o"])
+    bound = bind(shipped_program("h2o"), ModelShape(*LARGE), WITHIN["h2o"])
     one = request(bound, TorchProgram(bound, layers=range(2, 5), kernels=TABLE))
     assert begun([one], 3) is not None
     one.memory.withdraw(finite=False)

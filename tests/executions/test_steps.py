@@ -9,11 +9,11 @@ import pytest
 from grammar import accepted
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.operations import in_blocks as torch_blocks
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from recordings import both, tensors
+from shipped_policies import shipped_program
 
 SHAPES = [(4, 4, 2, 8), (3, 2, 2, 4), (5, 4, 1, 6), (3, 8, 2, 4)]
 LENGTHS = (0, 1, 2, 3, 4, 5, 9, 10, 13, 20, 31)
@@ -50,7 +50,7 @@ def frequencies(shape, seed: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
-    program = load(name).require()
+    program = shipped_program(name)
     for seed in range(15):
         rng, shape = np.random.default_rng(seed), SHAPES[seed % len(SHAPES)]
         bound = bind(
@@ -83,7 +83,7 @@ def test_random_policies(part, monkeypatch):
 
 def test_heads_hold_different_tokens():
     """The comparison above is not empty: heads differ, states follow, tokens leave."""
-    bound = bind(load("h2o").require(), ModelShape(3, 4, 2, 8), {"heavy": "4", "window": "3"})
+    bound = bind(shipped_program("h2o"), ModelShape(3, 4, 2, 8), {"heavy": "4", "window": "3"})
     prompt = tensors(np.random.default_rng(0), (3, 4, 2, 8), 20, 6)
     expected, _ = both(bound, *prompt)
     last = expected.steps[-1].kept
@@ -95,7 +95,7 @@ def test_heads_hold_different_tokens():
 @pytest.mark.parametrize("name", ["h2o", "d2o", "vatp"])
 def test_prompts_of_several_blocks(name):
     """300 queries are summed in five blocks."""
-    program = load(name).require()
+    program = shipped_program(name)
     given = {"heavy": "40", "window": "30", "rate": "0.2", "start": "3"}
     given = {key: value for key, value in given.items() if key in program.params}
     prompt = tensors(np.random.default_rng(8), (1, 4, 2, 8), 300, 2)
@@ -104,7 +104,7 @@ def test_prompts_of_several_blocks(name):
 
 def test_short_folds_end_like_long_ones_where_the_past_does_not_count():
     """Sinks and recent entries after 6 steps do not depend on when others left."""
-    program = load("streamingllm").require()
+    program = shipped_program("streamingllm")
     prompt = tensors(np.random.default_rng(1), (2, 2, 1, 4), 9, 6)
     given = {"start": "2", "window": "4"}
     ends = [

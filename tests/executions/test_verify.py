@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import pytest
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape, Node, Program, Rules, Type, When
 from kvpolicy.dsl.ir.verify import MalformedProgram, verify
 from kvpolicy.dsl.syntax.library import shipped
+from shipped_policies import shipped_program
 
 TOKEN = Type("number", ("token",))
 SET = Type("truth", ("token",))
@@ -35,7 +35,7 @@ def test_well_formed():
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies_are_well_formed(name):
-    verify(load(name).require())
+    verify(shipped_program(name))
 
 
 @pytest.mark.parametrize(

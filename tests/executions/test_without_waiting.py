@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.decode.memory import Held, Known, Memory
 from kvpolicy.dsl.execute.operations.select import top
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -14,6 +13,7 @@ from kvpolicy.dsl.execute.tensors.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
 from recordings import tensors
 from remembered import remembered
+from shipped_policies import shipped_program
 
 SHAPE = (4, 4, 2, 8)
 POLICIES = {
@@ -31,7 +31,7 @@ POLICIES = {
 
 def finished(name: str, layer: int | None, value: float, *, wait: bool):
     """A finished run over 50 tokens; one number of a layer's keys and values is `value`."""
-    bound = bind(load(name).require(), ModelShape(*SHAPE), POLICIES[name])
+    bound = bind(shipped_program(name), ModelShape(*SHAPE), POLICIES[name])
     run = TorchProgram(bound).start(50)
     q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(7), SHAPE, 50, 0)[:3])
     if layer is not None:
@@ -63,7 +63,7 @@ def test_everything_is_kept_where_numbers_are_not_finite(name, value):
 
 
 def test_a_number_that_is_nan_chooses_nothing():
-    bound = bind(load("lava").require(), ModelShape(*SHAPE), POLICIES["lava"])
+    bound = bind(shipped_program("lava"), ModelShape(*SHAPE), POLICIES["lava"])
     frame = Frame(bound, 6, torch.device("cpu"), 2, 6)
     scores = Value(torch.arange(12, dtype=torch.float64).view(2, 6), ("kv", "token"))
     node = Node(

@@ -16,6 +16,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
 from kvpolicy.dsl.tools.policy_tests import generated
 from recorded import VECTORS, run
+from shipped_policies import shipped_program
 
 # The vectors' sinusoidal tensors: H=4, G=2, N=12, D=4.
 SINES_Q = np.array([VECTORS["sines"]["q"]], dtype=np.float32)
@@ -129,7 +130,7 @@ def test_pyramidkv_budgets(execution, policy, case):
         settings["alpha"] = 1
     q = np.zeros((layers, 1, tokens, 1), dtype=np.float32)
     bound = bind(
-        load(policy).require(),
+        shipped_program(policy),
         ModelShape(layers, 1, 1, 1),
         {name: str(value) for name, value in settings.items()},
     )

@@ -18,6 +18,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
 from kvpolicy.dsl.tools.policy_tests import generated
 from recorded import VECTORS, run
+from shipped_policies import shipped_program
 
 pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)
 
@@ -124,7 +125,7 @@ def test_vatp_and_h2o_from_the_same_tensors(tmp_path, execution):
 
 def test_h2o_sums(execution):
     q, k, v = (generated(seed, (1, 1, 10, 4)) for seed in (600, 700, 800))
-    bound = bind(load("h2o").require(), ModelShape(1, 1, 1, 4))
+    bound = bind(shipped_program("h2o"), ModelShape(1, 1, 1, 4))
     scores = execute(bound, execution, q, k, v).scores[0][0]
     np.testing.assert_allclose(scores, VECTORS["vatp_vs_h2o"]["sums"], atol=2e-6)
 
@@ -393,7 +394,7 @@ def test_minicache(execution, retain):
     case = VECTORS["minicache"]
     k = np.array([case["lower"], case["upper"]], np.float32)[:, None]
     settings = {"start": "0", "gamma": "0.05" if retain else "0"}
-    bound = bind(load("minicache").require(), ModelShape(2, 1, 1, 2), settings)
+    bound = bind(shipped_program("minicache"), ModelShape(2, 1, 1, 2), settings)
     result = execute(bound, execution, np.zeros_like(k), k, k)
     expected = np.array([case["restored_lower"], case["restored_upper"]])
     # Angles above the threshold stay apart.

@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 import torch
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Slots
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -38,6 +37,7 @@ from kvpolicy.kernels.scoring.select_triton import top
 from kvpolicy.kernels.scoring.then_triton import then
 from kvpolicy.kernels.scoring.whole_triton import whole
 from kvpolicy.kernels.table_triton import TRITON
+from shipped_policies import shipped_program
 from sm90 import compiled
 
 L, H, G, D = 32, 32, 8, 128
@@ -219,7 +219,7 @@ def decided(
 ) -> None:
     """A prefill of two layers up to the kept entries; nothing may wait for the device."""
     heads = G * group
-    bound = bind(load(policy).require(), ModelShape(2, heads, G, D), settings)
+    bound = bind(shipped_program(policy), ModelShape(2, heads, G, D), settings)
     run = TorchProgram(bound, kernels=TRITON).start(tokens)
     for layer in range(2):
         scale = empty(G, dtype=torch.float32) if stored in FLOAT8 else None

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
+from shipped_policies import shipped_program
 
 pytestmark = pytest.mark.interpreted
 
@@ -38,7 +38,7 @@ def recorded(tokens, steps, ties):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_the_same(name, ties, monkeypatch):
-    program = load(name).require()
+    program = shipped_program(name)
     given = {key: value for key, value in SMALL.items() if key in program.params}
     bound = bind(program, ModelShape(*SHAPE), given)
     prompt, steps = recorded(31, 2, ties)

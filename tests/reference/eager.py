@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from eager_model import Model, attend, checkpoint
 from kvpolicy.dsl.bind.bind import Bound, bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result
 from kvpolicy.dsl.interpret import decode, interpreter
 from kvpolicy.dsl.interpret.interpreter import Prompt, interpret
 from kvpolicy.kernels.entries.rounding import rounded
+from shipped_policies import shipped_program
 from torch import Tensor
 
 
@@ -85,7 +85,7 @@ def generate(
     model = checkpoint(folder)
     bound = None
     if policy is not None:
-        program = load(policy).require()
+        program = shipped_program(policy)
         bound = bind(program, model.shape, overrides, fold_interval=fold_interval)
     cached = _Cached(stored, scales or [(1.0, 1.0)] * model.shape.layers, prefills_as_computed)
     request = _Request(model, bound, reused, cached)

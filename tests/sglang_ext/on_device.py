@@ -15,7 +15,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.decode import lists as block
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -31,6 +30,7 @@ from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request import request as request_module
 from kvpolicy.sglang_ext.request.request import Served
+from shipped_policies import shipped_program
 
 POLICIES = Path(__file__).parents[2] / "policies"
 # Enough slots that offsets between layers exceed 32 bits.
@@ -113,7 +113,7 @@ def services(shape: ModelShape, *, pairs: bool = False, ranks: int = 1) -> Simpl
 
 def served(parts: SimpleNamespace, shape: ModelShape, name: str) -> Served:
     """A shipped policy, bound to a model of `shape`."""
-    policy = Policy(name, load(name).require(), str(POLICIES / f"{name}.yaml"), {})
+    policy = Policy(name, shipped_program(name), str(POLICIES / f"{name}.yaml"), {})
     return Served(policy, policy.bind(shape), parts.arena, 1, parts.ranks.heads)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.launches import launches
 from kvpolicy.sglang_ext.forward import group_fold
 from kvpolicy.sglang_ext.memory.lists import Lists
+from shipped_policies import shipped_program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from fold_host import SETTINGS
@@ -75,7 +75,7 @@ def test_a_fold_of_a_batch_takes_few_operations(policy):
 def test_what_explain_expects_of_a_fold_is_what_the_plugin_asks_for(policy):
     """Lists that outgrow their pages are not taken into account."""
     given = SETTINGS[policy].given(INTERVAL)
-    bound = bind(load(policy).require(), ModelShape(32, 32, 8, 128), given)
+    bound = bind(shipped_program(policy), ModelShape(32, 32, 8, 128), given)
     expected = launches(bound)
     assert not expected.one_by_one
     assert {expected.fold.device} == of_folds(policy, BATCHES[:1])

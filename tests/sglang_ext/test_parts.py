@@ -9,7 +9,6 @@ import pytest
 import torch
 from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
@@ -22,6 +21,7 @@ from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.request.request import RequestState
+from shipped_policies import shipped_program
 
 SHAPE = ModelShape(5, 4, 2, 8)
 SPANS = (range(2), range(2, 3), range(3, 5))
@@ -36,7 +36,7 @@ class Stage:
         self.arena = replace(self.arena, spans=SPANS, stage=stage)
         self.arena.storage.fill_(float("nan"))
         self.store = Store(self.arena, Allocator(SLOTS))
-        bound = bind(load(name).require(), SHAPE, given)
+        bound = bind(shipped_program(name), SHAPE, given)
         program = TorchProgram(bound, layers=SPANS[stage])
         served = SimpleNamespace(
             name=name, bound=bound, program=program, kernels=in_use(torch.device("cpu")),
@@ -106,7 +106,7 @@ def carried_out(name, finite=True, before=lambda stages: None, **given):
 def whole_model(name, **given):
     """Entries that one process keeps, bool [L, G, N]."""
     q, k, v = prompt()
-    run = TorchProgram(bind(load(name).require(), SHAPE, given)).start(PROMPT)
+    run = TorchProgram(bind(shipped_program(name), SHAPE, given)).start(PROMPT)
     for layer in range(SHAPE.layers):
         run.observe(layer, q[layer], k[layer], v[layer])
     return torch.stack(run.finish())
