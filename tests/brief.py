@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`: long tests, and most rows of long tables."""
+"""What `make test` leaves to `make test-all`: long tests, most rows and random examples."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 settings.register_profile("untimed", deadline=None)  # no failures on a busy machine
+settings.register_profile("brief", deadline=None, max_examples=30)
 settings.load_profile("untimed")
 
 # The longest files come first, so that all processes end at about the same time. Files that wait
@@ -109,6 +110,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets all processes of a run fork, unless there is a GPU, which a fork cannot share."""
+    if config.getoption("brief"):
+        settings.load_profile("brief")
     if not torch.cuda.is_available() and not hasattr(config, "workerinput"):
         forks = contextlib.ExitStack()
         forks.enter_context(forked.forks())

@@ -212,6 +212,7 @@ EXPRESSIONS = [
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(every=2)
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
 def test_expressions(number):
     """One step, and a window of remembered queries that may see nothing."""

@@ -315,6 +315,7 @@ COMPARING = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(besides=["top of all heads", "beside neighbors of all heads"])
 @pytest.mark.parametrize("name", COMPARING)
 def test_entries_of_heads_that_keep_others_are_compared_while_decoding(name):
     text = HEADER + COMPARING[name]

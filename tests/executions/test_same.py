@@ -49,7 +49,7 @@ def only_selects(name: str) -> bool:
     return not (program.propagate or program.decode or program.share or rules.states or rules.merge)
 
 
-@pytest.mark.thorough(besides=["snapkv", "dynamickv", "sinks-recent"])
+@pytest.mark.thorough(besides=["dynamickv", "sinks-recent"])
 @pytest.mark.parametrize("name", [name for name in shipped() if only_selects(name)])
 def test_shipped_policies(name):
     """Policies that only select; `test_steps.py` has all others."""

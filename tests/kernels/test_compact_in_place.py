@@ -254,6 +254,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(every=2)
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_triton_equals_reference(name, ragged):
