@@ -78,17 +78,21 @@ class Traffic:
         if not self.enabled:
             write(parts, NO_POLICY, {"reason": Reason.DISABLED.value})
             return
-        elsewhere = None if request is None else request.headers.get(HEADER)
-        elsewhere = alias if elsewhere is None else elsewhere
+        header = None if request is None else request.headers.get(HEADER)
+        elsewhere = alias if header is None else header
         named_itself: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
         for part in parts:
             custom = _custom(part) or {}
             if POLICY in custom:
-                self._check(custom[POLICY])
+                self._check(custom[POLICY], f"custom_params.{POLICY}")
             (named_itself if POLICY in custom else others).append(part)
         if others and elsewhere is not None:
-            self._check(elsewhere)
+            self._check(elsewhere, "the model's policy" if header is None else f"header {HEADER}")
+            if not self.is_policy(elsewhere):
+                known = ", ".join(f"`{each}`" for each in (*self._policies, NO_POLICY))
+                message = f"header {HEADER} is {named(elsewhere)}; this server has {known}"
+                raise ValueError(message)
         self._check_values(customs, elsewhere)
         if named_itself or elsewhere is not None:
             noted = {} if self.live is None else self.live.named_itself()
@@ -138,16 +142,24 @@ class Traffic:
         obj.lora_path = None
         return name
 
-    def _check(self, name: Any) -> None:
+    def _check(self, name: Any, where: str) -> None:
+        """Check that clients may name a policy.
+
+        Args:
+            where: what holds the name, for the message.
+
+        Raises:
+            ValueError: they may not.
+        """
         if self._override == NOBODY:
             raise ValueError(
-                f"custom_params.{POLICY} is {named(name)}, but this server chooses the policy of "
+                f"{where} is {named(name)}, but this server chooses the policy of "
                 "every request (--kv-policy-override none)"
             )
         if self._override == LISTED and name == NO_POLICY:
             known = ", ".join(f"`{each}`" for each in self._policies)
             raise ValueError(
-                f"custom_params.{POLICY} is `{NO_POLICY}`, but this server gives no request full "
+                f"{where} is `{NO_POLICY}`, but this server gives no request full "
                 f"KV on demand (--kv-policy-override listed); it has {known}"
             )
 

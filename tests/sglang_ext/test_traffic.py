@@ -110,15 +110,21 @@ def test_a_header_or_the_models_name_chooses_too():
 @pytest.mark.parametrize("way", ["body", "header", "model"])
 def test_what_a_client_may_not_name(override, name, message, way):
     traffic = Traffic({"lava": 0}, override)
-    given = {
-        "body": {"params": {"custom_params": {"kv_policy": name}}},
-        "header": {"headers": {"x-kv-policy": name}},
-        "model": {"lora_path": name},
+    where, given = {
+        "body": ("custom_params.kv_policy", {"params": {"custom_params": {"kv_policy": name}}}),
+        "header": ("header x-kv-policy", {"headers": {"x-kv-policy": name}}),
+        "model": ("the model's policy", {"lora_path": name}),
     }[way]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{where} is `{name}`, but this server {message}"):
         choose(traffic, **given)
     if name == "none":
         assert custom(choose(Traffic({"lava": 0}, "listed"), headers={"x-kv-policy": "lava"}))
+
+
+def test_a_header_with_an_unknown_name_is_blamed():
+    message = "^header x-kv-policy is `lva`; this server has `lava`, `none`$"
+    with pytest.raises(ValueError, match=message):
+        choose(Traffic({"lava": 0}), headers={"x-kv-policy": "lva"})
 
 
 def test_a_programs_own_parameters_stay_as_they_are():
