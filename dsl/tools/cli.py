@@ -146,7 +146,7 @@ def _tried(checked: Checked, shape: ModelShape) -> int:
 def _check_tests(file: str) -> int:
     """Checks a test file, which `kvpolicy check policies/*.yaml` names too."""
     from kvpolicy.dsl.syntax.library import read_source
-    from kvpolicy.dsl.tools.test_format import read_cases
+    from kvpolicy.dsl.tools.reading_tests import read_cases
 
     source = read_source(file)
     try:

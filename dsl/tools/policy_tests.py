@@ -19,8 +19,8 @@ from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
 from kvpolicy.dsl.tools.commands import EXECUTIONS, execute, overrides
+from kvpolicy.dsl.tools.reading_tests import Numbers, PolicyTest, Seed, read_cases
 from kvpolicy.dsl.tools.run import add_merged, propagation, report
-from kvpolicy.dsl.tools.test_format import Numbers, PolicyTest, Seed, read_cases
 from kvpolicy.dsl.tools.units import positions_text
 
 

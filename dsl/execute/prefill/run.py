@@ -617,7 +617,7 @@ class Run:
         Ranks are asked if decode steps compare entries of their KV heads.
         """
         if self._columns is None:
-            columns = torch.stack([kept.any(0) for kept in self._kept])
+            columns = torch.stack(self._kept).any(1)
             steps = self.program.steps
             if steps is not None and steps.columns_of_all_ranks:
                 columns = self._heads.per_rank(columns).any(0)
