@@ -82,12 +82,12 @@ def test_what_ranks_exchange(model, capsys):
         ("snapkv", ["capacity=100", "window=16"], finite, None, 16),
         ("adakv", ["capacity=100", "window=8"], finite + counts + 4 * 2 * 1000 * 8, None, 8),
         ("h2o", ["heavy=40", "window=40"], finite + counts, 2 * counts, 1000),
-        # Sums and how many were summed, of what stays and a step's token.
+        # Sums and how many were summed, of what stays and a step's token; while decoding with masks.
         (
             "tova",
             ["capacity=100"],
             finite + 2 * 4 * 2 * 1000 * 8,
-            4 * 2 + 2 * 4 * 2 * 101 * 8,  # and whether they were finite
+            4 * 2 + 2 * 4 * 2 * 101 * (8 + 1),  # and whether they were finite
             1,
         ),
         ("sinks-recent", ["capacity=100"], 0, None, 0),

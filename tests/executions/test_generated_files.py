@@ -28,21 +28,21 @@ def test_a_file_is_named_by_its_text(tmp_path, monkeypatch):
     source = "MADE = 5\n"
     first = generated.module_of("a-test", source)
     assert first.MADE == 5
-    (path,) = (tmp_path / "kvpolicy" / "generated").iterdir()
+    (path,) = (tmp_path / "kvpolicy" / "generated").glob("*.py")
     assert path.name.startswith("a_test_")
     assert path.read_text() == source
     before = path.stat().st_mtime_ns
     assert generated.module_of("a-test", source).MADE == 5
     assert path.stat().st_mtime_ns == before  # read, not written again
     assert generated.module_of("a-test", source.replace("5", "6")).MADE == 6
-    assert len(list(path.parent.iterdir())) == 2
+    assert len(list(path.parent.glob("*.py"))) == 2
 
 
 def test_a_damaged_file_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = "MADE = 7\n"
     generated.module_of("a-test", source)
-    (path,) = (tmp_path / "kvpolicy" / "generated").iterdir()
+    (path,) = (tmp_path / "kvpolicy" / "generated").glob("*.py")
     path.write_text("def run(:")
     assert generated.module_of("a-test", source).MADE == 7
     assert path.read_text() == source
@@ -108,6 +108,7 @@ import json, sys
 import torch
 from sm90 import compiled
 from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -119,7 +120,7 @@ def tensor(*shape, dtype=torch.int64):
     return torch.empty(shape, device="cuda", dtype=dtype)
 
 def launch(name, n=32768):
-    bound = bind(shipped_program(name), ModelShape(32, 32, 8, 128))
+    bound = bind(load(name).require(), ModelShape(32, 32, 8, 128))
     program = TorchProgram(bound, kernels={**REFERENCE, "generated": generated})
     q = tensor(32, bound.queries(n), 128, dtype=torch.bfloat16)
     pool = Slots(tensor(1, 1 << 19, 8, 128, dtype=torch.bfloat16), tensor(n))
