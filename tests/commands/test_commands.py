@@ -82,7 +82,7 @@ def test_what_ranks_exchange(model, capsys):
         ("snapkv", ["capacity=100", "window=16"], finite, None, 16),
         ("adakv", ["capacity=100", "window=8"], finite + counts + 4 * 2 * 1000 * 8, None, 8),
         ("h2o", ["heavy=40", "window=40"], finite + counts, 2 * counts, 1000),
-        # Sums and how many were summed, of what stays and a step's token; while decoding with masks.
+        # Sums and how many were summed, of what stays and of a step's token, with masks then.
         (
             "tova",
             ["capacity=100"],
