@@ -415,7 +415,7 @@ def test_policies_that_score_layers_together():
     ]  # fmt: skip
 
 
-@pytest.mark.thorough(besides=["snapkv", "cam", "h2o"])
+@pytest.mark.thorough(besides=["snapkv", "h2o"])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_all_layers_together_and_one_after_the_other(name):
     """Kept entries, scores and budgets are equal, with the log-sum-exp from attention or not."""
@@ -524,7 +524,7 @@ def test_layers_with_the_same_tokens_are_scored_together(name, given, groups, mo
         assert all(torch.equal(one[layer], other[layer]) for layer in one)
 
 
-@pytest.mark.thorough(every=3)
+@pytest.mark.thorough(every=6)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_layers_together_take_the_launches_of_one(name, monkeypatch):
     case = Case(5, 4, 2, 16, 37)
@@ -622,6 +622,7 @@ def test_slots_and_dense_tensors_agree(name):
             assert torch.equal(torch.as_tensor(a.data), torch.as_tensor(b.data))
 
 
+@pytest.mark.thorough(every=2)
 @pytest.mark.parametrize("name", ["snapkv", "lava", "cake", "h2o", "fastkv"])
 @pytest.mark.parametrize("stored", FLOAT8)
 def test_entries_of_8_bits_are_read_through_their_scale(name, stored):
@@ -757,6 +758,7 @@ def size_of(x: Value) -> float:
     return data.abs().max().item() if data.numel() else 0.0
 
 
+@pytest.mark.thorough(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
 def test_expressions(number):
@@ -825,6 +827,7 @@ def test_unsupported_expressions_stay_with_torch(score, reason):
     assert any(reason in line for line in kernels(bound))
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))

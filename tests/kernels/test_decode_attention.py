@@ -213,6 +213,7 @@ def workspace_of(requests, *, heads=4, kv_heads=2, size=64, splits=None):
     return workspace
 
 
+@pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("splits", [None, 5, 33])
 def test_one_workspace_serves_every_smaller_batch(splits):
     """Again and again: calls find and leave its counts at zero."""

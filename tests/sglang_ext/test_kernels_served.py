@@ -240,6 +240,7 @@ def test_folds_of_lists_that_last_do_not_wait(folding, at_once):
         assert not any(others), name
 
 
+@pytest.mark.thorough
 @pytest.mark.server
 def test_what_else_waits_is_what_is_documented(scenario):
     seen = scenario(

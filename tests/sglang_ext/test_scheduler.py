@@ -46,6 +46,7 @@ def test_a_prefix_hit_keeps_the_same_entries(chosen):
             assert (first["cached"], each["cached"] > 80) == (0, True), rid
 
 
+@pytest.mark.thorough
 def test_chunked_prefill_keeps_the_same_entries(chosen, run):
     # 50 does not divide the prompts: observation windows lie across chunks.
     for size in (64, 50):
@@ -140,6 +141,7 @@ def test_a_session_keeps_its_prompts_in_the_radix_cache(run):
     assert (seen["used"], seen["private"], seen["missing_after_flush"]) == (0, 0, 0)
 
 
+@pytest.mark.thorough
 def test_many_more_requests_decode_at_once(run):
     seen = run("capacity")  # at 12.5 % kept
     assert seen["none"] == 3

@@ -259,7 +259,7 @@ def ranks(scenario):
     return run
 
 
-@pytest.mark.thorough(besides=["prefill-True"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, shared):
@@ -295,42 +295,40 @@ def mixed(tmp_path_factory):
     comparing.write_text(COMPARING)
     policies = {**ENTRIES, str(comparing): [], **TOKENS}
     return {
-        "policies": policies, "count": 20, "output": 16, "chunked_prefill_size": 64,
-        "max_total_tokens": 2048,
+        "policies": policies, "output": 16, "chunked_prefill_size": 64, "max_total_tokens": 2048,
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def of_one(ranks, checkpoint, mixed):
-    """A function from a number of KV heads to one rank's answers and kept entries."""
-    found = {}
+    """A function from numbers of KV heads and requests to one rank's answers and kept entries."""
 
-    def of_one(kv_heads):
-        if kv_heads not in found:
-            folder = checkpoint("llama", kv_heads)
-            (found[kv_heads],) = ranks("alone", number=1, folder=folder, **mixed)
-        return found[kv_heads]
+    def of_one(kv_heads, count):
+        folder = checkpoint("llama", kv_heads)
+        (found,) = ranks("alone", number=1, folder=folder, count=count, **mixed)
+        return found
 
     return of_one
 
 
-@pytest.mark.thorough(besides=["2-2-more0"])
+@pytest.mark.thorough(besides=["2-2-11-more0"])
 @pytest.mark.parametrize(
-    ("number", "kv_heads", "more"),
+    ("number", "kv_heads", "count", "more"),
     [
-        (2, 2, {"SGLANG_TEST_RETRACT": "1", GLOO: "1"}),  # with no shortcut between ranks
-        (2, 1, {"SGLANG_TEST_RETRACT": "1"}),
-        (4, 2, {}),
+        (2, 2, 11, {"SGLANG_TEST_RETRACT": "1", GLOO: "1"}),  # with no shortcut between ranks
+        (2, 2, 33, {"SGLANG_TEST_RETRACT": "1"}),
+        (2, 1, 22, {"SGLANG_TEST_RETRACT": "1"}),
+        (4, 2, 22, {}),
     ],
 )
 def test_ranks_hold_the_same_at_every_step(
-    ranks, checkpoint, of_one, mixed, number, kv_heads, more
+    ranks, checkpoint, of_one, mixed, number, kv_heads, count, more
 ):
     """And keep the same as one rank; with more ranks than KV heads, two hold the same one."""
     folder = checkpoint("llama", kv_heads)
-    first, *others = ranks("mixed", more, number, folder, abort=0.1, **mixed)
+    first, *others = ranks("mixed", more, number, folder, abort=0.1, count=count, **mixed)
     assert others == [first] * (number - 1)
-    for rid, expected in of_one(kv_heads).items():
+    for rid, expected in of_one(kv_heads, count).items():
         assert first["alone"][rid] == expected, rid
     for rid, each in first["found"].items():
         # Deeper layers of fastkv read a cached prefix as it was computed for others.
