@@ -130,7 +130,7 @@ def _rows_of(vectors):
     return [x for layer in vectors for heads in layer for x in heads]
 
 
-@pytest.mark.thorough(besides=["h2o", "lava", "asl"])
+@pytest.mark.thorough(besides=["h2o", "asl"])
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):
     bound = bound_to(name)
@@ -166,7 +166,7 @@ def test_what_is_exchanged(name):
     assert max(itertools.chain([0], *folds)) < 2 * 41 * NUMBER
 
 
-@pytest.mark.thorough(besides=["cake", "h2o"])
+@pytest.mark.thorough(besides=["h2o"])
 @pytest.mark.interpreted
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

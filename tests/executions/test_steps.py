@@ -46,7 +46,7 @@ def frequencies(shape, seed: int):
     return None if seed % 2 else 10000.0 ** (-np.arange(size) / size)
 
 
-@pytest.mark.thorough(besides=["h2o", "lava"])
+@pytest.mark.thorough(besides=["h2o"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_policies(name):

@@ -57,6 +57,7 @@ def test_one_pass_accuracy_is_greedy_decoding(model):
         assert (generated == sample.answer_ids) == bool(right)
 
 
+@pytest.mark.thorough(besides=["niah"])
 @pytest.mark.parametrize("task", ["niah", "mk"])
 def test_an_eighth_of_the_cache_is_enough_when_it_is_the_right_eighth(model, task):
     samples = evaluate.questions(task, 512, 30, seed=1)

@@ -131,7 +131,7 @@ def test_a_request_forced_to_what_it_said_goes_on_and_is_rated_as_before(run, ov
             )
 
 
-@pytest.mark.thorough(besides=["flags0"])
+@pytest.mark.thorough
 @server
 @pytest.mark.parametrize("flags", [{}, {"disable_overlap_schedule": True}, {"page_size": 16}])
 def test_forced_tokens_are_rated_by_the_model_and_end_nothing(run, flags):

@@ -64,7 +64,7 @@ def test_kernels_of_triton_answer_as_those_of_torch(scenario, stored):
     assert folded == {"h2o", "d2o", "streamingllm", "cam"}
 
 
-@pytest.mark.thorough(besides=["fp8_e4m3"])
+@pytest.mark.thorough
 @STORED
 def test_answers_do_not_depend_on_what_else_happens(run, stored):
     flags = {"max_total_tokens": 1200, "chunked_prefill_size": 64, "page_size": 16}

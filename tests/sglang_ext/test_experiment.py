@@ -307,6 +307,7 @@ def named(server, name, tokens, new=8):
     return post(server, "/generate", body, x_kv_policy=name)
 
 
+@pytest.mark.thorough
 def test_policies_come_and_go(server):
     text = (POLICIES / "snapkv.yaml").read_text()
     small = {"policy": text, "set": {"capacity": 20, "window": 4}}

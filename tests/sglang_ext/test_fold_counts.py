@@ -60,7 +60,7 @@ def of_folds(policy, batches):
     return found
 
 
-@pytest.mark.thorough(besides=["h2o", "cake", "d2o"])
+@pytest.mark.thorough(besides=["h2o", "d2o"])
 @pytest.mark.parametrize("policy", MOST)
 def test_a_fold_of_a_batch_takes_few_operations(policy):
     alike, mixed = (of_folds(policy, BATCHES[part]) for part in (slice(2), slice(2, None)))

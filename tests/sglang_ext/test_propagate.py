@@ -181,6 +181,7 @@ def test_chosen_tokens_of_the_radix_cache_have_no_rows(scenario, model):
     assert found["fastkv 300"]["rows"][3] < facts["propagated_tokens"]
 
 
+@pytest.mark.thorough
 @server
 def test_chunks_wait_at_the_acting_layer(scenario, model):
     whole = scenario(FILE, "answers", policies=ALL, lengths=[300, 50, 51])

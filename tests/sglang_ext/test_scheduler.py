@@ -93,7 +93,7 @@ def test_others_hit_the_prompt_of_a_request_that_decodes_compressed(run):
     assert seen["cached_next"] == 256
 
 
-@pytest.mark.thorough(besides=["whole"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 64}], ids=["whole", "chunks"])
 def test_a_copy_takes_its_prompts_place_in_a_pool_that_holds_no_more(run, flags):
     seen = run("tight", **flags)

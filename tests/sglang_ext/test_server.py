@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +24,7 @@ STRICT = {
 
 
 @pytest.fixture(scope="module")
-def server(model):
+def server(model, request):
     """Serves snapkv (default, 48 of every list), sinks-recent with a budget for everything, h2o
     (32 of every list, also while decoding), and snapkv once more as snap@0.5.
     """
@@ -35,8 +35,9 @@ def server(model):
     flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
     flags |= {"kv_policy_allow_inspection": True}
     policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}"]
+    brief = request.config.getoption("brief")  # then test_engine.py alone starts as users do
     with ExitStack() as until_the_end:
-        with forked.new_interpreters():  # as users start it
+        with nullcontext() if brief else forked.new_interpreters():
             served = serve(model, policies, settings, **flags, env=STRICT)
             server = until_the_end.enter_context(served)
         yield server
