@@ -19,7 +19,7 @@ from kvpolicy.experiments.definition.experiment import NO_POLICY, Key
 from kvpolicy.experiments.replica.assignment import Reason
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named
+from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served
 from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
 from kvpolicy.sglang_ext.serving.allowed import Allowed
 
@@ -90,9 +90,7 @@ class Traffic:
         if others and elsewhere is not None:
             self._check(elsewhere, "the model's policy" if header is None else f"header {HEADER}")
             if not self.is_policy(elsewhere):
-                known = ", ".join(f"`{each}`" for each in (*self._policies, NO_POLICY))
-                message = f"header {HEADER} is {named(elsewhere)}; this server has {known}"
-                raise ValueError(message)
+                raise not_served(f"header {HEADER}", elsewhere, self._policies)
         self._check_values(customs, elsewhere)
         if named_itself or elsewhere is not None:
             noted = {} if self.live is None else self.live.named_itself()

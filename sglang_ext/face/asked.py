@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 
 PREFIX = "kv_"  # keys that begin so are the plugin's; others are left alone
 POLICY = "kv_policy"
@@ -61,6 +62,17 @@ def assigned(request: Any) -> Mapping[str, Any]:
 def is_scoring(request: Any) -> bool:
     """Whether a request is an internal one that scores another's tokens."""
     return bool(assigned(request).get("scores"))
+
+
+def not_served(where: str, name: Any, policies: Iterable[str]) -> ValueError:
+    """The error about a policy that a request names and the server does not have.
+
+    Args:
+        where: what holds the name, as messages say it.
+        policies: names of those that are served.
+    """
+    known = ", ".join(f"`{each}`" for each in (*policies, NO_POLICY))
+    return ValueError(f"{where} is {named(name)}; this server has {known}")
 
 
 def shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.experiments.definition.experiment import NO_POLICY
-from kvpolicy.sglang_ext.face.asked import POLICY, named
+from kvpolicy.sglang_ext.face.asked import POLICY, not_served
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.memory.arena import Arena
@@ -492,8 +492,7 @@ def choose(policies: Mapping[str, Served], default: str, asked: Mapping[str, Any
     if name == NO_POLICY:
         return None
     if not isinstance(name, str) or name not in policies:
-        known = ", ".join(f"`{each}`" for each in (*policies, NO_POLICY))
-        raise ValueError(f"custom_params.{POLICY} is {named(name)}; this server has {known}")
+        raise not_served(f"custom_params.{POLICY}", name, policies)
     return policies[name]
 
 
