@@ -65,12 +65,18 @@ class Block:
 
 
 def whole(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
-    """The root of a file, if it is a mapping; else None, after a report."""
-    if isinstance(root, Mapping):
-        return root
-    span = Span(root.span.start, min(root.span.end, root.span.start + 1))
-    report(Diagnostic("yaml", f"{kind.one} is a mapping", span, f"start with `{kind.begins}`"))
-    return None
+    """The root of a file, if it is a mapping of that kind; else None, after a report."""
+    if not isinstance(root, Mapping):
+        span = Span(root.span.start, min(root.span.end, root.span.start + 1))
+        report(Diagnostic("yaml", f"{kind.one} is a mapping", span, f"start with `{kind.begins}`"))
+        return None
+    spans = {name.text: name.span for name, _ in root.entries}
+    if kind.own not in spans:
+        for key in spans.keys() & kind.others.keys():
+            message, help = kind.others[key]
+            report(Diagnostic("key", message, spans[key], help))
+            return None
+    return root
 
 
 def read_block(

@@ -21,14 +21,35 @@ MAX_DEPTH = 12
 
 @dataclass(frozen=True)
 class FileKind:
-    """Words of messages for a kind of file: one, several, and how one begins."""
+    """Words of messages for a kind of file: one, several, and how one begins.
+
+    A file that lacks the key `own` and has a key of `others` is of another kind: what it is, and
+    what to do with it.
+    """
 
     one: str
     several: str
     begins: str
+    own: str
+    others: dict[str, tuple[str, str]]
 
 
-POLICY = FileKind("a policy file", "policies", "policy: my-name")
+POLICY = FileKind(
+    "a policy file",
+    "policies",
+    "policy: my-name",
+    "language",
+    {
+        "tests": (
+            "this file has the tests of a policy, and is none itself",
+            "name the policy's own file; `kvpolicy test NAME.yaml` reads NAME.test.yaml",
+        ),
+        "experiment": (
+            "this file is an experiment, not a policy",
+            "give it as `--kv-experiment FILE`, and the policies of its arms as `--kv-policy`",
+        ),
+    },
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,18 @@ from kvpolicy.dsl.syntax.mappings import KnownKey
 from kvpolicy.dsl.syntax.yaml_nodes import FileKind
 from kvpolicy.experiments.definition.metrics import METRICS
 
-EXPERIMENT = FileKind("an experiment file", "experiments", "experiment: my-name")
+EXPERIMENT = FileKind(
+    "an experiment file",
+    "experiments",
+    "experiment: my-name",
+    "experiment",
+    {
+        "language": (
+            "this file is a policy, not an experiment",
+            "give it as `--kv-policy FILE`; an arm of an experiment names it",
+        )
+    },
+)
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9@._-]*"  # the server's rule for names of policies
 PARAMETER = r"[a-z][a-z0-9_]*"

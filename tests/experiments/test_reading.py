@@ -138,12 +138,6 @@ def test_what_is_no_file(tmp_path):
             load(path)
 
 
-def test_a_policy_is_no_experiment():
-    found = load(FOLDER.parents[1] / "policies" / "lava.yaml")
-    assert found.experiment is None
-    assert "unknown key `policy`" in render_all(found.diagnostics, found.source)
-
-
 def test_an_empty_file():
     [diagnostic] = read("", "x").diagnostics
     assert (diagnostic.message, diagnostic.help) == (
