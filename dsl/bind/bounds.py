@@ -25,8 +25,11 @@ from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.ranges import product
+
+_TOKEN = ("token",)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ class Bounds:
             x, number = node.args
             taken = x.args[1].args[0] if x.left_over else node
             return self._numbers.is_static(number) and present_outside(x, taken)
+        if node.op == "not":
+            chosen = [each.axes for each in nodes_of(node.args) if each.operation.sorts]
+            return all(axes == _TOKEN for axes in chosen) and self.is_exact(node.args[0])
         return node.op in ("all", "truth")
 
     def size(self, node: Node) -> Size:
@@ -102,6 +108,7 @@ class Bounds:
             "fill": self._fill,
             "or": self._or,
             "and": self._and,
+            "not": self._not,
             "choose": self._choose,
             "truth": self._truth,
         }
@@ -130,6 +137,13 @@ class Bounds:
     def _and(self, node: Node) -> Size:
         a, b = self.size(node.args[0]), self.size(node.args[1])
         return self._bounded(*_each(min, a, b), min(a.total, b.total))
+
+    def _not(self, node: Node) -> Size:
+        if not self.is_exact(node):
+            return self._everything(node)
+        taken = self.size(node.args[0]).head
+        head = [n - gone for (n, _), gone in zip(self._lengths, taken, strict=True)]
+        return self._bounded(head, [self._kv * n for n in head], math.inf)
 
     def _choose(self, node: Node) -> Size:
         a, b = self.size(node.args[0]), self.size(node.args[2])

@@ -171,6 +171,27 @@ def test_scores_of_layers_that_there_are_not(score):
     assert not Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill))
 
 
+@pytest.mark.parametrize(
+    ("keep", "number"),
+    [
+        ("not sinks(4)", 30),
+        ("not (sinks(2) then recent(3))", 24),
+        ("not top(norm2[dim](key), 4 where layer < 1 else 3)", 34),
+        ("not not recent(3)", 18),
+        ("not recent(20)", 0),
+        ("not (sinks(2) or not recent(3))", None),  # some entries may be in both
+        ("not top[kv, token](norm2[dim](key), 5)", None),  # of 2 heads of 3 layers
+        ("not top(norm2[dim](key) where position < 2, 3)", None),
+    ],
+)
+def test_all_but_a_known_number(keep, number):
+    bound = written(f"keep: {keep}\n")
+    most = max_entries(bound, 9)
+    assert Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill)) == (number is not None)
+    assert kept(bound, 9, 1) <= most == (54 if number is None else number)
+    assert number in (None, kept(bound, 9, 1))
+
+
 def test_tokens_of_layers_that_there_are_not():
     """Where none is chosen all go deeper; what is never left out is not counted."""
     propagate = "propagate:\n  first: layer == 1\n  budget: 3\n  tokens: "
