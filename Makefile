@@ -6,13 +6,13 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv,.venv-$(SGLANG))
 # -P keeps the project's folder off sys.path: `kernels/` would shadow a package of that name.
 PYTHON := $(VENV)/bin/python -P
-# A file in one process; one more of them than two cores, since some wait for servers.
-# PYTEST_ARGS= takes one, as for a debugger.
+# A file in one process, and no more of them than cores: servers and scenarios are processes of their
+# own. PROCESSES=8 where there are as many; PYTEST_ARGS= takes one, as for a debugger.
 PYTEST_ARGS ?= -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,dsl conformance commands run executions golden kernels)
 # Linting takes one core for a minute: tests begin beside it.
 TOGETHER := @$(MAKE) --no-print-directory --jobs=2 pytest lint
-PROCESSES := 3
+PROCESSES ?= 2
 
 .PHONY: setup test test-all check pytest demo demo-experiment lint docs fuzz train gpu-report bench-kernels tune-kernels clean
 
@@ -28,7 +28,7 @@ test-all: setup
 
 # Language, policies and kernels without SGLang and slow tests, in four minutes.
 check: setup
-	$(TOGETHER) PROCESSES=2 SELECTED='--brief -m "not server and not slow" $(CHECKED)'
+	$(TOGETHER) SELECTED='--brief -m "not server and not slow" $(CHECKED)'
 
 pytest: setup
 	$(PYTHON) -m pytest $(PYTEST_ARGS) $(SELECTED)
