@@ -28,7 +28,7 @@ from typing import Any
 from kvpolicy.sglang_ext.experiment.raw import Raw
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.options import Policy
-from kvpolicy.sglang_ext.forward.failures import ADMISSION
+from kvpolicy.sglang_ext.forward.failures import ADMISSION, ALLOCATION
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.forward.step import Step
@@ -207,7 +207,8 @@ class Runtime:
         """Take private slots for the requests whose prompt ends in this batch.
 
         A propagating one takes them with its first chunk: once tokens have not gone through deeper
-        layers, it cannot be served in full any more.
+        layers, it cannot be served in full any more. What fails on one rank fails on all when the
+        forward begins.
         """
         self.services.tree = batch.tree_cache
         for req in batch.reqs:
@@ -220,7 +221,7 @@ class Runtime:
                 continue
             if req.extend_end != state.prompt and not state.propagates:
                 continue
-            with self.services.failures.contained(req, ADMISSION):
+            with self.services.failures.contained(req, ALLOCATION):
                 self._allocate(req, state)
 
     def _allocate(self, req: Any, state: RequestState) -> None:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Work at which a policy may fail, as messages name it.
 ADMISSION = "admission"
+ALLOCATION = "taking slots"
 SCORING = "scoring"
 CHOOSING = "choosing"
 COMPACTION = "compaction"
@@ -44,7 +45,9 @@ FOLD = "a fold"
 # Decode steps without an agreement of ranks, at most; more if folds are further apart, since ranks
 # agree at them.
 _AGREE = 16
-_STAGES = (ADMISSION, SCORING, CHOOSING, COMPACTION, PROPAGATION, DECODING, READING, FOLD)
+_STAGES = (
+    ADMISSION, ALLOCATION, SCORING, CHOOSING, COMPACTION, PROPAGATION, DECODING, READING, FOLD,
+)  # fmt: skip
 
 
 class Failures:

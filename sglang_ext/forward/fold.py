@@ -16,7 +16,6 @@ request is written by itself, in one of two ways:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -137,14 +136,12 @@ class Fold:
 
     def write(self, left: Left) -> None:
         """Write what stays."""
-        started, services, state = time.perf_counter(), self._services, self._state
-        private = begun(services, self._request, state, self._length)
+        private = begun(self._services, self._request, self._state, self._length)
         if self._fits(left.kept) or self._fits_by_layer(left.kept):
             self.write_by_layer(left.kept)
         else:
             self.write_anew(left.kept)
-        private.every_list_lost, seconds = left.fewest > 0, time.perf_counter() - started
-        services.reports.finished_fold(self._request, state, left.left, seconds)
+        private.every_list_lost = left.fewest > 0
 
     def _fits(self, counts: torch.Tensor) -> bool:
         """As the function `fits`."""

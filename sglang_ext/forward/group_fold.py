@@ -216,9 +216,10 @@ class GroupFold:
         share = (time.perf_counter() - started) / max(len(members), 1)
         self._finish(fixed, known, moving, share)
         for place in others:
-            each = members[place]
+            each, left, started = members[place], self._left[place], time.perf_counter()
             with failures.contained(each.request, FOLD, joint=True):
-                self._alone(place, each).write(self._left[place])
+                self._alone(place, each).write(left)
+            self._report(each, left.left, time.perf_counter() - started)
 
     def _slots_after(self, place: int) -> int:
         """Private slots of a request after its fold, the same number on every stage."""
@@ -379,9 +380,13 @@ class GroupFold:
             for request, _ in tails:
                 failures.note(request, FOLD, error)
         for each, left in ended:
-            if not each.state.broken:
-                with failures.contained(each.request, FOLD):
-                    self._services.reports.finished_fold(each.request, each.state, left, seconds)
+            self._report(each, left, seconds)
+
+    def _report(self, each: Member, left: int, seconds: float) -> None:
+        """Report a fold by which `left` entries have left, if it has not failed on any rank."""
+        if not each.state.broken:
+            with self._services.failures.contained(each.request, FOLD):
+                self._services.reports.finished_fold(each.request, each.state, left, seconds)
 
     def _end_fixed(self, place: int, each: Member) -> int:
         """Note lists that kept their sizes, and so lost what was added; return how many entries."""

@@ -133,21 +133,22 @@ class Store:
             taken = self.allocator.alloc(sum(more))
             if taken is None:
                 return None
-            # The allocator hands out a view of its whole free list; a copy does not keep that
-            # alive.
-            parts = zip(earlier, taken.to(torch.int32).split(list(more)), strict=True)
-            return self._streams.shared(torch.cat(list(itertools.chain.from_iterable(parts))))
+            try:
+                return self._streams.shared(_joined(earlier, taken, more))
+            except Exception:  # such as no memory of the device for the copy
+                self.allocator.free_segment(taken, start_pos=0)
+                raise
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
         """Give back all slots of a request but the first `keep`."""
         own = max(keep, private.borrowed)  # what is borrowed is given back with the row
-        private.borrowed = min(keep, private.borrowed)
-        surplus = private.slots.numel() - own
         with self._streams.scheduling():
+            kept = self._streams.shared(private.slots[:keep].clone())
+            surplus = private.slots[own:].to(torch.int64)
             # Whole pages: `free` would look for equal ones by `unique`, for which the host waits.
-            self.allocator.free_segment(private.slots[own:].to(torch.int64), start_pos=0)
-            private.slots = self._streams.shared(private.slots[:keep].clone())
-        self._count(private.policy, -surplus)
+            self.allocator.free_segment(surplus, start_pos=0)
+        private.slots, private.borrowed = kept, min(keep, private.borrowed)
+        self._count(private.policy, -surplus.numel())
 
     @property
     def kv_heads(self) -> int:
@@ -347,8 +348,8 @@ class Store:
         """Give back every slot of a request."""
         if self.by_row.get(private.row) is not private:
             raise RuntimeError(f"row {private.row} does not hold these private slots")
-        del self.by_row[private.row]
         self._give_back(private)
+        del self.by_row[private.row]
         if self._tables is not None:
             self._tables.forget(private.row)
 
@@ -419,6 +420,17 @@ class Store:
     def _count(self, policy: str, slots: int) -> None:
         self._held[policy] = self._held.get(policy, 0) + slots
         self._changed(policy, self._held[policy])
+
+
+def _joined(
+    earlier: Sequence[torch.Tensor], taken: torch.Tensor, more: Sequence[int]
+) -> torch.Tensor:
+    """int32 slots of each request, its earlier ones first.
+
+    A copy: what the allocator hands out is a view of its whole free list, and keeps that alive.
+    """
+    parts = zip(earlier, taken.to(torch.int32).split(list(more)), strict=True)
+    return torch.cat(list(itertools.chain.from_iterable(parts)))
 
 
 def _before(pages: np.ndarray) -> np.ndarray:

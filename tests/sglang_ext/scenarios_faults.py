@@ -35,6 +35,7 @@ POINTS = {
     "reservation": ("sglang_ext.request.admission", "reserve"),
     "growth": ("sglang_ext.request.admission", "still_needs"),
     "allocation": ("sglang_ext.memory.store", "Store.allocate"),
+    "slots just taken": ("sglang_ext.memory.store", "_joined"),
     "start of scoring": ("dsl.execute.program", "TorchProgram.start"),
     "scoring": ("sglang_ext.face.compat", "scaled"),
     "sums over chunks": ("dsl.execute.prefill.run", "Run.accumulate"),

@@ -241,7 +241,7 @@ def test_what_fails_in_one_process_fails_for_one_request(model, files, expected,
             outcomes = set(pool.map(answer, range(len(listed))))
         assert outcomes == {"ended", "in full", "as alone"}
         own = {"kv_policy_set": {"capacity": 30}}
-        given = [ask(server, prompt(i, 90), "snapkv", **own) for i in range(4)]
+        given = [ask(server, prompt(i, 90), "snapkv", **own) for i in range(12)]
         facts = [each.json()["meta_info"]["kv_policy"] for each in given if each.ok]
         assert 4 * 2 * 30 in [each.get("entries_kept") for each in facts]
         log = server.log_text()

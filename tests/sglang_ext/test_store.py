@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy.kernels.attention.paged_attention import UNPAIRED, paged_attention
 from kvpolicy.kernels.entries.compact_layers import compact_layers
+from kvpolicy.sglang_ext.memory import store as store_module
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
@@ -65,6 +66,24 @@ def test_too_few_slots_leave_everything_as_it_was():
     assert asked == [9]
     assert store.held == 0
     assert store.allocator.free_slots.numel() == 8
+
+
+def test_slots_are_free_again_if_the_device_has_no_memory_for_their_numbers(monkeypatch):
+    store = make_store()
+    held = store.allocate(1, "a", 5, 40, no_cache)
+    before = held.slots.tolist()
+
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(store_module, "_joined", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        store.allocate(2, "a", 7, 40, no_cache)
+    with pytest.raises(torch.OutOfMemoryError):
+        store.grow(held, 9, no_cache)
+    assert (store.held, held.slots.tolist(), list(store.by_row)) == (5, before, [1])
+    store.check_integrity(store.allocator.free_slots)
+    assert store.allocator.free_slots.numel() == 59
 
 
 def test_surplus_is_returned_in_whole_pages_of_the_allocator():

@@ -223,10 +223,11 @@ ENTRIES = {
     "minicache": ["start=0", "t=0.6", "gamma=0.05"],
 }
 TOKENS = {"fastkv": ["tsp_layer=1"], "gemfilter": ["filter=1", "capacity=40"]}
-PREFILL = ["start of scoring", "scoring", "choosing", "compaction", "copy", "layout", "memory"]
+PREFILL = ["start of scoring", "scoring", "choosing", "compaction", "slots just taken", "copy"]
+PREFILL += ["layout", "memory"]
 DECODE = [
     "last fold", "pending steps", "noted queries", "following", "fold", "fold in place",
-    "fold elsewhere", "attention",
+    "fold elsewhere", "slots just taken", "attention",
 ]  # fmt: skip
 CASES = {
     "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "output": 6}),
