@@ -17,7 +17,7 @@ that all of them leave the request alone and none waits for another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -56,6 +56,7 @@ class Failures:
     Args:
         most: number of failing requests after which a policy is disabled; 0: never.
         failed: called when a request's policy has failed.
+        detach: as of `Services`.
         in_stages: whether there are several stages.
     """
 
@@ -67,11 +68,12 @@ class Failures:
         ranks: Ranks,
         most: int,
         failed: Callable[[], None] = lambda: None,
+        detach: Callable[[Sequence[tuple[Any, RequestState]]], None] = lambda requests: None,
         *,
         in_stages: bool = False,
     ) -> None:
         self._store, self._metrics, self._reports = store, metrics, reports
-        self._failed, self._in_stages = failed, in_stages
+        self._failed, self._detach, self._in_stages = failed, detach, in_stages
         self.ranks, self._most, self._steps_since = ranks, most, 0
         self._agree = max(_AGREE, fold_interval())
         self._logged: set[tuple[str, str, type]] = set()
@@ -88,7 +90,14 @@ class Failures:
             joint: whether ranks exchange tensors in it, or take slots: then all of them enter it,
                 and agree at its end.
         """
-        return Contained(self, req, stage, whole, joint)
+        return Contained(self, [req], stage, whole, joint)
+
+    def contained_together(self, requests: Iterable[Any], stage: str) -> Contained:
+        """A block of work for several requests, all of which fail if it does, on all ranks.
+
+        Ranks may exchange tensors in it: all of them enter it, and agree at its end.
+        """
+        return Contained(self, list(requests), stage, None, joint=True)
 
     def note(self, req: Any, stage: str, error: Exception, *, whole: bool | None = None) -> None:
         """Note that a request's policy has failed; arguments as of `contained`."""
@@ -111,8 +120,12 @@ class Failures:
         if self.ranks.size == 1:
             return
         known = [(req, state) for req in requests if (state := state_of(req)) is not None]
-        worst = self.ranks.worst([state.failure_code for _, state in known])
-        for (req, state), code in zip(known, worst, strict=True):
+        # A prompt that one rank has given up is served in full by none.
+        gone = [int(not state.is_whole) for _, state in known]
+        worst = self.ranks.worst([*(state.failure_code for _, state in known), *gone])
+        codes, gone = worst[: len(known)], worst[len(known) :]
+        for (req, state), code, given_up in zip(known, codes, gone, strict=True):
+            code += given_up if code % 2 else 0
             if not self._in_stages:
                 self.take_up_failure(req, state, code)
             elif code and not state.failed:
@@ -194,10 +207,12 @@ class Failures:
         name = state.served.name
         if state.private is not None:
             # It may run once more before SGLang ends it; then it reads its latest token only,
-            # nothing that was half written.
+            # nothing that was half written. All other slots are given up, so that all ranks have
+            # the same number, wherever each was when the policy failed.
             latest = max(state.prompt, req.kv.kv_allocated_len - 1)
             try:
                 self._store.empty(state.private, latest)
+                self._detach([(req, state)])
             except Exception:  # its slots are given back with its row
                 logger.exception("Slots of a failed request are still held. rid=%s", req.rid)
                 state.private = None
@@ -255,13 +270,18 @@ def _stage(code: int) -> str:
 
 
 class Contained:
-    """A block whose exceptions are noted for one request."""
+    """A block whose exceptions are noted for the requests that it works for."""
 
     def __init__(
-        self, failures: Failures, req: Any, stage: str, whole: bool | None, joint: bool
+        self,
+        failures: Failures,
+        requests: Sequence[Any],
+        stage: str,
+        whole: bool | None,
+        joint: bool,
     ) -> None:
-        self._failures, self._req, self._stage, self._whole = failures, req, stage, whole
-        self._joint = joint
+        self._failures, self._requests, self._stage = failures, requests, stage
+        self._whole, self._joint = whole, joint
 
     def __enter__(self) -> None:
         pass
@@ -275,9 +295,10 @@ class Contained:
             error = met(self._failures.ranks, error)
         if error is None:
             return False
-        self._failures.note(self._req, self._stage, error, whole=self._whole)
+        for request in self._requests:
+            self._failures.note(request, self._stage, error, whole=self._whole)
         if self._joint:
-            self._failures.agree([self._req])
+            self._failures.agree(self._requests)
         return True
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from kvpolicy.dsl.execute.decode.requests import Staying, follow_together
 from kvpolicy.dsl.execute.tensors.kernels import Entries
 from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.sglang_ext.face.host import to_device
-from kvpolicy.sglang_ext.forward.failures import FOLD, met
+from kvpolicy.sglang_ext.forward.failures import FOLD, Contained
 from kvpolicy.sglang_ext.forward.fold import (
     Fold,
     Left,
@@ -206,13 +206,16 @@ class GroupFold:
         for places in (fixed, known, moving, others):
             places[:] = [place for place in places if not members[place].state.broken]
         if fixed:
-            self._contained(fixed, partial(self._launch, fixed, staying.proceed))
+            with self._contained(fixed):
+                self._launch(fixed, staying.proceed)
         if known or moving:
             proceed = _all(len(members), staying.kept.device)
             if known:
-                self._contained(known, partial(self._launch, known, proceed))
+                with self._contained(known):
+                    self._launch(known, proceed)
             for places in self._portions(moving):
-                self._contained(places, partial(self._move, places, proceed))
+                with self._contained(places):
+                    self._move(places, proceed)
         share = (time.perf_counter() - started) / max(len(members), 1)
         self._finish(fixed, known, moving, share)
         for place in others:
@@ -220,6 +223,10 @@ class GroupFold:
             with failures.contained(each.request, FOLD, joint=True):
                 self._alone(place, each).write(left)
             self._report(each, left.left, time.perf_counter() - started)
+
+    def _contained(self, places: list[int]) -> Contained:
+        requests = [self.members[place].request for place in places]
+        return self._services.failures.contained_together(requests, FOLD)
 
     def _slots_after(self, place: int) -> int:
         """Private slots of a request after its fold, the same number on every stage."""
@@ -268,20 +275,6 @@ class GroupFold:
         if private is None or not private.ready or not self._staying.in_place:
             return False, False
         return fits(store, private, kept), not wasteful(store, private, kept)
-
-    def _contained(self, places: list[int], write: Callable[[], None]) -> None:
-        """Write what stays of some requests; if that fails, all of them fail, on all ranks."""
-        error, failures = None, self._services.failures
-        try:
-            write()
-        except Exception as raised:
-            error = raised
-        error = met(self._services.ranks, error)
-        if error is not None:
-            requests = [self.members[place].request for place in places]
-            for request in requests:
-                failures.note(request, FOLD, error)
-            failures.agree(requests)
 
     def _merged(self, places: list[int], proceed: torch.Tensor) -> list[torch.Tensor]:
         """Merge entries of some requests; return their rows, lengths, kept, there and proceed."""

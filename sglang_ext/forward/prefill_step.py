@@ -16,7 +16,6 @@ needs to know these numbers, and whether the tensors were finite. It also waits 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -280,13 +279,19 @@ class PrefillStep:
             if each.known_counts is not None:
                 self._compress_at_once(each, own, each.known_counts)
         chosen = [(each, own) for each, own in chosen if each.known_counts is None]
-        # Work of all requests has been launched before the host waits for numbers.
-        numbers = self._numbers([own for _, own in chosen])
+        numbers: list[list[torch.Tensor]] = []
+        if chosen:  # the numbers of one arrive with those of the others
+            with failures.contained_together([each.request for each, _ in chosen], CHOOSING):
+                # Work of all requests has been launched before the host waits for numbers.
+                numbers = self._numbers([own for _, own in chosen])
+        if not numbers:
+            return
         if self._services.stages.size > 1:
             for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
-                shown = self._of_all_heads(own.kept) if each.state.reported.shows_kept else None
-                given = (each.state, each.run, bool(finite), own.kept, counts)
-                self.parts[id(each.request)] = Chosen(*given, _known(held, widest), shown)
+                with failures.contained(each.request, CHOOSING, joint=True):
+                    shown = self._of_all_heads(own.kept) if each.state.reported.shows_kept else None
+                    given = (each.state, each.run, bool(finite), own.kept, counts)
+                    self.parts[id(each.request)] = Chosen(*given, _known(held, widest), shown)
             return
         for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
             with failures.contained(each.request, COMPACTION, joint=True):
@@ -402,7 +407,7 @@ class PrefillStep:
             held = Held.of(kept, scored.run.columns())
         return _Chosen(kept, kept.sum(dim=2), held, finite)
 
-    def _numbers(self, chosen: list[_Chosen]) -> Iterator[list[torch.Tensor]]:
+    def _numbers(self, chosen: list[_Chosen]) -> list[list[torch.Tensor]]:
         """What the host needs to know of each request, in one transfer.
 
         Returns:
@@ -417,7 +422,7 @@ class PrefillStep:
         whole = iter(self._services.ranks.heads.gathered(parts))
         tensors = [x for own in chosen for x in (next(whole), next(whole), own.held, own.finite)]
         found = to_host(tensors)
-        return (found[i : i + 4] for i in range(0, len(found), 4))
+        return [found[i : i + 4] for i in range(0, len(found), 4)]
 
     def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
         state, run = scored.state, scored.run

@@ -112,7 +112,7 @@ class Services:
         self.reports = Reports(self.arena, metrics, self.ranks)
         self.failures = Failures(
             self.store, metrics, self.reports, self.ranks, max_failures, self.forget_rows,
-            in_stages=self.stages.size > 1,
+            self.detach, in_stages=self.stages.size > 1,
         )  # fmt: skip
 
     def forget_rows(self) -> None:

@@ -87,7 +87,7 @@ def services(shape: ModelShape, *, pairs: bool = False, ranks: int = 1) -> Simpl
     tables = DeviceTables(arena, ROWS, SLOTS, pairs=pairs)
 
     @contextmanager
-    def contained(request: Any, stage: str, **_: Any) -> Iterator[None]:
+    def contained(requests: Any, stage: str, **_: Any) -> Iterator[None]:
         yield
 
     def failed(request: Any, stage: str, error: Exception) -> None:
@@ -103,7 +103,12 @@ def services(shape: ModelShape, *, pairs: bool = False, ranks: int = 1) -> Simpl
         runner=SimpleNamespace(
             model_config=SimpleNamespace(hidden_size=HIDDEN), dtype=torch.bfloat16
         ),
-        failures=SimpleNamespace(contained=contained, note=failed, agree=lambda requests: None),
+        failures=SimpleNamespace(
+            contained=contained,
+            contained_together=contained,
+            note=failed,
+            agree=lambda requests: None,
+        ),
         reports=SimpleNamespace(finished_fold=lambda *_: None),
         ranks=one,
         evict=lambda slots: None,

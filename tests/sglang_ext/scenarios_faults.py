@@ -41,6 +41,7 @@ POINTS = {
     "sums over chunks": ("dsl.execute.prefill.run", "Run.accumulate"),
     "choosing": ("dsl.execute.prefill.run", "Run.finish"),
     "end of choosing": ("dsl.execute.prefill.run", "Run.settle"),
+    "what stays": ("sglang_ext.forward.prefill_step", "PrefillStep._numbers"),
     "compaction": ("sglang_ext.forward.prefill_step", "compress"),
     "copy": ("sglang_ext.forward.compress", "copy_kept"),
     "layout": ("sglang_ext.memory.store", "Store.fill"),

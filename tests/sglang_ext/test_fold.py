@@ -50,7 +50,9 @@ class World:
             arena=arena, store=self.store, tables=self.tables, ranks=Ranks(), evict=no_cache,
             detach=self.detach, reports=SimpleNamespace(finished_fold=self.report),
             failures=SimpleNamespace(
-                contained=lambda request, stage, **_: nullcontext(), agree=lambda requests: None
+                contained=lambda request, stage, **_: nullcontext(),
+                contained_together=lambda requests, stage: nullcontext(),
+                agree=lambda requests: None,
             ),
             tree=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table)),
         )  # fmt: skip
@@ -406,6 +408,7 @@ def folded(world, counts, monkeypatch, fails=None, *, changed=False):
     state = world.state
     world.runtime.failures = SimpleNamespace(
         contained=lambda request, stage, **_: noted(state), agree=lambda requests: None,
+        contained_together=lambda requests, stage: noted(state),
         note=lambda request, stage, error: setattr(state, "failure_code", 1),
     )  # fmt: skip
     world.grow(30)

@@ -9,7 +9,7 @@ from fake_allocator import Allocator, no_cache
 from kvpolicy.sglang_ext.face.options import INTERVAL_VARIABLE
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
-from kvpolicy.sglang_ext.forward.failures import Failures
+from kvpolicy.sglang_ext.forward.failures import _STAGES, SCORING, Failures
 from kvpolicy.sglang_ext.forward.leaving import Leaving
 from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.memory.arena import create_arena
@@ -135,19 +135,26 @@ def test_nothing_is_written_of_what_has_failed_on_one_stage():
 
 
 class OneOfTwo(Ranks):
-    """Two ranks, of which the other sends a given number."""
+    """Two ranks, of which the other sends a code, and whether it has given up the prompt."""
 
     size = 2
 
-    def __init__(self, other):
-        self.other = other
+    def __init__(self, code, gave_up=False):
+        self.other = code, gave_up
 
     def worst(self, numbers):
-        return [max(each, self.other) for each in numbers]
+        return [max(pair) for pair in zip(numbers, self.other, strict=True)]
 
 
+def code(stage, *, whole):
+    return 1 + 2 * _STAGES.index(stage) + (not whole)
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
 @pytest.mark.parametrize("in_stages", [False, True])
-def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(in_stages, monkeypatch, caplog):
+def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(
+    in_stages, gave_up, monkeypatch, caplog
+):
     """Without stages what fails on one rank is taken up where they agree."""
 
     def fail_request(self, req, state, stage, *, whole):
@@ -156,18 +163,20 @@ def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(in_stages, monkeypa
 
     taken = []
     monkeypatch.setattr(Failures, "_fail_request", fail_request)
-    failures = Failures(*[SimpleNamespace()] * 3, OneOfTwo(3), 0, in_stages=in_stages)
+    ranks = OneOfTwo(code(SCORING, whole=True), gave_up)
+    failures = Failures(*[SimpleNamespace()] * 3, ranks, 0, in_stages=in_stages)
     request = Stage(0, Meeting(), [[5, 6], [7, 20]]).request
     request.rid = "r"
     state = request.kv_policy_state
     failures.agree([request])
     assert state.broken
-    assert taken == ([] if in_stages else [("scoring", True)])
+    assert taken == ([] if in_stages else [("scoring", not gave_up)])
     assert "failed at scoring on another rank, whose log says why" in caplog.text
     failures.agree([request])
     if in_stages:
-        failures.take_up_failure(request, state, 4)  # a stage says it was worse
-    assert taken == [("scoring", not in_stages)]
+        worse = code(SCORING, whole=False)  # as another stage says
+        failures.take_up_failure(request, state, worse)
+    assert taken == [("scoring", not in_stages and not gave_up)]
     assert caplog.text.count("on another") == 1
 
 

@@ -224,10 +224,10 @@ ENTRIES = {
 }
 TOKENS = {"fastkv": ["tsp_layer=1"], "gemfilter": ["filter=1", "capacity=40"]}
 PREFILL = ["start of scoring", "scoring", "choosing", "compaction", "slots just taken", "copy"]
-PREFILL += ["layout", "memory"]
+PREFILL += ["layout", "memory", "what stays"]
 DECODE = [
     "last fold", "pending steps", "noted queries", "following", "fold", "fold in place",
-    "fold elsewhere", "slots just taken", "attention",
+    "fold elsewhere", "fold anew", "slots just taken", "tail", "attention",
 ]  # fmt: skip
 CASES = {
     "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "output": 6}),

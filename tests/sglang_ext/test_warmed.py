@@ -20,7 +20,9 @@ MEASURED = sorted(tuned.SHIPPED.glob("*.json"))
 
 def asked(*arguments: str, **more: str) -> dict[str, tuple[int, list[str]]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | more
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parent / "kernels")))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        map(str, (HERE, HERE.parent, HERE.parent / "kernels"))
+    )
     command = [sys.executable, "-P", HERE / "warmed_cases.py", *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
