@@ -229,6 +229,7 @@ DECODE = [
     "last fold", "pending steps", "noted queries", "following", "fold", "fold in place",
     "fold elsewhere", "fold anew", "slots just taken", "tail", "attention",
 ]  # fmt: skip
+RESUMED = ["resumed reader", "resumed attention", "resumed following", "fold", "what stays"]
 CASES = {
     "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "output": 6}),
     "decode": (ENTRIES, DECODE, {"page_size": 4, "output": 16}),
@@ -237,11 +238,13 @@ CASES = {
         ["scoring", "chosen rows", "restart", "view"],
         {"chunked_prefill_size": 64, "output": 6},
     ),
+    "retracted": (ENTRIES, RESUMED, {"chunked_prefill_size": 64, "output": 24, "chance": 0.2}),
 }
 SHARED = {  # of ranks that hold the same KV head
     "prefill": (ENTRIES, ["start of scoring", "scoring", "compaction"], CASES["prefill"][2]),
     "decode": (ENTRIES, ["noted queries", "following", "fold", "attention"], CASES["decode"][2]),
     "propagation": (TOKENS, ["scoring", "restart"], CASES["propagation"][2]),
+    "retracted": (ENTRIES, ["resumed reader", "resumed following"], CASES["retracted"][2]),
 }
 
 
@@ -271,7 +274,8 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, 
             policies = {**policies, str(tmp_path / f"{name}.yaml"): []}
     folder = checkpoint("llama", kv_heads=1 if shared else 2)
     flags = {"count": 10, "chance": 0.3, "folder": folder, **flags}
-    first, second = ranks("faults", policies=policies, points=points, **flags)
+    more = {"SGLANG_TEST_RETRACT": "1"} if case == "retracted" else {}
+    first, second = ranks("faults", more, policies=policies, points=points, **flags)
     assert first["alone"] == second["alone"]
     for point in points:
         own, other = first["points"][point], second["points"][point]
