@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 PATIENCE = 900  # seconds for the requests of one architecture
 EVERY_STEP = {"SGLANG_KV_POLICY_FOLD_INTERVAL": "1"}
-sys.path[:0] = [str(report.ROOT / "tests" / name) for name in ("reference", "forks")]
+sys.path[:0] = [str(report.ROOT / "tests" / name) for name in ("", "reference", "forks")]
 
 import scenario  # noqa: E402
 from architectures import SERVED, config_of, make, served_with  # noqa: E402

@@ -27,7 +27,7 @@ from kvpolicy.kernels.launch.occupancy import Processor
 from kvpolicy.sglang_ext.forward.warm import warm, warm_attention
 from tqdm import tqdm
 
-for folder in ("kernels", "sglang_ext"):
+for folder in ("", "kernels", "sglang_ext"):
     sys.path.insert(0, str(report.ROOT / "tests" / folder))
 from on_device import KEPT, made_up, served, services  # noqa: E402
 from sm90 import Compiled, compiling, on_device  # noqa: E402

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def compiled():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", HERE / "sm90_cases.py"]
-    environment["PYTHONPATH"] = str(HERE)
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
