@@ -29,8 +29,6 @@ from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.ops.host import Number
 from kvpolicy.dsl.ops.ranges import product
 
-_TOKEN = ("token",)
-
 
 @dataclass(frozen=True)
 class Size:
@@ -98,7 +96,7 @@ class Bounds:
             return self._numbers.is_static(number) and present_outside(x, taken)
         if node.op == "not":
             chosen = [each.axes for each in nodes_of(node.args) if each.operation.sorts]
-            return all(axes == _TOKEN for axes in chosen) and self.is_exact(node.args[0])
+            return all(axes == ("token",) for axes in chosen) and self.is_exact(node.args[0])
         return node.op in ("all", "truth")
 
     def size(self, node: Node) -> Size:

@@ -71,12 +71,12 @@ def whole(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
         report(Diagnostic("yaml", f"{kind.one} is a mapping", span, f"start with `{kind.begins}`"))
         return None
     spans = {name.text: name.span for name, _ in root.entries}
-    if kind.own not in spans:
-        for key in spans.keys() & kind.others.keys():
-            message, help = kind.others[key]
-            report(Diagnostic("key", message, spans[key], help))
-            return None
-    return root
+    other = next((key for key in kind.others if key in spans), None)
+    if kind.own in spans or other is None:
+        return root
+    message, help = kind.others[other]
+    report(Diagnostic("key", message, spans[other], help))
+    return None
 
 
 def read_block(

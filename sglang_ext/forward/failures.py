@@ -110,7 +110,7 @@ class Failures:
         if alone or stage == ADMISSION:  # at admission all schedulers fail alike
             self._fail_request(req, state, stage, whole=whole)
         else:
-            state.failure_code = 1 + 2 * _STAGES.index(stage) + (not whole)
+            state.failure_code = code_of(stage, whole=whole)
 
     def agree(self, requests: Iterable[Any]) -> None:
         """Take up what has failed on any rank; all ranks call it for the same requests.
@@ -125,7 +125,8 @@ class Failures:
         worst = self.ranks.worst([*(state.failure_code for _, state in known), *gone])
         codes, gone = worst[: len(known)], worst[len(known) :]
         for (req, state), code, given_up in zip(known, codes, gone, strict=True):
-            code += given_up if code % 2 else 0
+            if code and given_up:
+                code = code_of(_stage(code), whole=False)
             if not self._in_stages:
                 self.take_up_failure(req, state, code)
             elif code and not state.failed:
@@ -142,7 +143,7 @@ class Failures:
             return
         self._log_elsewhere(req, state, code, "stage" if self._in_stages else "rank")
         # Its prompt may have been given up since it failed.
-        self._fail_request(req, state, _stage(code), whole=code % 2 == 1 and state.is_whole)
+        self._fail_request(req, state, _stage(code), whole=_is_whole(code) and state.is_whole)
 
     def _log_elsewhere(self, req: Any, state: RequestState, code: int, where: str) -> None:
         if not state.failure_code:
@@ -264,9 +265,23 @@ def serve_in_full(store: Store, reports: Reports, req: Any, reason: Reason) -> N
         reports.gave_up(req, state, reason)
 
 
+def code_of(stage: str, *, whole: bool) -> int:
+    """`RequestState.failure_code` of a failure; the larger of a stage's two: the prompt has gone.
+
+    Args:
+        stage, whole: as of `Failures.contained`.
+    """
+    return 1 + 2 * _STAGES.index(stage) + (not whole)
+
+
 def _stage(code: int) -> str:
-    """What a policy failed at, by `RequestState.failure_code`."""
+    """What a policy failed at, by the code of its failure."""
     return _STAGES[(code - 1) // 2]
+
+
+def _is_whole(code: int) -> bool:
+    """Whether the prompt was whole when its policy failed, by the code of the failure."""
+    return code % 2 == 1
 
 
 class Contained:

@@ -31,14 +31,8 @@ FLASHINFER = {"attention_backend": "flashinfer", "chunked_prefill_size": 64, "co
 WHOLE = {"chunked_prefill_size": -1, "mem_fraction_static": 0.5, "common": 0}
 PREFILL = ["arrival", "prefix", "reservation", "allocation", "start of scoring", "scoring"]
 PREFILL += ["sums over chunks", "choosing", "end of choosing", "compaction", "copy", "layout"]
-PREFILL += [
-    "slots just taken",
-    "memory",
-    "report",
-    "known counts",
-    "what fits",
-    "numbers of the device",
-]
+PREFILL += ["slots just taken", "memory", "report", "known counts", "what stays", "what fits"]
+PREFILL += ["numbers of the device"]
 DECODE = ["growth", "when entries leave", "noted queries", "following", "fold", "fold in place"]
 DECODE += ["fold elsewhere", "fold by layer", "fold anew", "slots just taken", "tail"]
 DECODE += ["report of a fold", "attention"]

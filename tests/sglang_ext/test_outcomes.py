@@ -9,7 +9,7 @@ from fake_allocator import Allocator, no_cache
 from kvpolicy.sglang_ext.face.options import INTERVAL_VARIABLE
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
-from kvpolicy.sglang_ext.forward.failures import _STAGES, SCORING, Failures
+from kvpolicy.sglang_ext.forward.failures import SCORING, Failures, code_of
 from kvpolicy.sglang_ext.forward.leaving import Leaving
 from kvpolicy.sglang_ext.forward.stages import Outcome
 from kvpolicy.sglang_ext.memory.arena import create_arena
@@ -146,10 +146,6 @@ class OneOfTwo(Ranks):
         return [max(pair) for pair in zip(numbers, self.other, strict=True)]
 
 
-def code(stage, *, whole):
-    return 1 + 2 * _STAGES.index(stage) + (not whole)
-
-
 @pytest.mark.parametrize("gave_up", [False, True])
 @pytest.mark.parametrize("in_stages", [False, True])
 def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(
@@ -163,7 +159,7 @@ def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(
 
     taken = []
     monkeypatch.setattr(Failures, "_fail_request", fail_request)
-    ranks = OneOfTwo(code(SCORING, whole=True), gave_up)
+    ranks = OneOfTwo(code_of(SCORING, whole=True), gave_up)
     failures = Failures(*[SimpleNamespace()] * 3, ranks, 0, in_stages=in_stages)
     request = Stage(0, Meeting(), [[5, 6], [7, 20]]).request
     request.rid = "r"
@@ -174,7 +170,7 @@ def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(
     assert "failed at scoring on another rank, whose log says why" in caplog.text
     failures.agree([request])
     if in_stages:
-        worse = code(SCORING, whole=False)  # as another stage says
+        worse = code_of(SCORING, whole=False)  # as another stage says
         failures.take_up_failure(request, state, worse)
     assert taken == [("scoring", not in_stages and not gave_up)]
     assert caplog.text.count("on another") == 1
