@@ -112,9 +112,9 @@ def one_by_one(driver: Any, requests: dict, **custom: Any) -> dict[str, Any]:
 
 
 def faults(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """Requests with one point failing at a time, on the last rank alone."""
+    """Requests with one point failing at a time, on the last rank alone or on all alike."""
     policies, points, count = flags.pop("policies"), flags.pop("points"), flags.pop("count")
-    output, chance = flags.pop("output", 12), flags.pop("chance")
+    output, chance, alike = flags.pop("output", 12), flags.pop("chance"), flags.pop("alike", False)
     driver = begin(model, policies, rank, flags)
     requests = requests_of([Path(each).stem for each in policies], count, output)
     alone = one_by_one(driver, requests)
@@ -123,7 +123,8 @@ def faults(model: str, rank: int, flags: dict[str, Any]) -> dict[str, Any]:
         rnd, raised = random.Random(11), [0]
 
         def fails(rnd=rnd, raised=raised) -> bool:
-            hit = rank == flags["tp_size"] - 1 and (raised[0] == 0 or rnd.random() < chance)
+            here = alike or rank == flags["tp_size"] - 1
+            hit = here and (raised[0] == 0 or rnd.random() < chance)
             raised[0] += hit
             return hit
 

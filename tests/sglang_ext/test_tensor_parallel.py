@@ -229,6 +229,8 @@ DECODE = [
     "last fold", "pending steps", "noted queries", "following", "fold", "fold in place",
     "fold elsewhere", "fold anew", "slots just taken", "tail", "attention",
 ]  # fmt: skip
+# Each scheduler admits requests by itself, from numbers that are the same on all ranks.
+ADMISSION = ["arrival", "prefix", "reservation", "growth", "resumed pass"]
 RESUMED = ["resumed reader", "resumed attention", "resumed following", "fold", "what stays"]
 CASES = {
     "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "output": 6}),
@@ -275,11 +277,27 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, checkpoint, tmp_path, case, 
     folder = checkpoint("llama", kv_heads=1 if shared else 2)
     flags = {"count": 10, "chance": 0.3, "folder": folder, **flags}
     more = {"SGLANG_TEST_RETRACT": "1"} if case == "retracted" else {}
-    first, second = ranks("faults", more, policies=policies, points=points, **flags)
+    check(*ranks("faults", more, policies=policies, points=points, **flags), points)
+
+
+@pytest.mark.thorough
+def test_what_fails_at_admission_fails_on_all_ranks_alike(ranks):
+    flags = {"chunked_prefill_size": 64, "output": 24, "chance": 0.1, "count": 10, "alike": True}
+    more = {"SGLANG_TEST_RETRACT": "1"}
+    seen = ranks("faults", more, policies=ENTRIES, points=ADMISSION, **flags)
+    check(*seen, ADMISSION, alike=True)
+
+
+def check(first, second, points, *, alike=False):
+    """Checks that all is the same on two ranks, nothing leaked, and all else is as alone.
+
+    Args:
+        alike: whether each point failed on both, not on the second alone.
+    """
     assert first["alone"] == second["alone"]
     for point in points:
         own, other = first["points"][point], second["points"][point]
-        assert (own["raised"], other["raised"] > 0) == (0, True), point
+        assert (own["raised"], other["raised"] > 0) == (other["raised"] * alike, True), point
         assert own["found"] == other["found"], point
         for each in (own, other):
             left = (each["used"], each["private"], each["missing_after_flush"])
