@@ -26,6 +26,7 @@ from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.runtime import Runtime
+from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.changes import Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 from kvpolicy.sglang_ext.serving.variants import Variants
@@ -82,11 +83,13 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     _compile(services, scheduler, served)
     of_set = partial(_warm_variant, queries=runner.dtype)
     variant = _within(services, make, of_set)
-    variants = Variants(shape, variant, services.ranks)
+    background = Background(services.arena.storage.device)
+    variants = Variants(shape, variant, services.ranks, background)
     runtime.policies = ServedPolicies(served, variants, metrics)
     captured = compat.captured_requests(resolved)
     within = _within(services, make, partial(warm, queries=runner.dtype))
-    runtime.changes = Changes(services, runtime.policies, runner, shape, within, captured)
+    given = (runner, shape, within, captured, background)
+    runtime.changes = Changes(services, runtime.policies, *given)
 
 
 def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> None:

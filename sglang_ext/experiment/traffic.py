@@ -20,8 +20,9 @@ from kvpolicy.experiments.replica.assignment import Reason
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served
-from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
+from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY, Policy
 from kvpolicy.sglang_ext.serving.allowed import Allowed
+from kvpolicy.sglang_ext.serving.prepared import Prepared
 
 HEADER = "x-kv-policy"  # in a request it names a policy, in an answer it holds the facts
 _LONGEST_KEY = 1024  # characters that are hashed
@@ -54,6 +55,7 @@ class Traffic:
         self.live = live
         self._policies, self._override = policies, override
         self._allowed, self._labels = allowed, labels
+        self._prepared = Prepared()
 
     async def choose(self, manager: Any, obj: Any, request: Any, *, draws: bool = True) -> None:
         """Write the policy of a request into it, unless the client named it or it is the default.
@@ -91,7 +93,8 @@ class Traffic:
             self._check(elsewhere, "the model's policy" if header is None else f"header {HEADER}")
             if not self.is_policy(elsewhere):
                 raise not_served(f"header {HEADER}", elsewhere, self._policies)
-        self._check_values(customs, elsewhere)
+        for policy, values in await self._values(customs, elsewhere):
+            await self._prepared.wait(manager, policy, values)
         if named_itself or elsewhere is not None:
             noted = {} if self.live is None else self.live.named_itself()
             write(named_itself, None, noted)
@@ -161,12 +164,15 @@ class Traffic:
                 f"KV on demand (--kv-policy-override listed); it has {known}"
             )
 
-    def _check_values(self, customs: Sequence[dict[str, Any]], elsewhere: str | None) -> None:
-        """Check that the request may set the parameters that it sets.
+    async def _values(
+        self, customs: Sequence[dict[str, Any]], elsewhere: str | None
+    ) -> list[tuple[Policy, Mapping[str, Any]]]:
+        """Policies whose parameters the request sets, with the values.
 
         Raises:
-            ValueError: it may not; the message is for the client.
+            ValueError: it may not set them; the message is for the client.
         """
+        found = []
         for custom in customs:
             if SET not in custom:
                 continue
@@ -177,7 +183,9 @@ class Traffic:
                     f"this request; name one in custom_params.{POLICY}"
                 )
             if self._allowed is not None:
-                self._allowed.check(name, custom[SET])
+                policy = await self._allowed.check(name, custom[SET])
+                found.append((policy, custom[SET]))
+        return found
 
     async def _key(self, obj: Any, request: Any, keys: Sequence[Key]) -> tuple[int | None, str]:
         """Place among `keys`, and text, of the first one that the request has; else None and ""."""

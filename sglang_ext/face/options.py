@@ -73,6 +73,8 @@ ATTENTION = ("auto", "triton", "flashinfer")  # the first one is the default
 # What clients may name: any policy or none, a policy only, nothing. The first is the default.
 ANY, LISTED, NOBODY = OVERRIDES = ("any", "listed", "none")
 
+Texts = tuple[tuple[str, str], ...]  # names of parameters and their values as text
+
 
 @dataclass(frozen=True, eq=False)
 class Policy:
@@ -99,7 +101,7 @@ class Policy:
         named = "" if self.name == self.program.name else f"{self.name}="
         return f"--kv-policy {named}{self.path}"
 
-    def with_settings(self, values: Sequence[tuple[str, str]]) -> Policy:
+    def with_settings(self, values: Texts) -> Policy:
         """The same policy with other values of some parameters."""
         return replace(self, settings={**self.settings, **dict(values)})
 
@@ -124,6 +126,11 @@ def text_of(value: float | bool) -> str:
     if isinstance(value, bool | int):  # an integer may be too large for a float
         return str(value).lower()
     return f"{value:.17g}"
+
+
+def texts_of(values: Mapping[str, Any]) -> Texts:
+    """The values of parameters as settings write them, in one order."""
+    return tuple(sorted((name, text_of(value)) for name, value in values.items()))
 
 
 def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) -> None:

@@ -5,6 +5,7 @@ The operator lists them (`--kv-policy-allow-set`). A wrong value is the client's
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ from kvpolicy.dsl.tools.cost_limit import check_cost
 from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.asked import SET, named, shown
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import Policy, text_of
+from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.serving.catalog import Catalog
 
 _MOST_CHECKED = 1024
@@ -36,12 +37,15 @@ class Allowed:
         self._names = _by_policy(list(catalog.policies.values()), names)
         self._check = lru_cache(maxsize=_MOST_CHECKED)(self._problem)
 
-    def check(self, policy: Any, values: Any) -> None:
+    async def check(self, policy: Any, values: Any) -> Policy:
         """Check that a request may set these parameters of a policy.
 
         Args:
             policy: the name that the request gives; None for the default.
             values: of the parameters, by name, as the client sent them.
+
+        Returns:
+            The policy.
 
         Raises:
             ValueError: it may not; the message is for the client.
@@ -64,12 +68,13 @@ class Allowed:
                 raise ValueError(
                     f"custom_params.{SET}.{key} is {shown(value)}; expected a number, true or false"
                 )
-        texts = tuple(sorted((key, text_of(value)) for key, value in values.items()))
-        problem = self._check(policies[name], texts)
+        # Other requests do not wait while a policy is bound and its cost is counted.
+        problem = await asyncio.to_thread(self._check, policies[name], texts_of(values))
         if problem is not None:
             raise ValueError(f"custom_params.{SET} of `{name}`: {problem}")
+        return policies[name]
 
-    def _problem(self, policy: Policy, values: tuple[tuple[str, str], ...]) -> str | None:
+    def _problem(self, policy: Policy, values: Texts) -> str | None:
         catalog, most = self._catalog, options.max_cost()
         try:
             bound = policy.with_settings(values).bind(catalog.model.shape)

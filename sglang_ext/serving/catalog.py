@@ -14,20 +14,19 @@ from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy
-from kvpolicy.sglang_ext.serving.changes import (
+from kvpolicy.sglang_ext.serving.messages import (
     COMMIT,
     DONE,
     FAILED,
     LOOK,
+    LOOK_EVERY,
+    PATIENCE,
     PREPARE,
     PREPARING,
     READY,
     UNDO,
     WITHDRAW,
 )
-
-LOOK_EVERY = 0.1  # seconds between two looks whether all schedulers are ready
-PATIENCE = 600.0  # seconds for compiling
 
 Claim = Callable[[], AbstractContextManager[None]]
 

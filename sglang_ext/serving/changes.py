@@ -1,20 +1,19 @@
 """In the scheduler: policies that are added, replaced or withdrawn while it runs.
 
-A policy is read, bound and its kernels compiled in a separate thread; then the scheduler takes it
-up between two batches. Requests that run keep the policy with which they began. A policy that needs
+A policy is read, bound and its kernels compiled in the background; then the scheduler takes it up
+between two batches. Requests that run keep the policy with which they began. A policy that needs
 memory that was not reserved when the server started is refused, with the amount.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.sglang_ext.face import compat, options
@@ -25,6 +24,18 @@ from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
 from kvpolicy.sglang_ext.request.queries import may_read, most_bytes
 from kvpolicy.sglang_ext.request.request import Served
+from kvpolicy.sglang_ext.serving.background import Background
+from kvpolicy.sglang_ext.serving.messages import (
+    COMMIT,
+    DONE,
+    FAILED,
+    PREPARE,
+    PREPARING,
+    READY,
+    UNDO,
+    VARY,
+    WITHDRAW,
+)
 from kvpolicy.sglang_ext.serving.reserved import SCRATCH
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
@@ -33,10 +44,6 @@ logger = logging.getLogger(__name__)
 _STAGES = (
     "a server with --pp-size cannot change its policies while it runs; start it again with them"
 )
-
-# Actions that the front end asks for, and states of a change.
-PREPARE, LOOK, COMMIT, WITHDRAW, UNDO = "prepare", "look", "commit", "withdraw", "undo"
-PREPARING, READY, FAILED, DONE = "preparing", "ready", "failed", "done"
 
 
 class Changes:
@@ -50,6 +57,7 @@ class Changes:
         shape: ModelShape,
         make: Callable[[Policy, Bound], Served],
         captured: int,
+        background: Background,
     ) -> None:
         """
         Args:
@@ -57,33 +65,46 @@ class Changes:
             shape: of the model.
             make: from a policy and its binding to a `Served`, with its kernels compiled.
             captured: requests of the largest captured decode batch; 0 if none is captured.
+            background: where policies are prepared.
         """
         self._services, self._policies = services, policies
         self._runner, self._shape = runner, shape
-        self._make, self._captured = make, captured
+        self._make, self._captured, self._background = make, captured, background
         self._ticket: str | None = None
-        self._served: Served | None = None
-        self._problem: str | None = None
+        self._begun: Future[Served] | None = None
         self._done: tuple[str, str] | None = None  # ticket and policy of the latest change
 
     def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the front end, between two batches; returns at once.
 
         Args:
-            body: `action`; `ticket`, by which the front end knows its change; for `prepare` also
+            body: `action`; for `vary` the `name` of a policy, and `values` of parameters, by name.
+                For changes `ticket`, by which the front end knows its own; for `prepare` also
                 `name`, `text` and `settings` of the policy, for `withdraw` its `name`.
 
         Returns:
             `state`; `problem` if that is `failed`; `dp_rank` of this scheduler.
         """
         try:
-            answer = self._answer(body["action"], body["ticket"], body)
+            varies = body["action"] == VARY
+            answer = self._vary(body) if varies else self._change(body["action"], body)
         except Exception as error:
             logger.exception("A change of the policies failed.")
             answer = {"state": FAILED, "problem": f"{type(error).__name__}: {error}"}
         return {**answer, "dp_rank": compat.dp_rank()}
 
-    def _answer(self, action: str, ticket: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _vary(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a policy with a request's own parameters, before the request comes."""
+        if self._services.stages.size > 1:  # they handle this message at different times
+            return {"state": READY}
+        try:
+            ready = self._policies.has_variant(body["name"], body["values"])
+        except ValueError as error:
+            return {"state": FAILED, "problem": str(error)}
+        return {"state": READY if ready else PREPARING}
+
+    def _change(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        ticket = body["ticket"]
         if self._services.stages.size > 1:
             return {"state": FAILED, "problem": _STAGES}
         if action == PREPARE:
@@ -99,41 +120,32 @@ class Changes:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        ranks = self._services.ranks
-        preparing, failed = self._served is None, self._problem is not None
+        begun = self._begun
+        done = begun is not None and begun.done()
+        problem = _problem(begun) if begun is not None and done else None
         # A thread of each rank prepares the policy; every rank is asked at the same moment.
-        preparing, failed = map(bool, ranks.worst([preparing, failed]))
+        preparing, failed = self._services.ranks.worst([not done, problem is not None])
         if failed:
-            problem = self._problem or "another rank could not prepare it; its log says why"
+            problem = problem or "another rank could not prepare it; its log says why"
             return {"state": FAILED, "problem": problem}
         return {"state": PREPARING if preparing else READY}
 
     def _prepare(self, body: Mapping[str, Any]) -> None:
-        self._ticket = ticket = body["ticket"]
-        self._served = self._problem = None
+        self._ticket = body["ticket"]
         given = (body["name"], body["text"], body["settings"])
-        threading.Thread(target=self._build, args=(ticket, *given), daemon=True).start()
+        self._begun = self._background.begin(partial(self._build, *given))
 
-    def _build(self, ticket: str, name: str, text: str, settings: dict[str, str]) -> None:
-        """In a thread: read and bind a policy and compile its kernels."""
+    def _build(self, name: str, text: str, settings: dict[str, str]) -> Served:
+        """In the background: read and bind a policy and compile its kernels."""
         started = time.perf_counter()
-        served = problem = None
-        try:
-            policy = policy_of(name, text, settings)
-            self._check(policy.program)
-            with _side_stream(self._services.arena.storage.device):
-                if policy.program.positions == "slots":
-                    self._services.rotary = of_model(self._runner.model)
-                served = self._make(policy, policy.bind(self._shape))
-        except Refused as error:
-            problem = str(error)
-        except Exception as error:
-            logger.exception("A policy could not be prepared.")
-            problem = f"it could not be prepared: {type(error).__name__}: {error}"
-        if ticket == self._ticket:
-            self._served, self._problem = served, problem
-            seconds = time.perf_counter() - started
-            logger.info("KV-cache policy %s was prepared in %.1f s.", name, seconds)
+        policy = policy_of(name, text, settings)
+        self._check(policy.program)
+        if policy.program.positions == "slots":
+            self._services.rotary = of_model(self._runner.model)
+        served = self._make(policy, policy.bind(self._shape))
+        seconds = time.perf_counter() - started
+        logger.info("KV-cache policy %s was prepared in %.1f s.", name, seconds)
+        return served
 
     def _check(self, program: Program) -> None:
         """Refuse a policy that needs what was not reserved.
@@ -160,9 +172,10 @@ class Changes:
             raise _lacking(most, "queries of decode steps")
 
     def _commit(self, ticket: str) -> dict[str, Any]:
-        state, served = self._state(), self._served
-        if served is None or state["state"] != READY:
+        state = self._state()
+        if self._begun is None or state["state"] != READY:
             return state
+        served = self._begun.result()
         self._policies.replace(served)
         self._forget()
         self._done = (ticket, served.name)
@@ -174,7 +187,7 @@ class Changes:
         return {"state": DONE}
 
     def _forget(self) -> None:
-        self._ticket = self._served = self._problem = None
+        self._ticket = self._begun = None
 
     def _undo(self, ticket: str) -> dict[str, Any]:
         """Undo a change that another scheduler did not take up, however far it came here."""
@@ -193,25 +206,17 @@ class Changes:
         return {"state": DONE}
 
 
+def _problem(begun: Future[Served]) -> str | None:
+    """Why a policy could not be prepared; None if it could."""
+    error = begun.exception()
+    if error is None or isinstance(error, Refused):
+        return None if error is None else str(error)
+    logger.error("A policy could not be prepared.", exc_info=error)
+    return f"it could not be prepared: {type(error).__name__}: {error}"
+
+
 def _lacking(size: int, what: str) -> Refused:
     return Refused(
         f"it needs {size / 2**20:.1f} MiB for {what}, which this server did not reserve; start the "
         "server with a policy that needs them too"
     )
-
-
-@contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """A block in which this thread's device work and the scheduler's do not await each other.
-
-    Args:
-        device: the scheduler's; a new thread begins with the first device.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()

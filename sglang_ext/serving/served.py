@@ -34,6 +34,17 @@ class ServedPolicies:
         values = wanted.get(asked.SET)
         return served if served is None or not values else self._variants.of(served, values)
 
+    def has_variant(self, name: str, values: Mapping[str, Any]) -> bool:
+        """Whether a policy's variant is there; see `Variants.is_ready`.
+
+        Raises:
+            ValueError: there is no such policy, or it cannot be served with these values; the
+                message is for the client.
+        """
+        if name not in self._served:
+            raise asked.not_served(f"custom_params.{asked.POLICY}", name, self._served)
+        return self._variants.is_ready(self._served[name], values)
+
     @property
     def _default(self) -> str:
         return next(iter(self._served))

@@ -23,10 +23,12 @@ from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
+from kvpolicy.sglang_ext.serving import background
 from kvpolicy.sglang_ext.serving import catalog as catalogs
-from kvpolicy.sglang_ext.serving import changes
+from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.catalog import Catalog
-from kvpolicy.sglang_ext.serving.changes import COMMIT, LOOK, UNDO, WITHDRAW, Changes
+from kvpolicy.sglang_ext.serving.changes import Changes
+from kvpolicy.sglang_ext.serving.messages import COMMIT, LOOK, UNDO, WITHDRAW
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 from prometheus_client import REGISTRY
 
@@ -54,7 +56,8 @@ class Scheduler:
             ranks=Ranks(),
             stages=Stages(range(2)),
         )
-        self.changes = Changes(services, self.policies, runner, SHAPE, self.make, 0)
+        given = (runner, SHAPE, self.make, 0, Background(torch.device("cpu")))
+        self.changes = Changes(services, self.policies, *given)
 
     def make(self, policy, bound):
         if policy.name in self.cannot_compile:
@@ -140,7 +143,7 @@ def test_what_one_scheduler_cannot_compile_no_scheduler_serves(fleet):
     with pytest.raises(Refused, match=r"^scheduler DP1: too little memory$"):
         put(catalog, "third")
     assert [each.served() for each in schedulers] == before
-    assert all(each.changes._served is None for each in schedulers)  # nothing is held for it
+    assert all(each.changes._begun is None for each in schedulers)  # nothing is held for it
     schedulers[0].cannot_compile["third"] = "too little memory"
     with pytest.raises(Refused, match=r"^too little memory$"):
         put(catalog, "third")
@@ -286,7 +289,7 @@ def test_what_an_experiment_begins_to_use_is_not_replaced(control, fleet, monkey
     assert "`trial` has begun to use `second` meanwhile" in answer["error"]["message"]
     assert dict(catalog.policies["second"].settings) == {}
     assert all(each.served()[1] == ("second", {}) for each in schedulers)
-    assert all(each.changes._served is None for each in schedulers)
+    assert all(each.changes._begun is None for each in schedulers)
 
 
 @pytest.mark.parametrize("action", [COMMIT, WITHDRAW])
@@ -343,9 +346,9 @@ def test_a_policy_is_compiled_on_the_schedulers_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "stream", within)
     device = torch.device("cuda", 1)
-    with changes._side_stream(device):
+    with background.side_stream(device):
         assert now[0] == device
         assert len(now) == 2
     assert made == waited == [device]
-    with changes._side_stream(torch.device("cpu")):
+    with background.side_stream(torch.device("cpu")):
         assert now == []

@@ -12,6 +12,7 @@ from pathlib import Path
 import forked
 import pytest
 import requests
+from faults_of_process import VARIABLE, installed
 from random_tokens import prompt
 
 pytestmark = pytest.mark.server
@@ -21,6 +22,7 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+SECONDS = 2  # for which parameters of requests' own are compiled
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +428,8 @@ def test_aborted_streams_leave_nothing_behind(server):
 def workers(model, tmp_path_factory):
     """A server with two HTTP workers, with all options in a file for --config.
 
-    With SGLang 0.5.22, whose workers load no plugins, it has one.
+    With SGLang 0.5.22, whose workers load no plugins, it has one. Kernels of requests' own
+    parameters take seconds to compile.
     """
     from kvpolicy.evaluation.serving import serve
 
@@ -435,8 +438,11 @@ def workers(model, tmp_path_factory):
     config.write_text(
         f"kv-policy:\n- {SNAPKV}\n- more={H2O}\nkv-policy-set: snapkv.capacity=48\n"
         f"kv-policy-fold-interval: 4\nkv-policy-max-cost: 0\ntokenizer-worker-num: {number}\n"
+        "kv-policy-allow-set: more.heavy\n"
     )
-    with serve(model, arguments=["--config", str(config)]) as server:
+    slow = {"stage": 0, "rank": 0, "delays": {"variant": SECONDS}}
+    env = {"PYTHONPATH": installed(config.parent), VARIABLE: json.dumps(slow)}
+    with serve(model, arguments=["--config", str(config)], env=env) as server:
         yield server
 
 
@@ -454,6 +460,24 @@ def test_workers_and_options_in_a_file(workers):
         body["custom_params"] = {"kv_policy": "more"}
         response = requests.post(workers.url + "/v1/messages", json=body, timeout=60)
         assert json.loads(response.headers["x-kv-policy"])["policy"] == "more"
+
+
+def test_nobody_waits_for_the_kernels_of_anothers_parameters(workers):
+    def ask(custom):
+        sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": custom}
+        body = {"input_ids": prompt(0, 200), "sampling_params": sampling}
+        return workers.post("/generate", body).json()["meta_info"]["kv_policy"]
+
+    own = {"kv_policy": "more", "kv_policy_set": {"heavy": 40}}
+    with ThreadPoolExecutor() as pool:
+        waiting, others = [pool.submit(ask, own) for _ in range(3)], 0
+        while not any(each.done() for each in waiting):
+            assert ask({"kv_policy": "more"})["policy"] == "more"
+            others += 1
+    assert others > 3
+    assert [each.result()["set"] for each in waiting] == [{"heavy": 40}] * 3
+    for _ in range(8):  # of both workers, of which one asks anew
+        assert ask(own)["set"] == {"heavy": 40}
 
 
 def test_inspection_is_refused_where_the_operator_did_not_allow_it(workers):
