@@ -4,8 +4,9 @@
     python benchmarks/scale.py --parts queue --queued 1,1000
 
 `queue` runs SGLang's own scheduler on a small model, stock and with policies, with a pool that is
-full and requests that wait, and times what the scheduler does for one decode step; `lengths` what
-is computed for a request when it arrives; `policies` their checks at the start; `fleet` is
+full and requests that wait, and times what the scheduler does for one decode step; `arrival` what
+is computed for a request when it arrives, if no prompt before had its length; `lengths` how that
+grows with its length; `policies` their checks at the start; `fleet` is
 `kvpolicy fleet status` over HTTP, `experiment` what many replicas say of one, pooled; `ranks` what
 the ranks of one replica exchange (scale_ranks.py). Each part checks what it timed: that as many
 requests waited as were sent, that answers came, that bounds hold, that the replica that differs is
@@ -24,10 +25,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 
 import report
+from kvpolicy.dsl.ir.nodes import ModelShape
 from serving_setup import NO_PLUGIN
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.request.request import Served
 
 SERVERS = ("stock", "none", "snapkv", "lava", "h2o")
 SETTINGS = [
@@ -37,6 +43,7 @@ SETTINGS = [
 PROMPT, RUNNING, NEW = 40, 8, 400
 DIFFERENT = 997  # lengths of prompts
 SEEN = 1000  # requests per replica of an experiment
+LAYERS = (32, 80)
 LENGTHS = (4096, 32768, 262_144, 1_048_576)
 LLAMA = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -144,6 +151,45 @@ def timed(scheduler: object, name: str) -> dict[str, float]:
 
     setattr(scheduler, name, call)
     return made
+
+
+# Requests that arrive.
+
+
+def of_arrivals(options: argparse.Namespace) -> Rows:
+    """Per policy: milliseconds of numbers of a request whose prompt has a new length."""
+    import torch
+    from kvpolicy.dsl.syntax.library import shipped
+    from kvpolicy.sglang_ext.face.options import load_policies
+    from kvpolicy.sglang_ext.memory.arena import create_arena
+    from kvpolicy.sglang_ext.request.request import Served
+
+    head = ("policy", *(f"{layers} layers, ms" for layers in LAYERS))
+    rows, data = [], {}
+    for name in tqdm(list(shipped()), desc="arrival"):
+        (policy,), own = load_policies([name], []), []
+        for layers in LAYERS:
+            shape = ModelShape(layers=layers, heads=32, kv_heads=8, head_dim=128)
+            arena = create_arena(2, layers, 8, 128, torch.bfloat16, "cpu")
+            served = Served(policy, policy.bind(shape), arena, page_size=1)
+            own.append([])
+            for prompt in range(4096, 4096 + 997 * options.rounds, 997):
+                own[-1] += least(lambda s=served, n=prompt: arrives(s, n), 1)
+                entries, everything = served.kept(prompt).total, layers * 8 * prompt
+                if not 0 < entries <= everything:
+                    raise SystemExit(f"scale: {name} keeps {entries} of {everything} entries")
+        data[name] = {str(n): each for n, each in zip(LAYERS, own, strict=True)}
+        rows.append([name, *(report.spread(each, 1, 1e3) for each in own)])
+    return head, rows, data
+
+
+def arrives(served: Served, prompt: int) -> None:
+    """Asks what a scheduler asks of a policy when a request arrives and is admitted."""
+    served.most_slots(prompt)
+    served.known_counts(prompt)
+    served.single_queries(prompt)
+    served.plan(prompt)
+    served.growth.most(prompt, 512)
 
 
 # Lengths of prompts.
@@ -335,6 +381,7 @@ class answering:
 
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Rows]]] = {
     "queue": ("Requests that wait", of_queue),
+    "arrival": ("A request arrives whose prompt has a new length", of_arrivals),
     "lengths": ("Lengths of prompts, Llama 3.1 8B on an H200 as it is expected", of_lengths),
     "policies": ("Policies, at the start of a server", of_policies),
     "fleet": ("Replicas, `kvpolicy fleet status`", of_fleet),

@@ -7,7 +7,7 @@ parameter, the value and what is accepted. Nothing here imports torch or numpy.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.host import Value, evaluate, evaluator, truth
+from kvpolicy.dsl.ir.host import Evaluator, Value, evaluate, evaluator, truth
 from kvpolicy.dsl.ir.lower import Env, Static, fold, lower, settled
 from kvpolicy.dsl.ir.nodes import (
     ModelShape,
@@ -26,7 +26,7 @@ from kvpolicy.dsl.ir.nodes import (
     Type,
     When,
 )
-from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.once import once, once_at_most
 from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.ir.traverse import (
     Sections,
@@ -41,8 +41,9 @@ from kvpolicy.dsl.ir.verify import verify
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.source import Source
 
-# Remembered environments: enough for all layers of prompts that decode together.
-_ENVIRONMENTS = 2**14
+# Remembered environments, each with the values of all layers: what lives longer than a few prompts
+# is moved by Python to the objects of which a full collection, a long one, looks at all.
+_ENVIRONMENTS = 2**4
 # Remembered results per method.
 _REMEMBERED = 2**12
 # More queries than any request has.
@@ -115,17 +116,20 @@ class Bound:
         needs = self.static.needs(node)
         if needs is None:
             needs = frozenset({"prompt", "layer", "length", "generated"})
-        return self._evaluator(
+        evaluate = self._evaluator(
             prompt if needs & {"prompt", "length"} else None,
-            layer if "layer" in needs else None,
             length if "length" in needs else None,
             generated if "generated" in needs else None,
-        )(node)
+        )
+        return evaluate(node, layer if "layer" in needs else None)
 
-    @once.at_most(_ENVIRONMENTS)
-    def _evaluator(self, *known: int | None) -> Callable[[Node], Value]:
-        """Gives values of scalars where the prompt, layer, length and step are `known`."""
-        return evaluator(environment(self.shape, self.params, *known))
+    @once_at_most(_ENVIRONMENTS)
+    def _evaluator(
+        self, prompt: int | None, length: int | None, generated: int | None
+    ) -> Evaluator:
+        """Gives values of scalars where a prompt, a layer's tokens and a step are known."""
+        known = environment(self.shape, self.params, prompt, length=length, generated=generated)
+        return evaluator(known)
 
     def nodes(self) -> Iterator[Node]:
         """Every node of the prefill's rules, states and propagation, once."""
@@ -137,7 +141,7 @@ class Bound:
         """Every node that a decode step needs, once."""
         return nodes_of([] if self.folded.decode is None else _decode_roots(self.folded.decode))
 
-    @once.at_most(_REMEMBERED)
+    @once_at_most(_REMEMBERED)
     def queries(self, prompt: int) -> int:
         """Number of last queries that any layer of the prefill reads, or keeps for decode (W)."""
         counts, layers = self._windows(decoding=False), range(self.shape.layers)
@@ -146,7 +150,7 @@ class Bound:
         later = min(prompt, max(0, self.step_queries(prompt) - 1))
         return max(later, max(read, default=0))
 
-    @once.at_most(_REMEMBERED)
+    @once_at_most(_REMEMBERED)
     def step_queries(self, prompt: int) -> int:
         """Number of last queries that any layer of a decode step reads, the step's own included."""
         counts, layers = self._windows(decoding=True), range(self.shape.layers)
@@ -198,14 +202,14 @@ class Bound:
         alike = self.static.follows(rules.when, "generated")
         return self._next_holding(rules.when, generated, 0 if alike else prompt, most)
 
-    @once.at_most(_REMEMBERED)
+    @once_at_most(_REMEMBERED)
     def _next_holding(self, when: Node, generated: int, prompt: int, most: int) -> int | None:
         rule, numbers = self._rule(when, prompt)
         steps = range(generated, generated + most)
         holds = (x for x in steps if evaluate(rule, {**numbers, "generated": Fraction(x)}))
         return next(holds, None)
 
-    @once.at_most(_REMEMBERED)
+    @once_at_most(_REMEMBERED)
     def _rule(self, when: Node, prompt: int) -> tuple[Node, Env]:
         """`when` with values for what the prompt decides, and the environment for the rest."""
         numbers = environment(self.shape, self.params, prompt)

@@ -44,6 +44,10 @@ class Size:
     layer: list[int]
     total: int
 
+    def of(self, layers: range) -> int:
+        """Upper bound on the entries of some layers, summed over them and their KV heads."""
+        return min(self.total, sum(self.layer[layers.start : layers.stop]))
+
 
 def _each(join: Callable[[int, int], int], a: Size, b: Size) -> tuple[list[int], list[int]]:
     """`head` and `layer` of two sizes, joined layer by layer."""
@@ -206,7 +210,7 @@ class Bounds:
 
     def _heads_sum(self, node: Node, layer: int) -> Number:
         """Upper bound on the node's values at one layer, summed over the G KV heads."""
-        return self._sum_of_heads(node, layer if self._numbers.varies(node) else 0)
+        return self._sum_of_heads(node, self._numbers.alike(node, layer))
 
     @once
     def _sum_of_heads(self, node: Node, layer: int) -> Number:
@@ -275,6 +279,7 @@ class Bounds:
             return upper(args[0]) + upper(args[1])
         return known(node)
 
+    @once
     def _positive(self, node: Node) -> bool:
         return all(self._numbers.of(node, i)[0] >= 0 for i in range(self._layers))
 
@@ -314,16 +319,10 @@ class Bounds:
         return math.inf
 
 
-def max_entries(bound: Bound, prompt: int, layers: range | None = None) -> int:
+def max_entries(bound: Bound, prompt: int) -> int:
     """Upper bound on the entries kept for a prompt, summed over layers and KV heads.
 
     Exact where budgets are known before the prefill; a proven bound where they depend on data
     (normalised shares, `split`, competition between heads); else everything.
-
-    Args:
-        layers: layers to sum over; None: all.
     """
-    kept = Bounds(bound, prompt).kept
-    if layers is None:
-        return kept.total
-    return min(kept.total, sum(kept.layer[layers.start : layers.stop]))
+    return Bounds(bound, prompt).kept.total

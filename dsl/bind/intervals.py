@@ -51,18 +51,28 @@ class Intervals:
         length = self._lengths[layer][1]
         return self._bound.number(node, self._prompt, layer, length=length)
 
+    def alike(self, node: Node, layer: int) -> int:
+        """The first layer at which bounds of a node are those of `layer`."""
+        if self._counts_layers(node):
+            return layer
+        return self._lengths.index(self._lengths[layer]) if self._bound.propagates else 0
+
     @once
-    def varies(self, node: Node) -> bool:
-        """Whether bounds of a node may differ between layers."""
-        own = self._bound.propagates or (node.op == "size" and node.value == "layer")
-        return own or any(self.varies(x) for x in node.args)
+    def _counts_layers(self, node: Node) -> bool:
+        """Whether a node may differ between layers that are reached by equally many tokens."""
+        if node.op == "size" and node.value == "layer":
+            return True
+        looks = node.operation.kind is Kind.LOOK and node.when <= When.LAYER
+        if looks and self._bound.propagates:  # it sees the layers so far
+            return True
+        return any(self._counts_layers(x) for x in node.args)
 
     def of(self, node: Node, layer: int, given: frozenset[Node] = frozenset()) -> Interval:
         """Least and largest value that a number may have at a layer, where present.
 
         `given` are conditions that hold wherever the value is read.
         """
-        return self._interval(node, layer if self.varies(node) else 0, given)
+        return self._interval(node, self.alike(node, layer), given)
 
     @once
     def _interval(self, node: Node, layer: int, given: frozenset[Node]) -> Interval:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
+from typing import Protocol
+from weakref import ref
 
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
@@ -14,6 +16,12 @@ from kvpolicy.dsl.ops.host import applied, as_float
 from kvpolicy.dsl.ops.operations import Kind
 
 Value = Fraction | bool | float
+
+
+class Evaluator(Protocol):
+    """Gives the values of nodes in one environment."""
+
+    def __call__(self, node: Node, layer: int | None = None) -> Value: ...
 
 
 class NotStatic(Exception):
@@ -39,12 +47,18 @@ def evaluate(node: Node, env: Mapping[str, Value]) -> Value:
     return evaluator(env)(node)
 
 
-def evaluator(env: Mapping[str, Value]) -> Callable[[Node], Value]:
-    """`evaluate` in one environment for many nodes: what they share is computed once."""
+def evaluator(env: Mapping[str, Value]) -> Evaluator:
+    """`evaluate` in one environment for many nodes, whose second argument is a layer.
+
+    What they share is computed once, and once for all layers if it is the same at each.
+
+    Args:
+        env: as of `evaluate`; without `layer` if that is an argument.
+    """
     evaluation = _Evaluation(env)
 
-    def value(node: Node) -> Value:
-        found = evaluation.value(node)
+    def value(node: Node, layer: int | None = None) -> Value:
+        found = (evaluation if layer is None else evaluation.at_layer(layer)).value(node)
         if found is None:
             raise NotStatic("the value is absent")
         return found
@@ -69,16 +83,44 @@ def truth(condition: Node, known: Callable[[Node], Value | None]) -> bool | None
 
 
 class _Evaluation:
-    """One environment; None stands for an absent value."""
+    """One environment, or one layer of it; None stands for an absent value.
 
-    def __init__(self, env: Mapping[str, Value]) -> None:
-        self.env = env
-        self.layers: list[_Evaluation] | None = None
+    Args:
+        env: as of `evaluate`.
+        whole: the evaluation whose layer this is; it is not kept in memory for it.
+        layer: which one.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, Value],
+        whole: _Evaluation | None = None,
+        layer: Fraction | None = None,
+    ) -> None:
+        self._env = env
+        self._whole = None if whole is None else ref(whole)
+        self._layer = env.get("layer") if whole is None else layer
+        self._layers: dict[int, _Evaluation] = {}
+
+    @property
+    def _of_all_layers(self) -> _Evaluation:
+        """The evaluation whose layer this is, or this one."""
+        return (None if self._whole is None else self._whole()) or self
+
+    def at_layer(self, layer: int) -> _Evaluation:
+        """This environment at a layer."""
+        if layer not in self._layers:
+            self._layers[layer] = _Evaluation(self._env, self, Fraction(layer))
+        return self._layers[layer]
 
     @once
     def value(self, node: Node) -> Value | None:
+        """The value of a node; raises NotStatic."""
         if node.type.axes:
             raise NotStatic(node.op)
+        whole = self._of_all_layers
+        if whole is not self and not node.counts_layers:
+            return whole.value(node)
         row = node.operation
         if row.kind is Kind.LITERAL:
             return node.literal
@@ -105,50 +147,48 @@ class _Evaluation:
 
     def _given(self, node: Node) -> Value:
         name = {"size": str(node.value), "param": f"param:{node.value}"}.get(node.op, "budget")
-        if name not in self.env:
+        value = self._layer if name == "layer" else self._env.get(name)
+        if value is None:
             raise NotStatic(name)
-        value = self.env[name]
         return Fraction(value) if type(value) is int else value
 
     def _each_layer(self) -> list[_Evaluation]:
         """This environment at every layer."""
-        if self.layers is None:
-            if "layers" not in self.env:
-                raise NotStatic("layers")
-            count = int(self.env["layers"])
-            self.layers = [_Evaluation({**self.env, "layer": Fraction(i)}) for i in range(count)]
-            for layer in self.layers:
-                layer.layers = self.layers
-        return self.layers
+        if "layers" not in self._env:
+            raise NotStatic("layers")
+        whole = self._of_all_layers
+        return [whole.at_layer(i) for i in range(int(self._env["layers"]))]
 
     def _at(self, node: Node) -> Value | None:
         which, here = self.value(node.args[0]), self._given_layer()
         layer = None if which is None else counts.index(which, here + 1)
-        return None if layer is None else self._each_layer()[layer].value(node.args[1])
+        return None if layer is None else self._of_all_layers.at_layer(layer).value(node.args[1])
 
     def _given_layer(self) -> int:
-        if "layer" not in self.env:
+        if self._layer is None:
             raise NotStatic("layer")
-        return int(self.env["layer"])
+        return int(self._layer)
 
     def _over_layers(self, node: Node) -> Value | None:
-        layers = self._each_layer()
         row = node.operation
         if row.shares_out:
-            return self._split(node, layers)
+            total = _share(self.value(node.args[0]))
+            return Fraction(self._of_all_layers.split(node, total)[self._given_layer()])
         if row.host is None:
             raise NotStatic(node.op)
-        values = [v for v in (layer.value(node.args[0]) for layer in layers) if v is not None]
+        found = [layer.value(node.args[0]) for layer in self._each_layer()]
+        values = [value for value in found if value is not None]
         if any(isinstance(value, float) for value in values):
             values = [as_float(value) for value in values]
         return applied(partial(row.host, values), [])
 
-    def _split(self, node: Node, layers: list[_Evaluation]) -> Value:
-        here = self._given_layer()
-        columns = [[_share(layer.value(arg)) for layer in layers] for arg in node.args]
-        maxima = columns[2] if len(columns) > 2 else None
-        cascade = node.op == "cascade"
-        return Fraction(counts.split(columns[0][here], columns[1], maxima, cascade=cascade)[here])
+    @once
+    def split(self, node: Node, total: Value) -> list[int]:
+        """[L] shares of a total at each layer, by a node that shares it out."""
+        layers, given = self._each_layer(), node.args[1:]
+        weights, *more = ([_share(layer.value(arg)) for layer in layers] for arg in given)
+        maxima = more[0] if more else None
+        return counts.split(total, weights, maxima, cascade=node.op == "cascade")
 
 
 def _share(value: Value | None) -> Value:

@@ -142,6 +142,15 @@ class Node:
         """Whether it looks at other layers."""
         return "layer" in self.axes or self.operation.across_layers
 
+    @cached_property
+    def counts_layers(self) -> bool:
+        """Whether the value of a number that the host knows depends on the layer's number."""
+        if (self.op == "size" and self.value == "layer") or self.op == "at":
+            return True
+        if self.operation.shares_out:  # to each layer its part
+            return True
+        return "layer" not in self.axes and any(each.counts_layers for each in self.args)
+
     def walk(self, seen: set[Node] | None = None) -> Iterator[Node]:
         """Every node below and including this one, once, arguments before users."""
         seen = set() if seen is None else seen

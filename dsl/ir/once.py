@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
-# For the static method, which cannot use the type variables of its class.
+# For the function that makes a class's object, which cannot use its type variables.
 Q = ParamSpec("Q")
 U = TypeVar("U")
 
 
-class once(Generic[P, T]):
-    """A method that an object computes once per arguments; nodes are compared by identity."""
+def once(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that an object computes once per arguments; nodes are compared by identity.
 
-    def __init__(self, method: Callable[Concatenate[Any, P], T], most: int | None = None) -> None:
+    What is remembered does not hold its object. So both are freed when the object is used no
+    longer, and not in Python's next full collection, for which a server stands still.
+    """
+    name = f"_{method.__name__}_once"
+
+    @wraps(method)
+    def remembering(self: S, *args: P.args, **options: P.kwargs) -> T:
+        given = (*args, *sorted(options.items())) if options else args
+        try:
+            found: T = self.__dict__[name][given]
+        except KeyError:
+            found = method(self, *args, **options)
+            self.__dict__.setdefault(name, {})[given] = found
+        return found
+
+    return cast(Callable[Concatenate[S, P], T], remembering)
+
+
+class _Last(Generic[P, T]):
+    """A method whose last results are remembered; see `once_at_most`."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], T], most: int) -> None:
         self._method, self._most, self.__doc__ = method, most, method.__doc__
-
-    @staticmethod
-    def at_most(number: int) -> Callable[[Callable[Concatenate[Any, Q], U]], once[Q, U]]:
-        """The same, remembering only the `number` results that were used last."""
-        return lambda method: once(method, number)
 
     def __get__(self, instance: object, owner: type) -> Callable[P, T]:
         method = self._method.__get__(instance)
         remembered = cast(Callable[P, T], lru_cache(maxsize=self._most)(method))
-        vars(instance)[self._method.__name__] = remembered  # found before `once` from now on
+        vars(instance)[self._method.__name__] = remembered  # found before this from now on
         return remembered
+
+
+def once_at_most(number: int) -> Callable[[Callable[Concatenate[Any, Q], U]], _Last[Q, U]]:
+    """As `once`, for objects that live long: the `number` results used last are remembered."""
+    return lambda method: _Last(method, number)

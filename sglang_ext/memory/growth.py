@@ -6,10 +6,11 @@ cache, that is far too much, and long generations would run one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.bounds import Size
 from kvpolicy.dsl.bind.steady import is_steady
 from kvpolicy.sglang_ext.memory.arena import Arena
 
@@ -18,11 +19,14 @@ class Growth:
     """Slots that the requests of a policy may hold.
 
     Args:
+        kept: bounds on what the prefill keeps of a prompt of N tokens.
         page_size: slots that SGLang's allocator hands out at once.
     """
 
-    def __init__(self, bound: Bound, arena: Arena, page_size: int) -> None:
-        self._bound, self._arena = bound, arena
+    def __init__(
+        self, bound: Bound, kept: Callable[[int], Size], arena: Arena, page_size: int
+    ) -> None:
+        self._bound, self._kept, self._arena = bound, kept, arena
         # The tail until the next fold, and partly used pages, of the tail and of private slots.
         self._between = bound.fold_interval + 2 * page_size + arena.kv_heads
         self._steady = is_steady(bound)
@@ -44,10 +48,10 @@ class Growth:
 
     def _most_of(self, layers: range, prompt: int, output: int) -> int:
         """Most slots that the lists of one stage's layers take."""
-        entries = max_entries(self._bound, prompt, layers)
+        entries = self._kept(prompt).of(layers)
         if entries >= len(layers) * self._bound.shape.kv_heads * prompt:
             # Nothing leaves the prompt yet: the cache may grow as large as that of a longer prompt.
-            entries = max_entries(self._bound, prompt + output, layers)
+            entries = self._kept(prompt + output).of(layers)
         share = share_of_rank(entries, self._bound, self._arena, prompt + output)
         return self._arena.most_slots(share, len(layers))
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.bounds import Bounds, Size
 from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.bind.kept import heads_differ, keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode.memory import Known, Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
-from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.once import once_at_most
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face.asked import POLICY, not_served
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
@@ -78,9 +78,9 @@ class Served:
         self.in_stages = len(arena.spans) > 1
         self.upper_layers = bound.upper_layers
         self._arena = arena
-        self.growth = Growth(bound, arena, page_size)
+        self.growth = Growth(bound, self.kept, arena, page_size)
         self.heads_differ = heads_differ(bound.lowered)
-        self._bounded = max_entries(bound, ENDLESS) < self._everything(ENDLESS)
+        self._bounded = self.kept(ENDLESS).total < self._everything(ENDLESS)
         self.standing = Standing()
         self.set: dict[str, Any] = {}
 
@@ -94,17 +94,17 @@ class Served:
         slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
         self.program.warm(*self._arena.at_slots(0, slots), queries)
 
-    @once.at_most(_PROMPTS)
+    @once_at_most(_PROMPTS)
     def plan(self, prompt: int) -> PropagationPlan | None:
         """How a prompt is propagated; None if every layer is certain to see all tokens."""
         return propagation.plan(self.bound, prompt)
 
-    @once.at_most(_PROMPTS)
+    @once_at_most(_PROMPTS)
     def known_counts(self, prompt: int) -> list[int] | None:
         """[L] entries that each list of a layer keeps of a prompt; None if data decide."""
         return known_counts(self.bound, prompt)
 
-    @once.at_most(_PROMPTS)
+    @once_at_most(_PROMPTS)
     def single_queries(self, prompt: int) -> int:
         """Number of a prompt's last queries that are read singly, not only in sums over all."""
         bound = self.bound
@@ -116,11 +116,15 @@ class Served:
     def _everything(self, prompt: int) -> int:
         return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
 
-    @once.at_most(_PROMPTS)
+    @once_at_most(_PROMPTS)
+    def kept(self, prompt: int) -> Size:
+        """Bounds on the entries that a prefill keeps of a prompt."""
+        return Bounds(self.bound, prompt).kept
+
+    @once_at_most(_PROMPTS)
     def most_slots(self, prompt: int) -> int | None:
         """Private slots that suffice for a prompt; None if compressing it saves nothing."""
-        entries = max_entries(self.bound, prompt)
-        if entries >= self._everything(prompt):
+        if self.kept(prompt).total >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
         slots = max(self._most_slots_of(layers, prompt) for layers in self._arena.spans)
         # A policy that goes on after the prompt, or lets tokens leave the prefill, is applied even
@@ -130,7 +134,7 @@ class Served:
 
     def _most_slots_of(self, layers: range, prompt: int) -> int:
         """Private slots that suffice for the layers of one stage."""
-        entries = max_entries(self.bound, prompt, layers)
+        entries = self.kept(prompt).of(layers)
         share = share_of_rank(entries, self.bound, self._arena, prompt)
         return self._arena.most_slots(share, len(layers))
 

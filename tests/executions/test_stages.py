@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.check.policy import load
@@ -117,13 +117,13 @@ def test_stages_keep_what_the_whole_model_keeps(name, deferred):
     whole = kept(TorchProgram(bound, deferred_bytes=deferred), prompt)
     keeps_all = name == "vatp-snapkv" or keep_of(bound.folded.prefill).op == "all"
     assert keeps_all or not whole.all()
-    programs = Stage.all(bound, prompt, deferred_bytes=deferred)
+    programs, most = Stage.all(bound, prompt, deferred_bytes=deferred), Bounds(bound, TOKENS).kept
     for layers, program in zip(APART, programs, strict=True):
         part = kept(program, prompt)
         assert torch.equal(part, whole[layers.start : layers.stop])
-        assert max_entries(bound, TOKENS, layers) >= int(part.sum())
-    parts = (max_entries(bound, TOKENS, range(n, n + 1)) for n in range(5))
-    assert sum(parts) >= max_entries(bound, TOKENS) == max_entries(bound, TOKENS, range(5))
+        assert most.of(layers) >= int(part.sum())
+    parts = (most.of(range(n, n + 1)) for n in range(5))
+    assert sum(parts) >= most.total == most.of(range(5)) == max_entries(bound, TOKENS)
 
 
 @pytest.mark.parametrize("name", ["adakv", "cake", "pyramidkv", "snapkv", "simlayerkv-prefill"])

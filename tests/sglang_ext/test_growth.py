@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 
 from kvpolicy.dsl.bind.bind import bind  # noqa: E402
+from kvpolicy.dsl.bind.bounds import Bounds  # noqa: E402
 from kvpolicy.dsl.check.policy import load  # noqa: E402
 from kvpolicy.dsl.ir.nodes import ModelShape  # noqa: E402
 from kvpolicy.sglang_ext.face.options import Policy  # noqa: E402
@@ -29,7 +30,8 @@ SET = {
 def growth(name, page_size=1, fold_interval=8):
     program = load(str(POLICIES / f"{name}.yaml")).require()
     bound = bind(program, SHAPE, SET.get(name), fold_interval=fold_interval)
-    return Growth(bound, create_arena(4, 2, 2, 8, torch.float32, "cpu"), page_size)
+    arena = create_arena(4, 2, 2, 8, torch.float32, "cpu")
+    return Growth(bound, lambda prompt: Bounds(bound, prompt).kept, arena, page_size)
 
 
 @pytest.mark.parametrize("name", SET)

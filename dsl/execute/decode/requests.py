@@ -453,7 +453,6 @@ class _Following:
         # `most` is that of all ranks, whose lists may have more columns.
         given = (decision.kept, steps.merge_updates, before, min(most, decision.kept.shape[1]))
         made = Merging.begun(merge, evaluation, *given).finished()
-        made.keep_links()
         kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
 

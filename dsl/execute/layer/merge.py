@@ -117,7 +117,7 @@ class Merging:
         return self
 
     def finished(self, vectors: Mapping[str, Keys] | None = None) -> Merging:
-        """Computes states and weights; returns the merge.
+        """Computes states and weights; returns the merge, which releases what it does not need.
 
         Args:
             vectors: the layer's keys and values; only after `waiting`.
@@ -126,6 +126,9 @@ class Merging:
             self.evaluation.frame = replace(self.evaluation.frame, vectors=dict(vectors))
         self.states = {name: self.evaluation.state(name) for name in self.merge.states}
         self._weigh()
+        # This evaluation reads values of the merge, and would be held by it, with keys and values,
+        # until Python looks for such circles.
+        self.evaluation = Evaluation(replace(self.evaluation.frame, vectors={}))
         return self
 
     def of_layers(self, before: Mapping[str, Value], heads: int) -> dict[str, Value]:
@@ -168,10 +171,6 @@ class Merging:
             None if x is None else x[heads, first:] for x in (self._own, self._divide)
         )
         return made
-
-    def keep_links(self) -> None:
-        """Releases what `rows` and `write` do not need."""
-        self.evaluation = Evaluation(replace(self.evaluation.frame, vectors={}))
 
     # Who receives.
 

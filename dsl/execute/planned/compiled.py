@@ -19,7 +19,7 @@ from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots, installed
 from kvpolicy.dsl.ir.heads import heads_last
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.once import once_at_most
 
 # Number of plans kept, for the prompt lengths seen last.
 _PLANS = 8
@@ -117,7 +117,7 @@ class Compiled:
         groups = max(1, -(-held // max(1, self._deferred_bytes)))
         return -(-layers // groups)
 
-    @once.at_most(_PLANS)
+    @once_at_most(_PLANS)
     def plan(self, prompt: int, device: torch.device) -> Plan:
         """The values that only the prompt's length N decides."""
         nodes = self.prefill(prompt).planned
