@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -24,10 +25,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import report
+from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.ir.nodes import ModelShape
 from serving_setup import NO_PLUGIN
 from tqdm import tqdm
@@ -43,7 +46,7 @@ SETTINGS = [
 PROMPT, RUNNING, NEW = 40, 8, 400
 DIFFERENT = 997  # lengths of prompts
 SEEN = 1000  # requests per replica of an experiment
-LAYERS = (32, 80)
+LAYERS, MANY = (32, 80), 300
 LENGTHS = (4096, 32768, 262_144, 1_048_576)
 LLAMA = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -157,30 +160,60 @@ def timed(scheduler: object, name: str) -> dict[str, float]:
 
 
 def of_arrivals(options: argparse.Namespace) -> Rows:
-    """Per policy: milliseconds of numbers of a request whose prompt has a new length."""
+    """Per policy: milliseconds of numbers of a request whose prompt has a new length, and pauses.
+
+    A pause is a full collection of Python's, among as many objects as a scheduler has.
+    """
+    import sglang.srt.managers.scheduler  # noqa: F401
     import torch
     from kvpolicy.dsl.syntax.library import shipped
     from kvpolicy.sglang_ext.face.options import load_policies
     from kvpolicy.sglang_ext.memory.arena import create_arena
     from kvpolicy.sglang_ext.request.request import Served
 
-    head = ("policy", *(f"{layers} layers, ms" for layers in LAYERS))
+    head = ("policy", *(f"{layers} layers, ms" for layers in LAYERS),
+            f"pauses in {MANY} such requests, {LAYERS[-1]} layers", "the longest, s")  # fmt: skip
     rows, data = [], {}
     for name in tqdm(list(shipped()), desc="arrival"):
-        (policy,), own = load_policies([name], []), []
+        (policy,), own = load_policies([name], []), {}
         for layers in LAYERS:
             shape = ModelShape(layers=layers, heads=32, kv_heads=8, head_dim=128)
             arena = create_arena(2, layers, 8, 128, torch.bfloat16, "cpu")
-            served = Served(policy, policy.bind(shape), arena, page_size=1)
-            own.append([])
+            served, made = Served(policy, policy.bind(shape), arena, page_size=1), []
             for prompt in range(4096, 4096 + 997 * options.rounds, 997):
-                own[-1] += least(lambda s=served, n=prompt: arrives(s, n), 1)
-                entries, everything = served.kept(prompt).total, layers * 8 * prompt
+                made += least(lambda s=served, n=prompt: arrives(s, n), 1)
+                entries, everything = max_entries(served.bound, prompt), layers * 8 * prompt
                 if not 0 < entries <= everything:
                     raise SystemExit(f"scale: {name} keeps {entries} of {everything} entries")
-        data[name] = {str(n): each for n, each in zip(LAYERS, own, strict=True)}
-        rows.append([name, *(report.spread(each, 1, 1e3) for each in own)])
+            own[str(layers)] = made
+        with pauses() as seconds:
+            for prompt in range(100_000, 100_000 + MANY):
+                arrives(served, prompt)
+        data[name] = {**own, "pauses": seconds}
+        spreads = [report.spread(each, 1, 1e3) for each in own.values()]
+        rows.append([name, *spreads, len(seconds), f"{max(seconds, default=0):.2f}"])
     return head, rows, data
+
+
+@contextmanager
+def pauses() -> Iterator[list[float]]:
+    """Seconds of each full garbage collection in a block; before it everything is collected."""
+    made: list[float] = []
+    began = 0.0
+
+    def note(phase: str, facts: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        elif facts["generation"] == 2:
+            made.append(time.perf_counter() - began)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        yield made
+    finally:
+        gc.callbacks.remove(note)
 
 
 def arrives(served: Served, prompt: int) -> None:
@@ -198,7 +231,6 @@ def arrives(served: Served, prompt: int) -> None:
 def of_lengths(options: argparse.Namespace) -> Rows:
     """Per policy and length: times of bound and cost of a request, and the forecast for a GPU."""
     from kvpolicy.dsl.bind.bind import bind
-    from kvpolicy.dsl.bind.bounds import max_entries
     from kvpolicy.dsl.bind.gpu import GPUS
     from kvpolicy.dsl.bind.model_config import config_of
     from kvpolicy.dsl.check.policy import load
