@@ -174,7 +174,8 @@ def of_arrivals(options: argparse.Namespace) -> Rows:
     head = ("policy", *(f"{layers} layers, ms" for layers in LAYERS),
             f"pauses in {MANY} such requests, {LAYERS[-1]} layers", "the longest, s")  # fmt: skip
     rows, data = [], {}
-    for name in tqdm(list(shipped()), desc="arrival"):
+    names = options.arriving.split(",") if options.arriving else list(shipped())
+    for name in tqdm(names, desc="arrival"):
         (policy,), own = load_policies([name], []), {}
         for layers in LAYERS:
             shape = ModelShape(layers=layers, heads=32, kv_heads=8, head_dim=128)
@@ -430,6 +431,7 @@ def parse() -> argparse.Namespace:
     parser = report.arguments(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the default")
     parser.add_argument("--servers", default=",".join(SERVERS), help="of the queue")
+    parser.add_argument("--arriving", help="policies of arrival; the default is all shipped ones")
     parser.add_argument("--queued", default="1,100,1000,10000", help="requests that wait")
     parser.add_argument("--policies", default="1,10,28,100")
     parser.add_argument("--replicas", default="1,10,100,1000")

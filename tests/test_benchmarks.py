@@ -261,12 +261,13 @@ def test_host_model():
 def test_scale():
     """As many requests wait as were sent, and every part finds what it is to find."""
     words = ("--servers", "h2o", "--queued", "1,20", "--rounds", "3", "--policies", "2")
-    parts = ("--parts", "queue,policies,fleet,experiment,ranks", "--replicas", "1,3")
+    parts = ("--parts", "queue,arrival,policies,fleet,experiment,ranks", "--replicas", "1,3")
+    words += ("--arriving", "snapkv")
     ranks = ("--ranks", "2", "--tokens", "200")
     made = rows(run("benchmarks/scale.py", *words, *parts, *ranks))
     assert [row[:2] for row in made[:2]] == [["h2o", "1"], ["h2o", "20"]]
     firsts = [row[0] for row in made]
-    assert (firsts.count("2"), firsts.count("3")) == (1, 2)
+    assert (firsts.count("snapkv"), firsts.count("2"), firsts.count("3")) == (2, 1, 2)
     assert [row[:4] for row in made[-4:]] == [
         ["snapkv", "2", "1", "0.0"], ["cake", "2", "1", "0.1"], ["lava", "2", "1", "0.0"],
         ["tova", "2", "1", "25.0"],
