@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
@@ -411,6 +412,31 @@ def test_folds_are_in_the_facts_at_the_end_and_in_the_metrics(server, stream):
     assert [count(server, name, "h2o") for name in names] == [before[0] + 13, before[1] + 13, 0]
     assert count(server, "decode_dropped_entries_total", "h2o") == dropped + 4 * 2 * 65
     assert count(server, "private_slots", "h2o") == 0
+
+
+def test_requests_go_on_after_a_pause_as_if_there_was_none(server):
+    """Paused as trainers do for new weights: they stay in place, or are computed again later."""
+    names = ["snapkv", "h2o", "snap@0.5", "none"]
+
+    def ask(name):
+        sampling = {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
+        sampling["custom_params"] = {"kv_policy": name}
+        body = {"input_ids": prompt(len(name), 300), "sampling_params": sampling}
+        answer = server.post("/generate", body).json()
+        return answer["output_ids"], answer["meta_info"]["num_retractions"]
+
+    alone = [ask(name)[0] for name in names]
+    for mode in ("in_place", "retract"):
+        with ThreadPoolExecutor(len(names)) as pool:
+            asked = [pool.submit(ask, name) for name in names]
+            for _ in range(2):
+                time.sleep(0.3)
+                assert server.post("/pause_generation", {"mode": mode}).ok
+                if mode == "retract":
+                    server.post("/flush_cache", {})
+                assert server.post("/continue_generation", {}).ok
+        assert [each.result()[0] for each in asked] == alone, mode
+        assert any(each.result()[1] for each in asked) == (mode == "retract")
 
 
 def test_aborted_streams_leave_nothing_behind(server):
