@@ -38,15 +38,15 @@ def server(model, tmp_path_factory):
     file.write_text(json.dumps(EXPERIMENT))
     flags = {"dp_size": 2, "enable_metrics": True, "admin_api_key": "secret", "kv_experiment": file}
     flags |= {"kv_policy_fold_interval": 5, "chunked_prefill_size": 128, "enable_mixed_chunk": True}
-    flags |= {"env": ENVIRONMENT}
+    flags |= {"env": ENVIRONMENT, "kv_policy_allow_set": ["snapkv.capacity"]}
     with serve(model, [SNAPKV, H2O], SETTINGS, **flags) as server:
         yield server
 
 
-def ask(server, tokens, policy, rank=None, new=24, **headers):
+def ask(server, tokens, policy, rank=None, new=24, own=None, **headers):
     sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     if policy is not None:
-        sampling["custom_params"] = {"kv_policy": policy}
+        sampling["custom_params"] = {"kv_policy": policy, **(own or {})}
     body = {"input_ids": tokens, "sampling_params": sampling, "routed_dp_rank": rank}
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     return server.session.post(server.url + "/generate", json=body, headers=headers, timeout=300)
@@ -104,6 +104,15 @@ def test_the_server_says_of_each_scheduler_what_it_serves(server):
     named = [each["name"] for each in found[0]["kv_policy"]]
     assert named == ["snapkv", "h2o", "snapkv@same", "snapkv@tight"]
     assert len({each["digest"] for each in found[0]["kv_policy"]}) == 4
+
+
+def test_parameters_of_requests_reach_every_scheduler(server):
+    for size in (20, 24):
+        own = {"kv_policy_set": {"capacity": size}}
+        for rank in RANKS:
+            found = ask(server, prompt(1, 100), "snapkv", rank, own=own).json()["meta_info"]
+            assert found["kv_policy"]["entries_kept"] == 4 * 2 * size
+            assert (found["kv_policy"]["set"], found["dp_rank"]) == ({"capacity": size}, rank)
 
 
 def change(server, method, name, body=None):
