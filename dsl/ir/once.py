@@ -20,7 +20,7 @@ def once(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
     What is remembered does not hold its object. So both are freed when the object is used no
     longer, and not in Python's next full collection, for which a server stands still.
     """
-    name = f"_{method.__name__}_once"
+    name = f"_{method.__qualname__}_once"
 
     @wraps(method)
     def remembering(self: S, *args: P.args, **options: P.kwargs) -> T:

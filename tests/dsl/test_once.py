@@ -37,6 +37,17 @@ def test_each_object_computes_once_per_arguments():
     assert Adder.plus.__doc__ == "Adds."
 
 
+def test_a_method_may_ask_the_one_that_it_replaces():
+    class Doubling(Adder):
+        @once
+        def plus(self, x):
+            return 2 * super().plus(x)
+
+    one = Doubling(1)
+    assert [one.plus(3), one.plus(3), super(Doubling, one).plus(3)] == [8, 8, 4]
+    assert one.computed == [(3, False)]
+
+
 def test_a_failure_is_no_result():
     one = Adder(1)
     for _ in range(2):
