@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import report
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.sglang_ext.face import collection
 from serving_setup import NO_PLUGIN
 from tqdm import tqdm
 
@@ -217,6 +218,7 @@ def pauses() -> Iterator[list[float]]:
         gc.callbacks.remove(note)
 
 
+@collection.put_off()
 def arrives(served: Served, prompt: int) -> None:
     """Asks what a scheduler asks of a policy when a request arrives and is admitted."""
     served.most_slots(prompt)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvpolicy.sglang_ext.experiment.raw import Raw
-from kvpolicy.sglang_ext.face import asked, compat
+from kvpolicy.sglang_ext.face import asked, collection, compat
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward.failures import ADMISSION, ALLOCATION
 from kvpolicy.sglang_ext.forward.services import Services
@@ -75,6 +75,7 @@ class Runtime:
 
     # Queued and admitted.
 
+    @collection.put_off()
     def queue(self, req: Any) -> None:
         """Choose the policy of a request that enters the queue; refuse what cannot be done."""
         if request.is_assigned(req):
@@ -135,6 +136,7 @@ class Runtime:
                 most = min(most, plan.most_prefix)
         return max(min(matched, most), 0)
 
+    @collection.put_off()
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
         """Slots that a request needs at its admission beyond those that SGLang counts.
 
@@ -236,6 +238,7 @@ class Runtime:
             # Others must not find it: deeper layers will have entries of chosen tokens only.
             req.skip_radix_cache_insert = state.progress.barred = True
 
+    @collection.put_off()
     def forward(self, run: Callable[[], Any], batch: Any) -> Any:
         """Run a batch's forward with the plugin's part in it.
 
@@ -262,6 +265,7 @@ class Runtime:
             self.services.reports.finished(finishing)
         return result
 
+    @collection.put_off()
     def processing(self, batch: Any) -> None:
         """Before the scheduler processes a forward's result: take up what the forward found.
 

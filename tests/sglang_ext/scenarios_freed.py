@@ -1,7 +1,8 @@
 """Scenario for `test_freed.py`: `python scenarios_freed.py freed OUT.json MODEL '{}'`.
 
 One real scheduler (see in_process.py) serves requests one after the other while Python does not
-look for circles of objects; then all that only such a search frees is listed.
+look for circles of objects; then all that only such a search frees is listed. And it serves many
+at once while Python's searches are counted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from scenarios_propagate import start
 def freed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     policies = flags.pop("policies")
     driver = start(model, policies, flags)
-    return {each: _circles(driver, each) for each in policies}
+    found = {each: _circles(driver, each) for each in policies}
+    return {"requests": found, "searches": _searches(driver, "d2o")}
 
 
 def _circles(driver: Driver, policy: str) -> dict[str, Any]:
@@ -46,6 +48,23 @@ def _circles(driver: Driver, policy: str) -> dict[str, Any]:
     gc.garbage.clear()
     gc.enable()
     return {"circles": found, "facts": driver.answers[f"{policy} 2"].facts}
+
+
+def _searches(driver: Driver, policy: str) -> int:
+    """Number of searches while 16 requests of a policy that folds decode 64 steps."""
+    for number in range(16):
+        tokens = prompt(number, 100 + number)
+        driver.send(f"many {number}", tokens, policy=policy, max_new_tokens=100)
+    for _ in range(20):
+        driver.step()
+    found: list[str] = []
+    gc.collect()
+    gc.callbacks.append(lambda phase, facts: found.append(phase))
+    for _ in range(64):
+        driver.step()
+    gc.callbacks.pop()
+    driver.finish()
+    return found.count("stop")
 
 
 if __name__ == "__main__":
