@@ -462,10 +462,8 @@ class _Following:
             return counts.read()[lists.request].dropped[lists.layer]
         rule, least = self.rule, 0
         if isinstance(rule, Ends) and rule.score is None:
-            pairs = zip(self._ends(), self.memories, strict=True)
-            layers = self.steps.layers
-            rows = (each.rows(self.bound, memory.prompt, layers) for each, memory in pairs)
-            least = min(sum(row) for own in rows for row in own)
+            rows = [row for each in self.memories for row in self.steps.rows(each.prompt)]
+            least = min(map(sum, rows))
         most = max(block.widest) - least
         if block.since is None or not lists.cut:
             return most

@@ -22,10 +22,12 @@ from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels
 from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.once import once, once_at_most
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
+
+_PROMPTS = 4096  # lengths of prompts that are remembered
 
 
 def _only_orders(node: Node) -> bool:
@@ -184,7 +186,7 @@ class Steps:
             found[name] = first
         return found
 
-    @once
+    @once_at_most(_PROMPTS)
     def rule(self, prompt: int) -> Ends | Node | None:
         """The rule by which the lists of several layers and requests are decided at once.
 
@@ -206,6 +208,18 @@ class Steps:
             if not any("layer" in (bound.static.needs(node) or ()) for node in shared):
                 return self.keep
         return None
+
+    @once_at_most(_PROMPTS)
+    def rows(self, prompt: int) -> list[tuple[int, int, int]]:
+        """`Ends.rows` of the rule after a prompt of N tokens, of the layers here.
+
+        Raises:
+            TypeError: the rule has another form.
+        """
+        rule = self.rule(prompt)
+        if not isinstance(rule, Ends):
+            raise TypeError(f"the rule after a prompt of {prompt} tokens does not take ends")
+        return rule.rows(self._bound, prompt, self.layers)
 
     def _deciding(self, rule: Ends | Node | None) -> list[Node]:
         """The nodes of a rule that data decide."""
