@@ -73,15 +73,14 @@ class StepInputs:
         found = {}
         _, apart = self.steps.numbers(self.steps.rule(self.prompts[0]))
         for node in apart:
-            layers = "layer" in (self.bound.static.needs(node) or ())
             own = [
-                self.bound.number(node, prompt, layer, generated=generated)
+                x
                 for prompt, generated in zip(self.prompts, self.generated, strict=True)
-                for layer in (self.steps.layers if layers else range(1))
+                for x in self.steps.host_numbers(node, prompt, generated)
             ]
             if any(x != own[0] for x in own):
-                repeats = 1 if layers else self.block.layers
-                found[node] = [float(x) for x in own for _ in range(repeats)]
+                repeats = self.block.layers * len(self.prompts) // len(own)
+                found[node] = [x for x in own for _ in range(repeats)]
         if not found:
             return {}
         numbers = sent(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -220,6 +221,26 @@ class Steps:
         if not isinstance(rule, Ends):
             raise TypeError(f"the rule after a prompt of {prompt} tokens does not take ends")
         return rule.rows(self._bound, prompt, self.layers)
+
+    def host_numbers(self, node: Node, prompt: int, generated: int) -> tuple[float, ...]:
+        """A number of the host at a request's step: of each layer here, or one if it reads none.
+
+        Args:
+            generated: number of the step, from 1.
+        """
+        needs = self._bound.static.needs(node) or ()
+        if "generated" in needs:
+            return self._host_numbers(node, prompt, generated)
+        return self._lasting_numbers(node, prompt)
+
+    @once_at_most(_PROMPTS)
+    def _lasting_numbers(self, node: Node, prompt: int) -> tuple[float, ...]:
+        return self._host_numbers(node, prompt, None)
+
+    def _host_numbers(self, node: Node, prompt: int, generated: int | None) -> tuple[float, ...]:
+        number = partial(self._bound.number, node, prompt, generated=generated)
+        apart = "layer" in (self._bound.static.needs(node) or ())
+        return tuple(float(number(layer)) for layer in (self.layers if apart else range(1)))
 
     def _deciding(self, rule: Ends | Node | None) -> list[Node]:
         """The nodes of a rule that data decide."""
