@@ -13,11 +13,10 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import filling, is_rest, keep_of
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.once import once_at_most
+from kvpolicy.dsl.ir.once import PROMPTS, once_at_most
 
 _TOKEN = ("token",)
 _MOST = 2**62
-_PROMPTS = 4096  # lengths of prompts that are remembered
 
 
 class FixedSize:
@@ -48,7 +47,7 @@ class FixedSize:
         pairs = zip(self._taken(prompt, len(counts)), counts, strict=True)
         return all(number is not None and number < min(own) for number, own in pairs)
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def _taken(self, prompt: int, layers: int) -> list[int | None]:
         return [self.taken(prompt, layer) for layer in range(layers)]
 

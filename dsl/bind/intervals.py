@@ -53,19 +53,19 @@ class Intervals:
 
     def alike(self, node: Node, layer: int) -> int:
         """The first layer at which bounds of a node are those of `layer`."""
-        if self._counts_layers(node):
+        if self._may_differ(node):
             return layer
         return self._lengths.index(self._lengths[layer]) if self._bound.propagates else 0
 
     @once
-    def _counts_layers(self, node: Node) -> bool:
+    def _may_differ(self, node: Node) -> bool:
         """Whether a node may differ between layers that are reached by equally many tokens."""
         if node.op == "size" and node.value == "layer":
             return True
         looks = node.operation.kind is Kind.LOOK and node.when <= When.LAYER
         if looks and self._bound.propagates:  # it sees the layers so far
             return True
-        return any(self._counts_layers(x) for x in node.args)
+        return any(self._may_differ(x) for x in node.args)
 
     def of(self, node: Node, layer: int, given: frozenset[Node] = frozenset()) -> Interval:
         """Least and largest value that a number may have at a layer, where present.

@@ -13,6 +13,8 @@ T = TypeVar("T")
 Q = ParamSpec("Q")
 U = TypeVar("U")
 
+PROMPTS = 4096  # lengths of prompts for which an object that lives long remembers results
+
 
 def once(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """A method that an object computes once per arguments; nodes are compared by identity.

@@ -16,7 +16,7 @@ from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode.memory import Known, Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
-from kvpolicy.dsl.ir.once import once_at_most
+from kvpolicy.dsl.ir.once import PROMPTS, once_at_most
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face.asked import POLICY, not_served
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
@@ -32,7 +32,6 @@ from kvpolicy.sglang_ext.request.reasons import Reason
 _ATTRIBUTE = "kv_policy_state"
 _MANY = 1024  # output tokens within which entries are taken to leave
 MOST_MOVED = 2**29  # most bytes that are held twice while a prompt is compacted within its slots
-_PROMPTS = 4096  # prompt lengths for which a `Served` caches what admission and prefills ask
 _WARM = 256  # tokens of a prompt long enough to need every kernel generated for a policy
 
 
@@ -94,17 +93,17 @@ class Served:
         slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
         self.program.warm(*self._arena.at_slots(0, slots), queries)
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def plan(self, prompt: int) -> PropagationPlan | None:
         """How a prompt is propagated; None if every layer is certain to see all tokens."""
         return propagation.plan(self.bound, prompt)
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def known_counts(self, prompt: int) -> list[int] | None:
         """[L] entries that each list of a layer keeps of a prompt; None if data decide."""
         return known_counts(self.bound, prompt)
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def single_queries(self, prompt: int) -> int:
         """Number of a prompt's last queries that are read singly, not only in sums over all."""
         bound = self.bound
@@ -116,12 +115,12 @@ class Served:
     def _everything(self, prompt: int) -> int:
         return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def kept(self, prompt: int) -> Size:
         """Bounds on the entries that a prefill keeps of a prompt."""
         return Bounds(self.bound, prompt).kept
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def most_slots(self, prompt: int) -> int | None:
         """Private slots that suffice for a prompt; None if compressing it saves nothing."""
         if self.kept(prompt).total >= self._everything(prompt):

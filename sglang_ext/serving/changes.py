@@ -122,12 +122,12 @@ class Changes:
     def _state(self) -> dict[str, Any]:
         begun = self._begun
         done = begun is not None and begun.done()
-        problem = _problem(begun) if begun is not None and done else None
+        error = begun.exception() if begun is not None and done else None
         # A thread of each rank prepares the policy; every rank is asked at the same moment.
-        preparing, failed = self._services.ranks.worst([not done, problem is not None])
+        preparing, failed = self._services.ranks.worst([not done, error is not None])
         if failed:
-            problem = problem or "another rank could not prepare it; its log says why"
-            return {"state": FAILED, "problem": problem}
+            elsewhere = "another rank could not prepare it; its log says why"
+            return {"state": FAILED, "problem": elsewhere if error is None else str(error)}
         return {"state": PREPARING if preparing else READY}
 
     def _prepare(self, body: Mapping[str, Any]) -> None:
@@ -138,11 +138,18 @@ class Changes:
     def _build(self, name: str, text: str, settings: dict[str, str]) -> Served:
         """In the background: read and bind a policy and compile its kernels."""
         started = time.perf_counter()
-        policy = policy_of(name, text, settings)
-        self._check(policy.program)
-        if policy.program.positions == "slots":
-            self._services.rotary = of_model(self._runner.model)
-        served = self._make(policy, policy.bind(self._shape))
+        try:
+            policy = policy_of(name, text, settings)
+            self._check(policy.program)
+            if policy.program.positions == "slots":
+                self._services.rotary = of_model(self._runner.model)
+            served = self._make(policy, policy.bind(self._shape))
+        except Refused:
+            raise
+        except Exception as error:
+            logger.exception("A policy could not be prepared.")
+            what = f"it could not be prepared: {type(error).__name__}: {error}"
+            raise Refused(what) from error
         seconds = time.perf_counter() - started
         logger.info("KV-cache policy %s was prepared in %.1f s.", name, seconds)
         return served
@@ -204,15 +211,6 @@ class Changes:
         self._done = (ticket, name)
         logger.info("KV-cache policy %s is withdrawn; requests that run keep it.", name)
         return {"state": DONE}
-
-
-def _problem(begun: Future[Served]) -> str | None:
-    """Why a policy could not be prepared; None if it could."""
-    error = begun.exception()
-    if error is None or isinstance(error, Refused):
-        return None if error is None else str(error)
-    logger.error("A policy could not be prepared.", exc_info=error)
-    return f"it could not be prepared: {type(error).__name__}: {error}"
 
 
 def _lacking(size: int, what: str) -> Refused:

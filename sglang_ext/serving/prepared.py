@@ -46,9 +46,8 @@ class Prepared:
             task = asyncio.get_running_loop().create_task(_ask(manager, policy.name, values))
             self._asked[key] = task
             task.add_done_callback(partial(self._ended, key))
-            for each in [each for each, task in self._asked.items() if task.done()]:
-                if len(self._asked) > MOST_VARIANTS:
-                    del self._asked[each]
+            while len(self._asked) > MOST_VARIANTS and next(iter(self._asked.values())).done():
+                self._asked.popitem(last=False)
         self._asked.move_to_end(key)
         # A client that goes away does not end what others may wait for.
         await asyncio.shield(self._asked[key])

@@ -23,12 +23,10 @@ from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels
 from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS
 from kvpolicy.dsl.ir.nodes import Node, When
-from kvpolicy.dsl.ir.once import once, once_at_most
+from kvpolicy.dsl.ir.once import PROMPTS, once, once_at_most
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
 from kvpolicy.dsl.syntax.diagnostics import refused
-
-_PROMPTS = 4096  # lengths of prompts that are remembered
 
 
 def _only_orders(node: Node) -> bool:
@@ -187,7 +185,7 @@ class Steps:
             found[name] = first
         return found
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def rule(self, prompt: int) -> Ends | Node | None:
         """The rule by which the lists of several layers and requests are decided at once.
 
@@ -210,7 +208,7 @@ class Steps:
                 return self.keep
         return None
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def rows(self, prompt: int) -> list[tuple[int, int, int]]:
         """`Ends.rows` of the rule after a prompt of N tokens, of the layers here.
 
@@ -233,7 +231,7 @@ class Steps:
             return self._host_numbers(node, prompt, generated)
         return self._lasting_numbers(node, prompt)
 
-    @once_at_most(_PROMPTS)
+    @once_at_most(PROMPTS)
     def _lasting_numbers(self, node: Node, prompt: int) -> tuple[float, ...]:
         return self._host_numbers(node, prompt, None)
 
