@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import report
 from kvpolicy.experiments.definition.reading import load
-from kvpolicy.experiments.simulate.simulation import Row, simulate
+from kvpolicy.experiments.simulate.simulation import RunsOutcome, simulate
 
 EXAMPLE = report.ROOT / "examples" / "experiments" / "lava-25.yaml"
 ERRORS = ("what", "values", "question", "runs", "ever happened, % (95 %)", "may be, %")
@@ -69,7 +69,7 @@ def main() -> None:
     report.publish("experiment_errors", title, text, data, args.save)
 
 
-def errors(rows: Iterable[Row]) -> list[tuple[object, ...]]:
+def errors(rows: Iterable[RunsOutcome]) -> list[tuple[object, ...]]:
     """Rows that have a bound."""
     return [
         (
@@ -82,7 +82,7 @@ def errors(rows: Iterable[Row]) -> list[tuple[object, ...]]:
     ]  # fmt: skip
 
 
-def delays(rows: Iterable[Row]) -> list[tuple[object, ...]]:
+def delays(rows: Iterable[RunsOutcome]) -> list[tuple[object, ...]]:
     """Rows that state how many values a decision takes."""
     return [
         (

@@ -346,7 +346,7 @@ def of_fleet(options: argparse.Namespace) -> Rows:
 def of_experiment(options: argparse.Namespace) -> Rows:
     """Per number of replicas of an experiment: seconds to pool and show their documents."""
     sys.path.append(str(report.ROOT / "tests" / "experiments"))
-    from kvpolicy.experiments.fleet.overview import Answer, Overview
+    from kvpolicy.experiments.fleet.overview import Overview, ReplicaAnswer
     from kvpolicy.experiments.reporting.status import screen
     from made_experiment import made
 
@@ -354,7 +354,7 @@ def of_experiment(options: argparse.Namespace) -> Rows:
     rows, data, said = [], {}, made(SEEN).document()
     size = len(json.dumps(said))
     for number in numbers(options.replicas):
-        answers = [Answer(f"replica {i}", copy.deepcopy(said)) for i in range(number)]
+        answers = [ReplicaAnswer(f"replica {i}", copy.deepcopy(said)) for i in range(number)]
         seconds = least(lambda a=answers: screen(Overview(a)), 3)
         seen = sum(row.requests for row in Overview(answers).rows)
         if seen != number * SEEN:

@@ -94,7 +94,7 @@ def look(urls: Sequence[str], key: str | None) -> Fleet:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplicaFacts:
     """The answer of a replica.
 
     Attributes:
@@ -108,11 +108,11 @@ class Answer:
     error: PolicyError | None = None
 
 
-def _asked(replica: Replica) -> Answer:
+def _asked(replica: Replica) -> ReplicaFacts:
     try:
-        return Answer(replica.url, facts_of(replica.server_info()))
+        return ReplicaFacts(replica.url, facts_of(replica.server_info()))
     except PolicyError as error:
-        return Answer(replica.url, (), error)
+        return ReplicaFacts(replica.url, (), error)
 
 
 def facts_of(info: Mapping[str, Any]) -> list[Facts]:
@@ -162,7 +162,7 @@ class Fleet:
         differing: names of the facts with several values.
     """
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[ReplicaFacts]) -> None:
         self.answers = answers
         places = [
             (f"{each.url} DP{rank}" if len(each.schedulers) > 1 else each.url, facts)

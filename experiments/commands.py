@@ -22,7 +22,7 @@ from kvpolicy.dsl.tools.cli import GENERATED, format_files, generated
 if TYPE_CHECKING:
     from kvpolicy.experiments.definition.experiment import Experiment
     from kvpolicy.experiments.fleet.client import Replica
-    from kvpolicy.experiments.fleet.overview import Answer, Overview
+    from kvpolicy.experiments.fleet.overview import Overview, ReplicaAnswer
 
 ADMIN_KEY = "SGLANG_ADMIN_KEY"  # environment variable
 _FILE = "path of an experiment"
@@ -164,10 +164,10 @@ def _status(args: argparse.Namespace) -> int:
 
 def wrong(overview: Overview) -> bool:
     """Whether the experiment is aborted, an arm rolled back or breached, or there is a warning."""
-    from kvpolicy.experiments.replica.lifecycle import State
+    from kvpolicy.experiments.replica.lifecycle import ExperimentState
 
     breached = any(verdict.outcome == "breached" for verdict in overview.guardrails)
-    given_up = State.ABORTED in overview.states or bool(overview.rolled_back)
+    given_up = ExperimentState.ABORTED in overview.states or bool(overview.rolled_back)
     return given_up or breached or bool(overview.warnings)
 
 
@@ -240,13 +240,13 @@ def _key(option: str, variable: str | None) -> str | None:
     return value
 
 
-def _answers(args: argparse.Namespace, replicas: list[Replica]) -> list[Answer]:
+def _answers(args: argparse.Namespace, replicas: list[Replica]) -> list[ReplicaAnswer]:
     from kvpolicy.experiments.fleet import saved
-    from kvpolicy.experiments.fleet.overview import Answer
+    from kvpolicy.experiments.fleet.overview import ReplicaAnswer
 
     if args.saved:
         return saved.read_all(args.saved)
-    return [Answer(_name(replica.url), replica.document()) for replica in replicas]
+    return [ReplicaAnswer(_name(replica.url), replica.document()) for replica in replicas]
 
 
 def _name(url: str) -> str:

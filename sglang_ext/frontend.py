@@ -4,7 +4,7 @@ Requests get back the fields that a route of SGLang drops, and the policy that e
 chooses for them; answers get the facts about what their policy did.
 
 Hooks are installed once per process. A program may make several `sgl.Engine`s, each with its own
-policies or none, so a hook finds its `Server` as an attribute of SGLang's tokenizer manager.
+policies or none, so a hook finds its `FrontEnd` as an attribute of SGLang's tokenizer manager.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.experiment.raw import RAW
-from kvpolicy.sglang_ext.experiment.server import Server, assigned_to, facts_of
+from kvpolicy.sglang_ext.experiment.server import FrontEnd, assigned_to, facts_of
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
 from kvpolicy.sglang_ext.experiment.traffic import HEADER
 from kvpolicy.sglang_ext.face import compat, options
@@ -33,10 +33,10 @@ _FACTS = "kv_policy_facts"  # attribute of SGLang's state of a request; key in a
 _OWN = (KEY, RAW)  # the plugin's keys in SGLang's customized_info
 
 
-_next: Server | None = None  # for the tokenizer manager that is made next
+_next: FrontEnd | None = None  # for the tokenizer manager that is made next
 
 
-def install(server: Server) -> None:
+def install(server: FrontEnd) -> None:
     """Register the hooks of this process, and serve the tokenizer manager that is made next.
 
     Raises:
@@ -77,9 +77,9 @@ def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None
     _next = None
 
 
-def _server_of(manager: Any) -> Server | None:
-    """The `Server` of a tokenizer manager; None for an engine without policies."""
-    found: Server | None = getattr(manager, _SERVER, None)
+def _server_of(manager: Any) -> FrontEnd | None:
+    """The `FrontEnd` of a tokenizer manager; None for an engine without policies."""
+    found: FrontEnd | None = getattr(manager, _SERVER, None)
     return found
 
 
@@ -198,7 +198,7 @@ def _around_generate(
 
 
 async def _generate(
-    server: Server, original: Callable[..., Answers], manager: Any, obj: Any, request: Any
+    server: FrontEnd, original: Callable[..., Answers], manager: Any, obj: Any, request: Any
 ) -> Answers:
     """Answers to a request, after its policy has been chosen."""
     if compat.is_scoring(obj):

@@ -153,7 +153,7 @@ def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
     from kvpolicy.sglang_ext import frontend
     from kvpolicy.sglang_ext.experiment import loading
     from kvpolicy.sglang_ext.experiment.control import Control
-    from kvpolicy.sglang_ext.experiment.server import Server
+    from kvpolicy.sglang_ext.experiment.server import FrontEnd
     from kvpolicy.sglang_ext.experiment.traffic import Traffic
     from kvpolicy.sglang_ext.face import compat, options, refusals
     from kvpolicy.sglang_ext.serving.allowed import Allowed
@@ -164,7 +164,7 @@ def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
     allowed = Allowed(catalog, options.allowed_to_set())
     labels = compat.allowed_labels()
     traffic = Traffic(catalog.policies, options.override(), live, allowed, labels)
-    server = Server(traffic, context=config.context_len)
+    server = FrontEnd(traffic, context=config.context_len)
     frontend.install(server)
     if workers == 1:  # several processes would have to be switched together
         Control(server, catalog).install()

@@ -3,7 +3,7 @@
 queued     `queue` chooses the policy and decides, as far as is known, whether to compress
 admitted   `reserve` adds the private slots to what the request needs
 batched    `allocate` takes them for the forward that ends the prompt
-forward    `Step` observes every layer; afterwards the kept entries are copied to private pages
+forward    `ForwardStep` observes every layer; then the kept entries are copied to private pages
 published  `published` leaves the prompt to the radix cache, unlocked: others can hit it, and it is
            the first to be evicted when memory is short
 decoding   attention reads private pages and the tail, which grows as in stock SGLang. For a policy
@@ -31,7 +31,7 @@ from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward.failures import ADMISSION, ALLOCATION
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.forward.stages import Outcome
-from kvpolicy.sglang_ext.forward.step import Step
+from kvpolicy.sglang_ext.forward.step import ForwardStep
 from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
 from kvpolicy.sglang_ext.report import kept
 from kvpolicy.sglang_ext.request import admission, internal, request
@@ -250,7 +250,7 @@ class Runtime:
         self.raw.prepare(batch)
         if batch.forward_mode.is_extend():  # prompts end, and their requests join decode batches
             self.services.forget_rows()
-        self.services.step = step = Step(self.services, batch)
+        self.services.step = step = ForwardStep(self.services, batch)
         try:
             result = run()
             step.finish()

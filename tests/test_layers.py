@@ -118,6 +118,18 @@ def test_no_files_import_each_other():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
+def test_a_class_has_a_name_of_its_own():
+    """A name stands for one thing in the whole project, so that a search finds that thing."""
+    places: dict[str, list[str]] = {}
+    for folder in FORBIDDEN:
+        for path in modules(folder):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 300
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_sglang_names_stand_in_one_file():
     users = {
         path.name

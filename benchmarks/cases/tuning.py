@@ -17,7 +17,7 @@ import torch
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_triton
 from kvpolicy.kernels.attention.paged_attention import PairReading
-from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import SplitTile
 from kvpolicy.kernels.launch.tuned import plain
 from kvpolicy.kernels.table_triton import TRITON
 from triton.runtime.errors import OutOfResources
@@ -58,11 +58,11 @@ def split_kv(
     tiles = [(16, 4, 2)] if toy else list(product((32, 64, 128), (4, 8), (3, 5, 7)))
     cuts = [{}, *({"programs": n} for n in (2, 4)), *({"splits": n} for n in (4, 16))]
     made, given = {OURS: call}, {}
-    fitting = [tile for tile in tiles if _fits(partial(largest, tile=Tile(*tile)))]
+    fitting = [tile for tile in tiles if _fits(partial(largest, tile=SplitTile(*tile)))]
     for tile, how in product(fitting, cuts):
         chosen = dict(zip(("entries", "warps", "stages"), tile, strict=True)) | how
         name = named(chosen)
-        made[name], given[name] = partial(call, tile=Tile(*tile), **how), chosen
+        made[name], given[name] = partial(call, tile=SplitTile(*tile), **how), chosen
     large = [str(tile) for tile in tiles if tile not in fitting]
     note = f"entries, warps, stages that do not always fit: {', '.join(large)}" if large else ""
     return made, given, note

@@ -113,14 +113,14 @@ class _Recording:
     v: torch.Tensor
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """As in `Prompt`; gives all queries that are recorded."""
+        """As in `PromptTensors`; gives all queries that are recorded."""
         first, prompt = self.k.shape[2] - self.q.shape[2], self.k.shape[2]
         asking = tokens[tokens >= first] - first
         check_layer_queries(self.program.bound, prompt, layer, len(asking), len(tokens))
         return self.q[layer - self.program.layers.start][:, asking]
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in `Prompt`."""
+        """As in `PromptTensors`."""
         first = self.program.layers.start
         own = slice(layers.start - first, layers.stop - first)
         k, v = (x[own][:, :, tokens].flatten(0, 1) for x in (self.k, self.v))

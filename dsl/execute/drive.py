@@ -19,7 +19,7 @@ from kvpolicy.dsl.execute.tensors.kernels import Slots
 from kvpolicy.dsl.execute.tensors.values import HOST
 
 
-class Prompt(Protocol):
+class PromptTensors(Protocol):
     """Queries, keys and values of a prompt, at the tokens asked for."""
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
@@ -41,12 +41,12 @@ class InPools(NamedTuple):
     v: torch.Tensor
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """As in `Prompt`."""
+        """As in `PromptTensors`."""
         own = self.q[layer]
         return own if len(tokens) == own.shape[1] else own[:, tokens]
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
-        """As in `Prompt`."""
+        """As in `PromptTensors`."""
         k, v = (Slots(pool[layers.start : layers.stop], tokens) for pool in (self.k, self.v))
         return k, v
 
@@ -69,7 +69,7 @@ class Driven:
 def drive(
     program: TorchProgram,
     prompt: int,
-    shown: Prompt,
+    shown: PromptTensors,
     device: torch.device = HOST,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Driven:
@@ -92,7 +92,7 @@ def drive(
 
 def _observed(
     run: Run,
-    shown: Prompt,
+    shown: PromptTensors,
     chosen: torch.Tensor,
     within: Callable[[], AbstractContextManager[None]],
 ) -> torch.Tensor:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.execute.decode.lists import Block
+from kvpolicy.dsl.execute.decode.lists import RequestBlock
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import drive
@@ -59,13 +59,13 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
             not matter.
         queries: dtype of the queries.
     """
-    run = drive(program, tokens, _Zeros(program, like, queries), like.device).run
+    run = drive(program, tokens, _ZeroPrompt(program, like, queries), like.device).run
     run.finish(wait=False)
     return run
 
 
 @dataclass(frozen=True)
-class _Zeros:
+class _ZeroPrompt:
     """A prompt of zeros; the attributes are as in `prefill`, `dtype` that of queries."""
 
     program: TorchProgram
@@ -77,13 +77,13 @@ class _Zeros:
         return self.program.heads.number(self.program.bound.shape.kv_heads)
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """See `Prompt`; token by token in memory, as a server has them."""
+        """See `PromptTensors`; token by token in memory, as a server has them."""
         shape = self.program.bound.shape
         size = (number, self._kv * shape.group, shape.head_dim)
         return torch.zeros(size, dtype=self.dtype, device=tokens.device).transpose(0, 1)
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
-        """See `Prompt`."""
+        """See `PromptTensors`."""
         pool, scale = self.like.pool[: len(layers)], self.like.scale
         keys = Slots(
             pool, tokens % pool.shape[1], None if scale is None else scale[: len(layers) * self._kv]
@@ -155,7 +155,7 @@ class _Folding:
         return self.query_rows.new_zeros(lists, steps, shape.head_dim)
 
     def _read(
-        self, block: Block, layer: int, there: torch.Tensor | None
+        self, block: RequestBlock, layer: int, there: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size = (self.kv, block.lengths[layer], self.bound.shape.head_dim)
         return self.pool.new_zeros(size), self.pool.new_zeros(size)

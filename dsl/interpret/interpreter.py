@@ -1,8 +1,8 @@
 """The interpreter: it defines what a policy does. Clear over fast; numpy, float64.
 
-`interpret` applies a policy to one whole prompt and the decode steps after it, `Prompt` takes the
-steps one by one. `values.py` says what expressions mean, `select.py` how they select, `merge.py`
-what becomes of dropped entries, `decode.py` what a decode step does.
+`interpret` applies a policy to one whole prompt and the decode steps after it, `InterpretedPrompt`
+takes the steps one by one. `values.py` says what expressions mean, `select.py` how they select,
+`merge.py` what becomes of dropped entries, `decode.py` what a decode step does.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -54,11 +54,11 @@ def interpret(
         PolicyError: the policy needs data that these tensors do not hold, or they hold NaN or
             infinity.
     """
-    prompt = Prompt(bound, q, k, v, inv_freq)
+    prompt = InterpretedPrompt(bound, q, k, v, inv_freq)
     return prompt.result if steps is None else replace(prompt.result, steps=prompt.follow(steps))
 
 
-class Prompt:
+class InterpretedPrompt:
     """A prompt to which a policy was applied; the decode steps after it may come one by one.
 
     Args:

@@ -59,7 +59,7 @@ def format_policy(source: Source) -> str:
     root = read_yaml(source, found.append)
     assert isinstance(root, Mapping)
     comments = find_comments(source, root)
-    writer = _Writer(source, comments, root)
+    writer = _PolicyWriter(source, comments, root)
     text = writer.file(root)
     again = Source(source.name, text)
     new_root = read_yaml(again, found.append)
@@ -81,7 +81,7 @@ class _Lines:
     blank: bool = False  # an empty line before it
 
 
-class _Writer:
+class _PolicyWriter:
     def __init__(self, source: Source, comments: list[Comment], root: Mapping) -> None:
         self.source = source
         self.comments = comments

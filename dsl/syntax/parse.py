@@ -41,10 +41,10 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
     root = read_yaml(source, report)
     if root is None:
         return None
-    return _Reader(report).file(root)
+    return _PolicyReader(report).file(root)
 
 
-class _Reader:
+class _PolicyReader:
     def __init__(self, report: Callable[[Diagnostic], None]) -> None:
         self.emit = report
         self.names = 0

@@ -123,7 +123,7 @@ def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: floa
         PolicyError: no server carries the policy out.
     """
     full = _Way(config, gpu, load, pool)
-    own = _Policy(config, gpu, load, pool, bound, launches(bound, load.prompt))
+    own = _WithPolicy(config, gpu, load, pool, bound, launches(bound, load.prompt))
     return Forecast(
         full.serving(),
         own.serving(),
@@ -194,7 +194,7 @@ class _Way:
         return max(self.gpu.seconds(work) + gaps, STEP_HOST)
 
 
-class _Policy(_Way):
+class _WithPolicy(_Way):
     """Serving with a policy."""
 
     def __init__(
@@ -264,7 +264,7 @@ def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
     return FOLD_ASK * asked + requests * (FOLD_REQUEST + shape.layers * layer)
 
 
-def _assumptions(full: _Way, own: _Policy) -> list[str]:
+def _assumptions(full: _Way, own: _WithPolicy) -> list[str]:
     gpu, bound = own.gpu, own.bound
     found = [
         f"{gpu.name}: {MATRIX_REACHED:.0%} of {gpu.matrix / 1e12:,.0f} TFLOP/s and "

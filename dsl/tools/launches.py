@@ -186,10 +186,14 @@ class Watch:
         return program
 
     def _zeros(self, made: Generated | None) -> Generated | None:
-        return None if made is None else _Zeros(made.bound, made.fusion, made.compiled, watch=self)
+        return (
+            None
+            if made is None
+            else _ZeroKernels(made.bound, made.fusion, made.compiled, watch=self)
+        )
 
 
-class _Zeros(Generated):
+class _ZeroKernels(Generated):
     """Generated kernels that are not compiled and give zeros."""
 
     def __init__(self, *given: Any, watch: Watch) -> None:
@@ -244,12 +248,12 @@ class _Shown:
         self.noted: list[Asked | None] = []
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
-        """See `Prompt`."""
+        """See `PromptTensors`."""
         self.noted.append(None)
         return self._prompt.queries(layer, tokens, number)
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
-        """See `Prompt`."""
+        """See `PromptTensors`."""
         if len(layers) > 1:
             self.noted[-1] = self._watch.observed.asked
         return self._prompt.entries(layers, tokens)

@@ -118,10 +118,10 @@ def read_cases(source: Source) -> tuple[str, list[PolicyTest]]:
     Raises:
         PolicyError: with the first defect of each test, or those of the file's form.
     """
-    return _Reader(source).file()
+    return _TestReader(source).file()
 
 
-class _Reader:
+class _TestReader:
     """Turns YAML nodes into cases; the first defect of each case is reported."""
 
     def __init__(self, source: Source) -> None:

@@ -31,7 +31,7 @@ class Gone(Exception):
 
 
 @dataclass(frozen=True)
-class Memory:
+class CacheSize:
     """Sizes of a model's KV cache; None for what is not known.
 
     Attributes:
@@ -59,7 +59,7 @@ class Asking:
     client: Client
     tokens: Tokens
     answers: Answers
-    memory: Memory
+    memory: CacheSize
     at_once: int
     answered: Callable[[], object]
     _failures: int = field(default=0, init=False)

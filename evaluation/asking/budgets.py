@@ -31,7 +31,7 @@ _FINE = 10_000
 
 
 @dataclass(frozen=True)
-class Value:
+class ParameterValue:
     """A value of a parameter for one share.
 
     Attributes:
@@ -83,7 +83,7 @@ def solve(
     given: Mapping[str, str],
     shares: Sequence[float],
     lengths: Sequence[int],
-) -> tuple[str | None, dict[float, list[Value]]]:
+) -> tuple[str | None, dict[float, list[ParameterValue]]]:
     """Finds the parameter that sets the share of a prompt that is kept, and its values.
 
     A parameter that is a share itself is preferred to one that counts tokens, whose value differs
@@ -98,7 +98,7 @@ def solve(
         The name of the parameter, None if no parameter sets a share; and share -> values, without
         the shares that no value reaches. Each length is in at most one value of a share.
     """
-    best: dict[float, list[Value]] = {}
+    best: dict[float, list[ParameterValue]] = {}
     rank: tuple = ()
     chosen = None
     ratios = [param for param in program.params.values() if param.unit == "ratio"]
@@ -152,12 +152,12 @@ class _Search:
         # As `kept`; (-1, True) for a value that the policy does not accept.
         self._kept: Callable[[str, int], tuple[int, bool]] = entries
 
-    def values(self, share: float, lengths: Sequence[int]) -> list[Value]:
+    def values(self, share: float, lengths: Sequence[int]) -> list[ParameterValue]:
         """Values that keep a share: one per length, or per group of lengths if it is a ratio."""
         if not self._ratio:
             each = [self._value(share, [length]) for length in lengths]
             return [value for value in each if value is not None]
-        found: list[Value] = []
+        found: list[ParameterValue] = []
         left = sorted(lengths, reverse=True)
         while left:
             value = self._value(share, left)
@@ -167,14 +167,14 @@ class _Search:
             left = [length for length in left if length not in taken]
         return found
 
-    def _value(self, share: float, lengths: Sequence[int]) -> Value | None:
+    def _value(self, share: float, lengths: Sequence[int]) -> ParameterValue | None:
         """The value for the first length, and for the other lengths that it suits."""
         for text in self._proposed(share, lengths[0]):
             if not self._suits(text, share, lengths[0]):
                 continue
             suited = tuple(n for n in lengths if self._suits(text, share, n))
             predicted = {n: self._kept(text, n)[0] / (self._everything * n) for n in suited}
-            return Value(self._param.name, text, suited, predicted)
+            return ParameterValue(self._param.name, text, suited, predicted)
         return None
 
     def _proposed(self, share: float, length: int) -> Iterator[str]:
@@ -224,7 +224,7 @@ class _Search:
         ends = [number(i) for i in tried[max(0, over - 1) : over + 1]]
         return min(ends, key=lambda text: abs(self._kept(text, length)[0] - wanted))
 
-    def distance(self, found: Mapping[float, Sequence[Value]]) -> float:
+    def distance(self, found: Mapping[float, Sequence[ParameterValue]]) -> float:
         """Sum of the relative distances of values from their shares; 0 if they are the shares."""
         total = 0.0
         for share, values in found.items():

@@ -15,11 +15,11 @@ from typing import Any
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.evaluation.asking import endpoint
-from kvpolicy.evaluation.asking.asking import Memory
+from kvpolicy.evaluation.asking.asking import CacheSize
 from kvpolicy.evaluation.asking.client import Client, OpenAI, SGLang
 from kvpolicy.evaluation.asking.endpoint import Endpoint
 from kvpolicy.evaluation.asking.machine import machine
-from kvpolicy.evaluation.asking.plan import Plan, fingerprint
+from kvpolicy.evaluation.asking.plan import RunPlan, fingerprint
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import requests
 from kvpolicy.evaluation.asking.variants import Variant, full_kv, on_server, options, variants
@@ -48,7 +48,7 @@ class Setup:
         found: the server at --url; None if a server is to be started.
     """
 
-    plan: Plan
+    plan: RunPlan
     tokens: Tokens
     config: ModelConfig | None
     found: Endpoint | None
@@ -149,7 +149,7 @@ def prepare(args: argparse.Namespace, command: str) -> Setup:
     tokens = Tokens(folder)
     form = catalog.form_of(tokens.tokenizer)
     _check_samples(args, tokens, form, found)
-    plan = Plan(
+    plan = RunPlan(
         command=command,
         model=_model_name(args, found),
         form=form,
@@ -327,7 +327,7 @@ def _config_of(info: Any) -> ModelConfig | None:
 
 
 def _decides(
-    args: argparse.Namespace, plan: Plan, tokenizer: str, found: Endpoint | None
+    args: argparse.Namespace, plan: RunPlan, tokenizer: str, found: Endpoint | None
 ) -> dict[str, Any]:
     """The values that decide the answers; runs with equal values can share a folder."""
     data = [Path(t.removeprefix(own_data.PREFIX)) for t in plan.tasks if own_data.is_one(t)]
@@ -351,7 +351,7 @@ def _decides(
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Memory]]:
+def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, CacheSize]]:
     """A client of the server to ask, and the model's sizes, for the time of a `with` block.
 
     Raises:
@@ -394,7 +394,7 @@ def _slots(args: argparse.Namespace) -> int:
 
 def _sglang(
     setup: Setup, found: Endpoint, key: str | None = None, admin_key: str | None = None
-) -> tuple[Client, Memory]:
+) -> tuple[Client, CacheSize]:
     """A client of SGLang, and the model's sizes; sets `bytes_per_token` in the plan."""
     config = setup.config or _config_of(found.info)
     expected = None if config is None else _token_bytes(found.info, config)
@@ -416,7 +416,7 @@ def _token_bytes(info: Mapping[str, Any], config: ModelConfig) -> int:
     return shape.layers * shape.kv_heads * 2 * shape.head_dim * size
 
 
-def _memory(setup: Setup) -> Memory:
+def _memory(setup: Setup) -> CacheSize:
     server = setup.plan.server
     lists = None if server["L"] is None else server["L"] * server["G"]
-    return Memory(lists, server["bytes_per_token"])
+    return CacheSize(lists, server["bytes_per_token"])

@@ -17,7 +17,7 @@ from kvpolicy.evaluation.asking.variants import Variant
 
 # Bytes up to which a file is identified by its content; larger files by size and time.
 _SMALL = 64 << 20
-# Key of `Plan.decides` -> the option that sets it, for messages.
+# Key of `RunPlan.decides` -> the option that sets it, for messages.
 _OPTIONS = {
     "model": "the model",
     "form": "the form of the tasks",
@@ -32,7 +32,7 @@ _OPTIONS = {
 
 
 @dataclass
-class Plan:
+class RunPlan:
     """The plan of a run.
 
     Attributes:
@@ -147,7 +147,7 @@ class Folder:
             answers of another plan.
     """
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: RunPlan) -> None:
         self.path, self._plan = path, plan
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
 from kvpolicy.dsl.syntax.library import find, shipped
-from kvpolicy.evaluation.asking.budgets import Value, solve, thins_some
+from kvpolicy.evaluation.asking.budgets import ParameterValue, solve, thins_some
 from kvpolicy.evaluation.records import FULL
 
 ALL = "all"
@@ -61,7 +61,7 @@ def full_kv(lengths: Sequence[int]) -> Variant:
 
 
 @dataclass(frozen=True)
-class _Policy:
+class _CheckedPolicy:
     """A checked policy and the values of --set for it.
 
     Attributes:
@@ -110,7 +110,7 @@ def variants(
 
 
 def _of_policy(
-    policy: _Policy, shares: Sequence[float], lengths: Sequence[int], shape: ModelShape
+    policy: _CheckedPolicy, shares: Sequence[float], lengths: Sequence[int], shape: ModelShape
 ) -> tuple[list[Variant], list[str]]:
     """The variants of one policy, and sentences on what differs from what was asked for."""
     name, notes = policy.program.name, []
@@ -145,10 +145,10 @@ def _of_policy(
 
 
 def _of_share(
-    policy: _Policy,
+    policy: _CheckedPolicy,
     shape: ModelShape,
     share: float,
-    values: Sequence[Value],
+    values: Sequence[ParameterValue],
     lengths: Sequence[int],
 ) -> Iterator[Variant]:
     """One variant per value; a value that does not suit all lengths has them in its alias."""
@@ -160,11 +160,11 @@ def _of_share(
 
 
 def _variant(
-    policy: _Policy,
+    policy: _CheckedPolicy,
     shape: ModelShape,
     alias: str,
     share: float | None,
-    value: Value | None,
+    value: ParameterValue | None,
     lengths: tuple[int, ...],
 ) -> Variant:
     setting = dict(policy.given)
@@ -184,7 +184,9 @@ def _variant(
     )
 
 
-def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) -> list[_Policy]:
+def _policies(
+    words: Sequence[str], settings: Sequence[str], shape: ModelShape
+) -> list[_CheckedPolicy]:
     """The checked policies, each with its settings."""
     names = [each for word in words for each in (shipped() if word == ALL else [word])]
     programs: dict[str, tuple[Program, str]] = {}
@@ -203,7 +205,7 @@ def _policies(words: Sequence[str], settings: Sequence[str], shape: ModelShape) 
     for name, (program, _) in programs.items():
         bind(program, shape, given[name])  # refuses what is not accepted, by its name
     return [
-        _Policy(program, path, given[name], frozenset(general & given[name].keys()))
+        _CheckedPolicy(program, path, given[name], frozenset(general & given[name].keys()))
         for name, (program, path) in programs.items()
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
+from kvpolicy.evaluation.looking.fidelity_result import Compared, PolicyFidelity, summaries
 from kvpolicy.evaluation.looking.terminal import percent
 from kvpolicy.evaluation.reporting import plot_style
 from kvpolicy.experiments.reporting import html_table, offline_page
@@ -42,7 +42,7 @@ def table(results: Sequence[Compared]) -> list[str]:
     return [*(line.rstrip() for line in lines), "", *notes(results)]
 
 
-def _row(summary: Summary) -> tuple[str, ...]:
+def _row(summary: PolicyFidelity) -> tuple[str, ...]:
     kl, agreement = f"{summary.kl.mean():.4f}", percent(summary.agree.mean())
     if (of_kl := summary.kl_interval()) and (of_agreement := summary.agreement_interval()):
         kl += " ({:.4f} to {:.4f})".format(*of_kl)
@@ -125,7 +125,7 @@ def _positions(results: Sequence[Compared]) -> Iterator[tuple]:
             )
 
 
-def draw(found: Sequence[Summary], path: Path) -> None:
+def draw(found: Sequence[PolicyFidelity], path: Path) -> None:
     """Draws KL and agreement by position, a line per policy: means over texts in each bin."""
     import matplotlib
 
@@ -201,7 +201,7 @@ def page(results: Sequence[Compared]) -> str:
     return offline_page.page("Fidelity to full KV", body, list(_charts(found)), own)
 
 
-def _charts(found: Sequence[Summary]) -> Iterator[dict[str, Any]]:
+def _charts(found: Sequence[PolicyFidelity]) -> Iterator[dict[str, Any]]:
     """Data of each policy for `pages/fidelity.js`: figures by position, and the line's style."""
     for number, summary in enumerate(found):
         positions, kl = by_position([part.distance.kl for part in summary.parts])

@@ -73,7 +73,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Summary:
+class PolicyFidelity:
     """One policy on all texts."""
 
     parts: tuple[Compared, ...]
@@ -137,9 +137,9 @@ class Summary:
         return f">{middle}" if never else str(middle)
 
 
-def summaries(results: Sequence[Compared]) -> list[Summary]:
+def summaries(results: Sequence[Compared]) -> list[PolicyFidelity]:
     """A summary per policy, in the order of the results."""
     found: dict[str, list[Compared]] = {}
     for each in results:
         found.setdefault(each.policy, []).append(each)
-    return [Summary(tuple(parts)) for parts in found.values()]
+    return [PolicyFidelity(tuple(parts)) for parts in found.values()]

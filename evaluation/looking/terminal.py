@@ -49,7 +49,7 @@ class Style:
         return "…" if self.unicode else "..."
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Neighbouring tokens [start, stop) of one level: NONE, SOME, MOST or ALL."""
 
     level: int
@@ -179,12 +179,12 @@ def text(tokens: Sequence[str], shares: np.ndarray, style: Style, whole: bool = 
     return "".join(parts)
 
 
-def runs(shares: np.ndarray) -> Iterator[Run]:
+def runs(shares: np.ndarray) -> Iterator[Stretch]:
     """Runs of neighbouring tokens of one level, in order."""
     start = 0
     for each, group in groupby(shares.tolist(), _word):
         stop = start + sum(1 for _ in group)
-        yield Run(each, start, stop)
+        yield Stretch(each, start, stop)
         start = stop
 
 

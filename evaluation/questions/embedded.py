@@ -44,7 +44,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EmbeddedPrompt:
     """Token ids of a context, without the <s> before it, and the questions about it."""
 
     context: list[int]
@@ -156,7 +156,7 @@ def facts_prompt(
     facts: int | None = None,
     asked: int = 1,
     turns: int = 1,
-) -> Prompt:
+) -> EmbeddedPrompt:
     """A prompt of exactly `length` tokens with the first question, whose context has facts.
 
     Args:
@@ -181,4 +181,4 @@ def facts_prompt(
         now = chosen[first : first + asked]
         starts = [drawn.starts[i] for i in now]
         questions.append(Question(*ask(drawn, now), [(at, at + FACT_LENGTH) for at in starts]))
-    return Prompt(body, questions)
+    return EmbeddedPrompt(body, questions)

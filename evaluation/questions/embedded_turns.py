@@ -12,7 +12,7 @@ from kvpolicy.evaluation.questions import judge
 from kvpolicy.evaluation.questions.embedded import (
     COMMA,
     END,
-    Prompt,
+    EmbeddedPrompt,
     Question,
     facts_prompt,
     to_text,
@@ -28,7 +28,7 @@ Marking = tuple[tuple[str, ...], Judge]
 
 def sample_of(
     order: Order,
-    prompt: Prompt,
+    prompt: EmbeddedPrompt,
     mark: Callable[[Question], Marking],
     history: History = History.TREE,
 ) -> Sample:

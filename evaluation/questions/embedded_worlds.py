@@ -32,7 +32,7 @@ from kvpolicy.evaluation.questions.embedded import (
     IS,
     KEYS,
     VALUES,
-    Prompt,
+    EmbeddedPrompt,
     Question,
 )
 from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
@@ -69,7 +69,7 @@ class Shape:
     least: int = 1
 
 
-def world_prompt(task: str, length: int, rng: np.random.Generator, shape: Shape) -> Prompt:
+def world_prompt(task: str, length: int, rng: np.random.Generator, shape: Shape) -> EmbeddedPrompt:
     """A prompt of exactly `length` tokens with one question.
 
     Raises:
@@ -83,7 +83,7 @@ def world_prompt(task: str, length: int, rng: np.random.Generator, shape: Shape)
     context, starts = embedded.spread(world.statements, room, rng)
     ids, answer, used = world.questions[rng.integers(len(world.questions))]
     needles = [(starts[i], starts[i] + shape.statement) for i in used]
-    return Prompt(context, [Question(ids, answer, needles)])
+    return EmbeddedPrompt(context, [Question(ids, answer, needles)])
 
 
 # Facts with several values.
@@ -168,7 +168,7 @@ def count_prompt(
     rng: np.random.Generator,
     head: int,
     draw: Callable[[int, np.random.Generator], tuple[list[int], list[int]]],
-) -> Prompt:
+) -> EmbeddedPrompt:
     """A prompt of exactly `length` tokens: a list of words, then `head often answer`.
 
     Args:
@@ -184,7 +184,7 @@ def count_prompt(
     if room < LEAST_LISTED:
         raise too_short(task, 1 + len(question) + LEAST_LISTED, length)
     listed, answer = draw(room, rng)
-    return Prompt(listed, [Question(question, with_commas(answer), [])])
+    return EmbeddedPrompt(listed, [Question(question, with_commas(answer), [])])
 
 
 def with_commas(listed: Sequence[int]) -> list[int]:

@@ -40,7 +40,7 @@ MORE_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Row:
+class DataLine:
     """A line of the file; `place` is its path and number."""
 
     place: str
@@ -95,7 +95,7 @@ def sample(order: Order, form: str) -> Sample:
     return order.sample(_cut(row, prompt, order), [turn])
 
 
-def _cut(row: Row, prompt: str, order: Order) -> str:
+def _cut(row: DataLine, prompt: str, order: Order) -> str:
     """The context; without its middle if the prompt would be longer than ordered."""
     context = row.context
     if order.count(context + prompt) <= order.length:
@@ -118,7 +118,7 @@ def _path(task: str) -> Path:
     return Path(task.removeprefix(PREFIX))
 
 
-def _rows(task: str) -> tuple[Row, ...]:
+def _rows(task: str) -> tuple[DataLine, ...]:
     path = _path(task)
     if task == PREFIX:
         raise ValueError("data: needs the path of a file, as in data:questions.jsonl")
@@ -130,7 +130,7 @@ def _rows(task: str) -> tuple[Row, ...]:
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, _changed: int, _size: int) -> tuple[Row, ...]:
+def _read(path: Path, _changed: int, _size: int) -> tuple[DataLine, ...]:
     """The rows of the file; read again if its time or size has changed."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -144,7 +144,7 @@ def _read(path: Path, _changed: int, _size: int) -> tuple[Row, ...]:
     return rows
 
 
-def _row(place: str, line: str) -> Row:
+def _row(place: str, line: str) -> DataLine:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -164,7 +164,7 @@ def _row(place: str, line: str) -> Row:
         raise ValueError(f"{place}: none of answers is one of all_classes")
     context, question = _text(place, fields, "context"), _text(place, fields, "input")
     most = _most_tokens(place, fields)
-    return Row(place, context, question, answers, metric, classes, most)
+    return DataLine(place, context, question, answers, metric, classes, most)
 
 
 def _given(place: str, fields: dict, name: str) -> object:

@@ -15,7 +15,15 @@ from kvpolicy.evaluation.reporting.needles import needles
 from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, style
 from kvpolicy.evaluation.reporting.results import Series
 from kvpolicy.evaluation.reporting.statistics import FEW
-from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, Turns, front, named, point
+from kvpolicy.evaluation.reporting.summary import (
+    COSTS,
+    Summary,
+    SummaryRow,
+    Turns,
+    front,
+    named,
+    point,
+)
 from kvpolicy.experiments.reporting import offline_page
 
 SOURCES = Path(__file__).parents[1] / "pages"
@@ -83,7 +91,7 @@ def _place(summary: Summary, task: str | None, length: int | None) -> tuple[int,
     )
 
 
-def _row(summary: Summary, row: Row) -> list:
+def _row(summary: Summary, row: SummaryRow) -> list:
     def three(values: Sequence[float] | None) -> list | None:
         return None if values is None else [_rounded(value) for value in values]
 

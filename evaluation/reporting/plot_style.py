@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Style(NamedTuple):
+class LineStyle(NamedTuple):
     """Style of one line; `dash` as in SVG and matplotlib, empty for a solid line."""
 
     colour: str
@@ -24,8 +24,8 @@ MOST = len(COLOURS)
 OTHERS = "#9a9a9a"
 
 
-def style(number: int) -> Style:
+def style(number: int) -> LineStyle:
     """The `number`-th style, from 0; colours repeat with other markers and dashes."""
     again, place = divmod(number, MOST)
     turned = (place + again) % MOST
-    return Style(COLOURS[place], MARKERS[turned], DASHES[turned])
+    return LineStyle(COLOURS[place], MARKERS[turned], DASHES[turned])

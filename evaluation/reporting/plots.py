@@ -14,9 +14,9 @@ import numpy as np
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting import plot_kept, plot_labels, summary_text
 from kvpolicy.evaluation.reporting.needles import needles
-from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, Style, style
+from kvpolicy.evaluation.reporting.plot_style import MOST, OTHERS, LineStyle, style
 from kvpolicy.evaluation.reporting.results import Series
-from kvpolicy.evaluation.reporting.summary import COSTS, Row, Summary, front, named, point
+from kvpolicy.evaluation.reporting.summary import COSTS, Summary, SummaryRow, front, named, point
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ PANELS = 24  # largest number of panels with several budgets in needle.png
 AXES = {"kv_bytes": "KV memory of the prompt, MiB", "ttft": "time to first token, ms",
         "tpot": "time per output token, ms"}  # fmt: skip
 SCALES = {"kv_bytes": 2**-20, "ttft": 1000, "tpot": 1000}
-_Placed = list[tuple[Row, tuple[float, float]]]  # rows and their points in the picture
+_Placed = list[tuple[SummaryRow, tuple[float, float]]]  # rows and their points in the picture
 
 
 def write(summary: Summary, folder: Path) -> list[Path]:
@@ -60,7 +60,7 @@ def write(summary: Summary, folder: Path) -> list[Path]:
     return written
 
 
-def _styles(summary: Summary) -> dict[str, Style]:
+def _styles(summary: Summary) -> dict[str, LineStyle]:
     """Styles of the policies drawn in colour."""
     return {policy: style(i) for i, policy in enumerate(summary.prominent(MOST))}
 
@@ -69,7 +69,9 @@ def _policies(summary: Summary) -> list[str]:
     return list(dict.fromkeys(p for p, _ in summary.results.series if p != FULL))
 
 
-def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: dict | None) -> None:
+def _legend(
+    figure: Figure, summary: Summary, styles: dict[str, LineStyle], full: dict | None
+) -> None:
     """Draws the legend below the panels; `full` has the line options of full KV, if shown."""
     handles = [
         pyplot.Line2D([], [], color=s.colour, marker=MARKS[s.marker], linestyle=_dash(s),
@@ -87,7 +89,7 @@ def _legend(figure: Figure, summary: Summary, styles: dict[str, Style], full: di
                       fontsize=8, frameon=False)  # fmt: skip
 
 
-def _dash(s: Style) -> str | tuple:
+def _dash(s: LineStyle) -> str | tuple:
     return (0, s.dash) if s.dash else "-"
 
 
@@ -135,7 +137,7 @@ def accuracy(summary: Summary) -> Figure | None:
 
 
 def _curve(
-    axis: Axes, summary: Summary, policy: str, task: str | None, s: Style | None, aside: float
+    axis: Axes, summary: Summary, policy: str, task: str | None, s: LineStyle | None, aside: float
 ) -> None:
     """Draws one policy, moved by `aside` points, so that bars at one share do not overlap."""
     rows = [summary.row(series, task) for series in summary.results.series if series[0] == policy]
@@ -199,13 +201,13 @@ def pareto(summary: Summary) -> Figure | None:
     return figure
 
 
-def _known(rows: Sequence[Row], cost: str) -> _Placed:
+def _known(rows: Sequence[SummaryRow], cost: str) -> _Placed:
     """The rows that have a score and a cost, with their points (scaled cost, score in percent)."""
     found = ((row, point(row, cost)) for row in rows)
     return [(row, (SCALES[cost] * at[0], 100 * at[1])) for row, at in found if at is not None]
 
 
-def _points(axis: Axes, placed: _Placed, styles: dict[str, Style]) -> None:
+def _points(axis: Axes, placed: _Placed, styles: dict[str, LineStyle]) -> None:
     for row, (x, y) in placed:
         s = styles.get(row.policy)
         look: dict[str, Any]

@@ -30,7 +30,7 @@ class Turns(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """The figures of one policy and budget; None where not known.
 
     Attributes:
@@ -96,13 +96,13 @@ class Summary:
         self.rows = {self._key(row): row for row in self._rows()}
 
     @staticmethod
-    def _key(row: Row) -> tuple:
+    def _key(row: SummaryRow) -> tuple:
         return (row.series, row.task, row.length, row.turns)
 
     def row(
         self, series: Series, task: str | None = None, length: int | None = None,
         turns: Turns = Turns.ALL,
-    ) -> Row:  # fmt: skip
+    ) -> SummaryRow:  # fmt: skip
         """The row of a series; None for all tasks or lengths.
 
         If the plan has a single length, the row of all lengths is that of the length.
@@ -133,7 +133,7 @@ class Summary:
                 scores.setdefault(series[1], []).append(score.mean)
         return max(scores, key=lambda b: (float(np.std(scores[b])), b), default=None)
 
-    def _rows(self) -> Iterable[Row]:
+    def _rows(self) -> Iterable[SummaryRow]:
         tasks: list[str | None] = [*self.results.tasks]
         lengths: list[int | None] = [*self.results.lengths]
         for series in self.results.series:
@@ -145,7 +145,9 @@ class Summary:
                     for length in [None, *lengths] if len(lengths) > 1 else [None]:
                         yield self._row(series, task, length, turns)
 
-    def _row(self, series: Series, task: str | None, length: int | None, turns: Turns) -> Row:
+    def _row(
+        self, series: Series, task: str | None, length: int | None, turns: Turns
+    ) -> SummaryRow:
         places = [
             (t, n)
             for t in ([task] if task else self.results.tasks)
@@ -157,7 +159,7 @@ class Summary:
         difference, paired = self._difference(series, places, turns)
         mean = {name: _mean(figure(own, name)) for name in FIGURES}
         times = {name: figure(own, name) for name in ("ttft", "tpot")}
-        return Row(
+        return SummaryRow(
             *series, task, length, turns,
             asked=sum(self._asked(series, place, turns) for place in places),
             answered=sum(map(len, own)),
@@ -205,7 +207,7 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-COSTS: dict[str, Callable[[Row], float | None]] = {
+COSTS: dict[str, Callable[[SummaryRow], float | None]] = {
     "kv_bytes": lambda row: row.kv_bytes,
     "ttft": lambda row: row.ttft and row.ttft.median,
     "tpot": lambda row: row.tpot and row.tpot.median,
@@ -213,7 +215,7 @@ COSTS: dict[str, Callable[[Row], float | None]] = {
 """What a score is set against: bytes, seconds, seconds."""
 
 
-def point(row: Row, cost: str) -> tuple[float, float] | None:
+def point(row: SummaryRow, cost: str) -> tuple[float, float] | None:
     """Cost and mean score of a row; None if either is not known."""
     spent = COSTS[cost](row)
     return None if row.score is None or spent is None else (spent, row.score.mean)
@@ -254,7 +256,7 @@ COLUMNS = (
 """Of summary.csv; scores and shares 0 to 1, times in seconds, empty where nothing is known."""
 
 
-def values(row: Row) -> dict[str, object]:
+def values(row: SummaryRow) -> dict[str, object]:
     """Name in COLUMNS -> value of a row."""
 
     def three(estimate: tuple | None) -> tuple:

@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting.results import Results, Series
 from kvpolicy.evaluation.reporting.statistics import FEW, Estimate, Spread
-from kvpolicy.evaluation.reporting.summary import Row, Summary, Turns
+from kvpolicy.evaluation.reporting.summary import Summary, SummaryRow, Turns
 
 UNKNOWN = "-"
 EXPLAINED = (
@@ -60,7 +60,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
     return "\n".join([line(head), "| " + " | ".join(rule) + " |", *map(line, rows)])
 
 
-def scored(row: Row) -> str:
+def scored(row: SummaryRow) -> str:
     """The score with its interval; and `n = answered/asked` if questions lack an answer."""
     missing = "" if row.complete else f"n = {row.answered}/{row.asked}"
     if row.score is None:

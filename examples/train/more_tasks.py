@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 import tasks
-from kvpolicy.evaluation.questions.embedded import ANSWER, ASK, COMMA, LIST, Prompt
+from kvpolicy.evaluation.questions.embedded import ANSWER, ASK, COMMA, LIST, EmbeddedPrompt
 from kvpolicy.evaluation.questions.embedded_words import VOCABULARY
 from kvpolicy.evaluation.questions.embedded_worlds import (
     HOPS,
@@ -36,7 +36,7 @@ class Task:
     """A task; `draw` makes a prompt from its name, a length and a generator."""
 
     title: str
-    draw: Callable[[str, int, np.random.Generator], Prompt]
+    draw: Callable[[str, int, np.random.Generator], EmbeddedPrompt]
 
 
 TASKS = {

@@ -30,7 +30,7 @@ from kvpolicy.evaluation.questions.embedded import (
     KEYS,
     PAD,
     VALUE_WORDS,
-    Prompt,
+    EmbeddedPrompt,
     ask,
     draw_facts,
     facts_prompt,
@@ -93,7 +93,7 @@ def sample(task: str, length: int, rng: np.random.Generator) -> Sample:
     return sample_of(task, facts_prompt(task, length, rng, kind.facts, kind.asked))
 
 
-def sample_of(task: str, prompt: Prompt) -> Sample:
+def sample_of(task: str, prompt: EmbeddedPrompt) -> Sample:
     """The prompt's first question as a sample."""
     question = prompt.questions[0]
     # <s> precedes the context.

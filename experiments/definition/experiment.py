@@ -47,7 +47,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Key:
+class KeySource:
     """A place where the key of a request may be found.
 
     Attributes:
@@ -64,10 +64,10 @@ class Key:
 
 
 DEFAULT_TARGETING_KEY = (
-    Key("header", "x-smg-routing-key"),
-    Key("body", "user"),
-    Key("session_id"),
-    Key("rid"),
+    KeySource("header", "x-smg-routing-key"),
+    KeySource("body", "user"),
+    KeySource("session_id"),
+    KeySource("rid"),
 )
 
 
@@ -144,7 +144,7 @@ class AnalysisRules:
 
 
 @dataclass(frozen=True)
-class Step:
+class CoverageStep:
     """A change of coverage, or a pause; exactly one of them is given.
 
     Attributes:
@@ -175,7 +175,7 @@ class Experiment:
     """
 
     name: str
-    targeting_key: tuple[Key, ...] = DEFAULT_TARGETING_KEY
+    targeting_key: tuple[KeySource, ...] = DEFAULT_TARGETING_KEY
     enabled: bool = True
     coverage: float
     default: str = NO_POLICY
@@ -184,7 +184,7 @@ class Experiment:
     shadow: Shadow | None = None
     metrics: tuple[Metric, ...] = ()
     analysis: AnalysisRules = AnalysisRules()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[CoverageStep, ...] = ()
 
     @cached_property
     def revision(self) -> str:
@@ -275,7 +275,7 @@ def _metric(metric: Metric) -> dict[str, Any]:
     return document
 
 
-def _step(step: Step) -> dict[str, str]:
+def _step(step: CoverageStep) -> dict[str, str]:
     if step.coverage is not None:
         return {"coverage": percent_text(step.coverage)}
     assert step.pause is not None

@@ -74,7 +74,7 @@ def _formatted(found: Read) -> str:
     experiment, source = found.require(), found.source
     root = _root(source)
     comments = find_comments(source, root)
-    text = _Writer(source, comments).file(root)
+    text = _ExperimentWriter(source, comments).file(root)
     again = read(text, source.name)
     kept = again.experiment == experiment
     if kept:
@@ -101,7 +101,7 @@ class _Entry:
     lines: list[str]
 
 
-class _Writer:
+class _ExperimentWriter:
     def __init__(self, source: Source, comments: Sequence[Comment]) -> None:
         self.source = source
         self.comments = comments

@@ -25,7 +25,7 @@ from kvpolicy.dsl.syntax.mappings import (
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode, read_yaml
 from kvpolicy.dsl.syntax.yaml_nodes import Sequence as NodeList
-from kvpolicy.experiments.definition.experiment import Key
+from kvpolicy.experiments.definition.experiment import KeySource
 from kvpolicy.experiments.definition.form import (
     EXPERIMENT,
     FILE,
@@ -56,7 +56,9 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
     mapping = whole(root, EXPERIMENT, report)
     if mapping is None:
         return None
-    return _Reader(report).block(mapping, FILE, "", Span(root.span.start, root.span.start))
+    return _ExperimentReader(report).block(
+        mapping, FILE, "", Span(root.span.start, root.span.start)
+    )
 
 
 def nodes(source: Source, report: Callable[[Diagnostic], None]) -> YamlNode | None:
@@ -67,7 +69,7 @@ def nodes(source: Source, report: Callable[[Diagnostic], None]) -> YamlNode | No
     return read_yaml(source, report, EXPERIMENT)
 
 
-class _Reader:
+class _ExperimentReader:
     def __init__(self, report: Callable[[Diagnostic], None]) -> None:
         self.emit = report
 
@@ -165,11 +167,11 @@ class _Reader:
             message = f"`{path}` has {found} entries; {most} are allowed"
             self.error("range", message, _first(node))
 
-    def place(self, node: Scalar) -> Key | None:
+    def place(self, node: Scalar) -> KeySource | None:
         """One place of the targeting key."""
         kind, _, name = node.text.partition(":")
         if re.fullmatch(PLACE, node.text):
-            return Key(kind, name.lower() if kind == "header" else name)
+            return KeySource(kind, name.lower() if kind == "header" else name)
         kinds = ("header:NAME", "body:FIELD", "session_id", "rid")
         help = f"write {listed(kinds)}"
         if kind in ("session_id", "rid"):

@@ -23,10 +23,10 @@ from kvpolicy.experiments.definition.experiment import (
     NO_POLICY,
     AnalysisRules,
     Arm,
+    CoverageStep,
     Experiment,
     Metric,
     Shadow,
-    Step,
     Switchback,
     as_document,
 )
@@ -345,7 +345,7 @@ class _Checker:
             shadow=_built(Shadow, file.get("shadow")),
             metrics=tuple(_metric(metric.value) for metric in file.get("metrics")),
             analysis=_built(AnalysisRules, file.get("analysis")) or AnalysisRules(),
-            steps=tuple(_built(Step, step.value) for step in file.get("steps") or ()),
+            steps=tuple(_built(CoverageStep, step.value) for step in file.get("steps") or ()),
         )
 
 

@@ -14,7 +14,7 @@ from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.definition.metrics import METRICS
 from kvpolicy.experiments.fleet.outlook import Outlook, outlook
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
-from kvpolicy.experiments.replica.lifecycle import ENDED, State
+from kvpolicy.experiments.replica.lifecycle import ENDED, ExperimentState
 from kvpolicy.experiments.replica.verdict import Verdict
 
 _NEEDED = (
@@ -25,7 +25,7 @@ _NEEDED = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplicaAnswer:
     """The answer of one replica.
 
     Attributes:
@@ -38,7 +38,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArmRow:
     """One arm, over all replicas.
 
     Attributes:
@@ -76,7 +76,7 @@ class Overview:
         verdicts: the verdicts of that analysis.
     """
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[ReplicaAnswer]) -> None:
         """
         Raises:
             PolicyError: an answer is not such a document, or the answers are of different
@@ -95,15 +95,15 @@ class Overview:
         self.verdicts: list[Verdict] = self.analysis.verdicts()
 
     @cached_property
-    def states(self) -> dict[State, list[str]]:
+    def states(self) -> dict[ExperimentState, list[str]]:
         """State -> names of the replicas that are in it."""
-        found: dict[State, list[str]] = {}
+        found: dict[ExperimentState, list[str]] = {}
         for answer in self.answers:
-            found.setdefault(State(answer.document["state"]), []).append(answer.name)
+            found.setdefault(ExperimentState(answer.document["state"]), []).append(answer.name)
         return found
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> ExperimentState | None:
         """The state of all replicas; None if they differ."""
         return next(iter(self.states)) if len(self.states) == 1 else None
 
@@ -145,7 +145,7 @@ class Overview:
         return [(value, ", ".join(names)) for value, names in found]
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ArmRow]:
         """The arms, control first."""
         keys = self.analysis.keys() if self.experiment.design is None else None
         left = {a.name: a.weight for a in self.experiment.arms if a.name not in self.rolled_back}
@@ -155,7 +155,7 @@ class Overview:
         shared = requests if keys is None else keys
         total = sum(shared[name] for name in left)
         return [
-            Row(
+            ArmRow(
                 arm=arm.name,
                 policy=arm.policy,
                 requests=records[arm.name].requests,
@@ -198,7 +198,7 @@ class Overview:
         The seconds are None where no more samples come, or the rate is not known.
         """
         found = outlook(self.analysis, verdict)
-        going = {State.RUNNING, State.PAUSED} & set(self.states)
+        going = {ExperimentState.RUNNING, ExperimentState.PAUSED} & set(self.states)
         if found is None or not going or not self.seconds:
             return found, None
         return found, found.missing * self.seconds / verdict.samples
@@ -287,20 +287,20 @@ class Overview:
         }
 
 
-def _check(answer: Answer) -> None:
+def _check(answer: ReplicaAnswer) -> None:
     document = answer.document
     lacking = [name for name in _NEEDED if name not in document]
     if lacking:
         message = f"this is no experiment of a server: it has no {listed(lacking[:3])}"
         raise refused(answer.name, "server", message)
-    if document["state"] not in {state.value for state in State}:
+    if document["state"] not in {state.value for state in ExperimentState}:
         message = (
             f"its state is `{document['state']}`, which this version of kvpolicy does not know"
         )
         raise refused(answer.name, "server", message)
 
 
-def _check_agreement(answers: Sequence[Answer]) -> None:
+def _check_agreement(answers: Sequence[ReplicaAnswer]) -> None:
     found: dict[tuple[str, str], list[str]] = {}
     for answer in answers:
         known = (answer.document["name"], answer.document["revision"])
@@ -315,7 +315,7 @@ def _check_agreement(answers: Sequence[Answer]) -> None:
         raise refused("replicas", "server", message, help)
 
 
-def _experiment(answer: Answer) -> Experiment:
+def _experiment(answer: ReplicaAnswer) -> Experiment:
     try:
         text = json.dumps(answer.document["experiment"], ensure_ascii=False)
         experiment = reading.read(text, answer.name).require()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
-from kvpolicy.experiments.fleet.overview import Answer
+from kvpolicy.experiments.fleet.overview import ReplicaAnswer
 
 
-def read(path: str) -> list[Answer]:
+def read(path: str) -> list[ReplicaAnswer]:
     """The answers in a file.
 
     Args:
@@ -35,7 +35,7 @@ def read(path: str) -> list[Answer]:
     return [_answer(path, found)]
 
 
-def read_all(paths: Sequence[str]) -> list[Answer]:
+def read_all(paths: Sequence[str]) -> list[ReplicaAnswer]:
     """The answers in several files, in their order.
 
     Raises:
@@ -44,19 +44,19 @@ def read_all(paths: Sequence[str]) -> list[Answer]:
     return [answer for path in paths for answer in read(path)]
 
 
-def _replica(path: str, found: Any) -> Answer:
+def _replica(path: str, found: Any) -> ReplicaAnswer:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise _something_else(path)
     return _answer(found["name"], found.get("document"))
 
 
-def _answer(name: str, found: Any) -> Answer:
+def _answer(name: str, found: Any) -> ReplicaAnswer:
     if not isinstance(found, dict):
         raise _something_else(name)
-    return Answer(name, found)
+    return ReplicaAnswer(name, found)
 
 
-def _nothing(path: str) -> list[Answer]:
+def _nothing(path: str) -> list[ReplicaAnswer]:
     raise _something_else(path)
 
 

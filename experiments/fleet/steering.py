@@ -8,10 +8,14 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.fleet.client import Declined, Replica
-from kvpolicy.experiments.replica.lifecycle import State
+from kvpolicy.experiments.replica.lifecycle import ExperimentState
 
-_GOAL = {"abort": State.ABORTED, "promote": State.PROMOTED, "pause": State.PAUSED,
-         "resume": State.RUNNING}  # fmt: skip
+_GOAL = {
+    "abort": ExperimentState.ABORTED,
+    "promote": ExperimentState.PROMOTED,
+    "pause": ExperimentState.PAUSED,
+    "resume": ExperimentState.RUNNING,
+}
 
 
 def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> int:

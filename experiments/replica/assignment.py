@@ -14,7 +14,7 @@ from hashlib import blake2b
 from kvpolicy.experiments.definition.experiment import Experiment, Switchback
 
 
-class Reason(StrEnum):
+class AssignmentReason(StrEnum):
     """Why a request got its policy, in the words of OpenFeature."""
 
     SPLIT = "SPLIT"  # drawn by its key
@@ -28,11 +28,11 @@ class Assignment:
     """The arm of a request, None if it takes no part, and why."""
 
     arm: str | None
-    reason: Reason
+    reason: AssignmentReason
 
 
-DISABLED = Assignment(None, Reason.DISABLED)
-DEFAULT = Assignment(None, Reason.DEFAULT)
+DISABLED = Assignment(None, AssignmentReason.DISABLED)
+DEFAULT = Assignment(None, AssignmentReason.DEFAULT)
 
 
 def fraction(experiment: str, purpose: str, key: str) -> float:
@@ -69,7 +69,7 @@ def assign(
         window = window_of(experiment.design, seconds)
         drawn = fraction(experiment.name, "window", str(window))
     arm = experiment.arms[bisect_right(experiment.thresholds, drawn)]
-    return Assignment(arm.name, Reason.SPLIT)
+    return Assignment(arm.name, AssignmentReason.SPLIT)
 
 
 def window_of(design: Switchback, seconds: float) -> int:

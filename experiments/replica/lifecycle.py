@@ -16,14 +16,14 @@ from enum import StrEnum
 from typing import Any
 
 from kvpolicy.experiments.definition.experiment import Experiment
-from kvpolicy.experiments.replica.assignment import Assignment, Reason, assign
+from kvpolicy.experiments.replica.assignment import Assignment, AssignmentReason, assign
 
 FORMAT = 1  # of what `Lifecycle.saved` returns
 _MOST_LOGGED = 200  # largest number of changes kept in the log
 _MOST_LATCHED = 200  # largest number of revisions whose end or rollbacks are kept
 
 
-class State(StrEnum):
+class ExperimentState(StrEnum):
     """State of an experiment."""
 
     RUNNING = "running"
@@ -33,7 +33,7 @@ class State(StrEnum):
     PROMOTED = "promoted"
 
 
-ENDED = (State.ABORTED, State.PROMOTED)
+ENDED = (ExperimentState.ABORTED, ExperimentState.PROMOTED)
 
 
 class Lifecycle:
@@ -88,7 +88,7 @@ class Lifecycle:
             }
             for each in self._latched.values():
                 if each["state"] is not None:
-                    State(each["state"])
+                    ExperimentState(each["state"])
             same = saved["revision"] == self.experiment.revision
             self._elapsed = float(saved["elapsed"]) if same else 0.0
             self._paused = bool(saved["paused"]) and same
@@ -113,13 +113,13 @@ class Lifecycle:
         }
 
     @property
-    def state(self) -> State:
+    def state(self) -> ExperimentState:
         """The present state."""
         if self._has_ended():
-            return State(self._ended()["state"])
+            return ExperimentState(self._ended()["state"])
         if not self.experiment.enabled:
-            return State.DISABLED
-        return State.PAUSED if self._paused else State.RUNNING
+            return ExperimentState.DISABLED
+        return ExperimentState.PAUSED if self._paused else ExperimentState.RUNNING
 
     @property
     def reason(self) -> str | None:
@@ -139,7 +139,7 @@ class Lifecycle:
     @property
     def elapsed(self) -> float:
         """Seconds for which this revision has run."""
-        running = self.state == State.RUNNING
+        running = self.state == ExperimentState.RUNNING
         return self._elapsed + (self._clock() - self._since if running else 0.0)
 
     @property
@@ -165,16 +165,16 @@ class Lifecycle:
         Args:
             seconds: wall clock in seconds since 1970; used with `design: switchback` only.
         """
-        if self.state not in (State.RUNNING, State.PAUSED):
-            return Assignment(None, Reason.DISABLED)
+        if self.state not in (ExperimentState.RUNNING, ExperimentState.PAUSED):
+            return Assignment(None, AssignmentReason.DISABLED)
         drawn = assign(self.experiment, key, coverage=self.coverage, seconds=seconds)
         if drawn.arm in self._ended().get("rolled_back", ()):
-            return Assignment(None, Reason.DISABLED)
+            return Assignment(None, AssignmentReason.DISABLED)
         return drawn
 
     def abort(self, reason: str) -> bool:
         """End it for good: requests get the default. Returns whether this changes anything."""
-        return self._end(State.ABORTED, reason, None)
+        return self._end(ExperimentState.ABORTED, reason, None)
 
     def roll_back(self, arm: str, reason: str) -> bool:
         """End an arm for good: its keys get the default. Returns whether this changes anything.
@@ -192,7 +192,7 @@ class Lifecycle:
 
     def promote(self, arm: str, reason: str) -> bool:
         """End it for good: requests get an arm's policy. Returns whether this changes anything."""
-        return self._end(State.PROMOTED, reason, arm)
+        return self._end(ExperimentState.PROMOTED, reason, arm)
 
     def pause(self) -> bool:
         """Take no further steps. Returns whether this changes anything."""
@@ -251,7 +251,7 @@ class Lifecycle:
             del self._latched[next(iter(self._latched))]
         return entry
 
-    def _end(self, state: State, reason: str, arm: str | None) -> bool:
+    def _end(self, state: ExperimentState, reason: str, arm: str | None) -> bool:
         if self._has_ended():
             return False
         self._hold()

@@ -8,7 +8,7 @@ from kvpolicy.dsl.syntax.diagnostics import listed
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.experiments.fleet.outlook import by_window
 from kvpolicy.experiments.fleet.overview import Overview
-from kvpolicy.experiments.replica.lifecycle import State
+from kvpolicy.experiments.replica.lifecycle import ExperimentState
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.reporting import words
 from kvpolicy.experiments.statistics.sample_ratio import ALARM
@@ -31,11 +31,11 @@ class Headline(NamedTuple):
 
 def headline(overview: Overview) -> Headline:
     """How the experiment ended, which arms are breached or cleared, or what the others lack."""
-    if State.ABORTED in overview.states:
+    if ExperimentState.ABORTED in overview.states:
         return Headline("bad", _aborted(overview))
-    if State.PROMOTED in overview.states:
+    if ExperimentState.PROMOTED in overview.states:
         return _promoted(overview)
-    if overview.state == State.DISABLED:
+    if overview.state == ExperimentState.DISABLED:
         return Headline("open", "Disabled in its file: every request gets the default.")
     untrue = _untrue(overview)
     if untrue:
@@ -75,7 +75,7 @@ def lacks(overview: Overview, verdict: Verdict) -> str:
 
 
 def _aborted(overview: Overview) -> str:
-    where = _where(overview, State.ABORTED)
+    where = _where(overview, ExperimentState.ABORTED)
     default = overview.experiment.default
     what = "full KV" if default == NO_POLICY else f"`{default}`"
     requests = "requests there get" if where else "every request gets"
@@ -85,14 +85,14 @@ def _aborted(overview: Overview) -> str:
     return f"Aborted{where}: {reason}; {requests} {what}{besides}."
 
 
-def _where(overview: Overview, state: State) -> str:
+def _where(overview: Overview, state: ExperimentState) -> str:
     """` at REPLICAS only` for the replicas in a state; empty if all replicas are in one state."""
     return "" if overview.state is not None else f" at {', '.join(overview.states[state])} only"
 
 
 def _promoted(overview: Overview) -> Headline:
     arm = next(each for each, _ in overview.values("promoted") if each)
-    where = _where(overview, State.PROMOTED)
+    where = _where(overview, ExperimentState.PROMOTED)
     reason = f" ({overview.reasons[0]})" if overview.reasons else ""
     policy = overview.experiment.arm(arm).policy
     sentence = f"Promoted{where}: arm `{arm}` serves every request with `{policy}`{reason}."

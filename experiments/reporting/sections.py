@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY, as_document
 from kvpolicy.experiments.definition.fmt import format_text
-from kvpolicy.experiments.fleet.overview import Overview, Row
+from kvpolicy.experiments.fleet.overview import ArmRow, Overview
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.reporting import words
 from kvpolicy.experiments.reporting.charts import BYTES, NAMES, TIMES, change
@@ -70,7 +70,7 @@ def _sample_ratio(overview: Overview) -> str:
     ) + table("Distinct keys by stage and arm", ["Stage ", *wanted, "p", "Shares "], rows)
 
 
-def _wanted(row: Row) -> str:
+def _wanted(row: ArmRow) -> str:
     return "rolled back" if row.gone else f"{words.percent(row.wanted)} wanted"
 
 

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY
-from kvpolicy.experiments.fleet.overview import Overview, Row
+from kvpolicy.experiments.fleet.overview import ArmRow, Overview
 from kvpolicy.experiments.replica.judge import breach_threshold, clear_threshold
-from kvpolicy.experiments.replica.lifecycle import State
+from kvpolicy.experiments.replica.lifecycle import ExperimentState
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.reporting import words
 from kvpolicy.experiments.reporting.headline import headline
@@ -70,12 +70,12 @@ def next_step(overview: Overview) -> str:
     waits = [
         answer.document["next_step_in_seconds"]
         for answer in overview.answers
-        if answer.document["state"] == State.RUNNING
+        if answer.document["state"] == ExperimentState.RUNNING
     ]
     known = [float(wait) for wait in waits if wait is not None]
     if known:
         return f"next step in {words.duration(min(known))}"
-    if State.PAUSED in overview.states:
+    if ExperimentState.PAUSED in overview.states:
         return "no further step while it is paused"
     return "no further step"
 
@@ -96,7 +96,7 @@ def _without(
     return head[:column] + head[column + 1 :], [r[:column] + r[column + 1 :] for r in rows]
 
 
-def _arm(overview: Overview, row: Row) -> list[str]:
+def _arm(overview: Overview, row: ArmRow) -> list[str]:
     return [
         row.arm,
         row.policy,
@@ -111,7 +111,7 @@ def _arm(overview: Overview, row: Row) -> list[str]:
     ]
 
 
-def kept(overview: Overview, row: Row) -> float | None:
+def kept(overview: Overview, row: ArmRow) -> float | None:
     """KV bytes per prompt token of an arm divided by control's; None where not known."""
     control, own = overview.rows[0].means[_BYTES], row.means[_BYTES]
     return own / control if own is not None and control else None

@@ -39,7 +39,7 @@ _Run = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Row:
+class RunsOutcome:
     """The outcome of many runs of one kind.
 
     Attributes:
@@ -77,7 +77,7 @@ def simulate(
     requests: int = 20_000,
     seed: int = 0,
     progress: bool = False,
-) -> list[Row]:
+) -> list[RunsOutcome]:
     """Rows for each guardrail of an experiment, and for its sample ratio.
 
     Args:
@@ -107,7 +107,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Plan of one `Row`.
+    """Plan of one `RunsOutcome`.
 
     `run` simulates values of shape [R, N] and returns the number of values after which the event
     happened in each run, 0 for never: int [R].
@@ -128,11 +128,11 @@ def _blocks(runs: int, length: int) -> Iterator[tuple[int, int]]:
         yield min(most, runs - done), length
 
 
-def _row(plan: _Plan, when: np.ndarray, length: int) -> Row:
+def _row(plan: _Plan, when: np.ndarray, length: int) -> RunsOutcome:
     happened = when > 0
     share = float(happened.mean())
     low, high = wilson(share, len(when))
-    return Row(
+    return RunsOutcome(
         plan.metric, plan.question, plan.data, len(when), share, low, high, plan.bound,
         _quantile(when, 0.5), _quantile(when, 0.9), length,
     )  # fmt: skip

@@ -7,10 +7,10 @@ from itertools import groupby
 
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.reporting.text_table import table
-from kvpolicy.experiments.simulate.simulation import Row
+from kvpolicy.experiments.simulate.simulation import RunsOutcome
 
 
-def lines(experiment: Experiment, rows: Sequence[Row], width: int) -> Iterator[str]:
+def lines(experiment: Experiment, rows: Sequence[RunsOutcome], width: int) -> Iterator[str]:
     """A table for each metric, below lines about the experiment and the runs.
 
     Args:
@@ -26,7 +26,7 @@ def lines(experiment: Experiment, rows: Sequence[Row], width: int) -> Iterator[s
         yield from ("", f"{metric}:", *table(head, [_cells(row) for row in group], width, (1,)))
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RunsOutcome) -> list[str]:
     return [
         row.question,
         row.data,

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvpolicy.kernels.attention.decode_attention import check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
-    Tile,
+    SplitTile,
     Workspace,
     attend_tile,
     columns_of,
@@ -40,7 +40,7 @@ def decode_attention(
     scale: float,
     splits: int | None = None,
     workspace: Workspace | None = None,
-    tile: Tile | None = None,
+    tile: SplitTile | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
     """As the reference; the host reads no tensor.

@@ -31,7 +31,7 @@ _MERGED_TOGETHER = 32  # float32 per thread that a merge loads at a time
 
 
 @dataclass(frozen=True)
-class Tile:
+class SplitTile:
     """How a program reads its split.
 
     Attributes:
@@ -99,9 +99,9 @@ def tile_and_cut(
     lists: int,
     *,
     splits: int | None = None,
-    tile: Tile | None = None,
+    tile: SplitTile | None = None,
     programs: int | None = None,
-) -> tuple[Tile, Cut]:
+) -> tuple[SplitTile, Cut]:
     """How a kernel reads lists and cuts them: as given, else as measured, else as reasoned.
 
     Args:
@@ -121,7 +121,7 @@ def tile_and_cut(
     if tile is None:
         reasoned = tile_of(size, dtype, rows)
         knobs = ("entries", "warps", "stages")
-        tile = Tile(*(measured.get(knob, getattr(reasoned, knob)) for knob in knobs))
+        tile = SplitTile(*(measured.get(knob, getattr(reasoned, knob)) for knob in knobs))
     if splits is None and programs is None:
         splits, programs = measured.get("splits"), measured.get("programs")
     if splits is not None:
@@ -131,7 +131,7 @@ def tile_and_cut(
     return tile, cut(lists, device, programs)
 
 
-def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
+def tile_of(size: int, dtype: torch.dtype, rows: int) -> SplitTile:
     """Tile for heads of D columns and R query rows; reasoned from the sm_90 code.
 
     Keys of a tile take at most 16 KiB, values as much. Triton reads entry ids one step ahead of the
@@ -145,7 +145,7 @@ def tile_of(size: int, dtype: torch.dtype, rows: int) -> Tile:
     """
     row_bytes = columns_of(size) * max(dtype.itemsize, 2)
     entries = min(max(16384 // row_bytes, 16), 128 if rows <= 16 else 64)
-    return Tile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
+    return SplitTile(entries, warps=8 if dtype == torch.float32 or rows > 16 else 4, stages=5)
 
 
 _PROGRAMS_AT_ONCE: dict[tuple, int] = {}  # launched kernel -> programs at once on a multiprocessor
@@ -153,7 +153,7 @@ _SEEN: set[str] = set()  # hashes of their compiled variants
 
 
 def programs_at_once(
-    kernel: str, device: torch.device, dtype: torch.dtype, size: int, rows: int, tile: Tile
+    kernel: str, device: torch.device, dtype: torch.dtype, size: int, rows: int, tile: SplitTile
 ) -> int:
     """Programs of a kernel that run at once on a multiprocessor of the GPU; 1 without a GPU.
 
@@ -181,7 +181,7 @@ def launched(
     dtype: torch.dtype,
     size: int,
     rows: int,
-    tile: Tile,
+    tile: SplitTile,
     compiled: Any,
 ) -> None:
     """Note how many programs of a kernel run at once, the fewest of its compiled variants.

@@ -12,7 +12,7 @@ import triton.language as tl
 from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading, check
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     LOG2_E,
-    Tile,
+    SplitTile,
     Workspace,
     attend_tile,
     columns_of,
@@ -42,7 +42,7 @@ def paged_attention(
     reading: PairReading = UNPAIRED,
     splits: int | None = None,
     workspace: Workspace | None = None,
-    tile: Tile | None = None,
+    tile: SplitTile | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
     """As the reference; the host reads no tensor.
@@ -112,7 +112,7 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
 
 
 def _registers(
-    q: torch.Tensor, group: int, rows: int, tile: Tile, reading: PairReading
+    q: torch.Tensor, group: int, rows: int, tile: SplitTile, reading: PairReading
 ) -> int | None:
     """Most registers of a thread; None: as many as the compiler takes.
 

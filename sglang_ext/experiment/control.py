@@ -23,7 +23,7 @@ from typing import Any
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.replica.lifecycle import ENDED
 from kvpolicy.sglang_ext.experiment.live import InUse, Live
-from kvpolicy.sglang_ext.experiment.server import Server
+from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import text_of
@@ -38,7 +38,7 @@ _LONGEST_REASON = 500  # most characters
 class Control:
     """The endpoints of one server."""
 
-    def __init__(self, server: Server, catalog: Catalog) -> None:
+    def __init__(self, server: FrontEnd, catalog: Catalog) -> None:
         self._server, self._catalog = server, catalog
 
     def install(self) -> None:

@@ -20,7 +20,7 @@ from kvpolicy.experiments.definition.experiment import NO_POLICY, Arm, Experimen
 from kvpolicy.experiments.definition.metrics import METRICS
 from kvpolicy.experiments.replica import state_file
 from kvpolicy.experiments.replica.analysis import Analysis, Verdict
-from kvpolicy.experiments.replica.assignment import Reason
+from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.experiments.replica.document import document
 from kvpolicy.experiments.replica.evidence import Evidence
 from kvpolicy.experiments.replica.lifecycle import ENDED, Lifecycle
@@ -147,7 +147,7 @@ class Live:
             seconds: Unix time, for arms that take turns.
         """
         drawn = self.lifecycle.assign(key if place is not None else None, seconds)
-        if drawn.reason != Reason.DISABLED:
+        if drawn.reason != AssignmentReason.DISABLED:
             self.analysis.key_source(place)
             self.series.key_source(place)
         if drawn.arm is None:
@@ -172,13 +172,13 @@ class Live:
 
     def named_itself(self) -> dict[str, Any]:
         """What is noted in a request that names a policy itself: it stays out of the analysis."""
-        self.series.assigned(None, Reason.TARGETING_MATCH)
-        return {"reason": Reason.TARGETING_MATCH.value}
+        self.series.assigned(None, AssignmentReason.TARGETING_MATCH)
+        return {"reason": AssignmentReason.TARGETING_MATCH.value}
 
     def generates_nothing(self) -> tuple[str, dict[str, Any]]:
         """The policy of a request that asks for no token, and what is noted: it takes no part."""
-        self.series.assigned(None, Reason.DEFAULT)
-        return self.lifecycle.default, {"reason": Reason.DEFAULT.value}
+        self.series.assigned(None, AssignmentReason.DEFAULT)
+        return self.lifecycle.default, {"reason": AssignmentReason.DEFAULT.value}
 
     def labels(self, arm: str | None) -> dict[str, str]:
         """Labels of SGLang's own histograms for a request of an arm, or of none."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.experiments.definition.experiment import Experiment
-from kvpolicy.experiments.replica.assignment import Reason
-from kvpolicy.experiments.replica.lifecycle import Lifecycle, State
+from kvpolicy.experiments.replica.assignment import AssignmentReason
+from kvpolicy.experiments.replica.lifecycle import ExperimentState, Lifecycle
 
 if TYPE_CHECKING:
     from kvpolicy.experiments.replica.analysis import Analysis, Verdict
@@ -138,7 +138,9 @@ class Series:
             self._count("key_sources_total", 0, source=key)
         for arm in experiment.arms:
             self._shadows.setdefault(arm.name, dict.fromkeys(SHADOWS, 0))
-            self._count("assignments_total", 0, kv_arm=arm.name, reason=Reason.SPLIT.value)
+            self._count(
+                "assignments_total", 0, kv_arm=arm.name, reason=AssignmentReason.SPLIT.value
+            )
             for outcome in OUTCOMES:
                 self._count("finished_total", 0, kv_arm=arm.name, outcome=outcome)
             for outcome in SHADOWS:
@@ -148,7 +150,7 @@ class Series:
             for name in ("prompt_bytes_total", "saved_bytes_total"):
                 self._count(name, 0, kv_arm=arm.name)
 
-    def assigned(self, arm: str | None, reason: Reason) -> None:
+    def assigned(self, arm: str | None, reason: AssignmentReason) -> None:
         """A request has been assigned an arm, or none."""
         self._count("assignments_total", 1, kv_arm=arm or "", reason=reason.value)
 
@@ -197,7 +199,7 @@ class Series:
     def standing(self, lifecycle: Lifecycle) -> None:
         """Where the experiment stands now, for the gauges."""
         now = lifecycle.state
-        for state in State:
+        for state in ExperimentState:
             self._set("state", float(state == now), state=state.value)
         self._set("coverage_ratio", lifecycle.coverage)
         total = sum(arm.weight for arm in lifecycle.experiment.arms)

@@ -19,7 +19,7 @@ POLL = 2.0  # seconds between two looks at the experiment's file
 _STATUS = 500  # HTTP status from which on the server is to blame
 
 
-class Server:
+class FrontEnd:
     """The plugin's part for one tokenizer manager of SGLang.
 
     Attributes:

@@ -38,7 +38,7 @@ _BURST = 10.0  # most seconds of the budget that are saved up
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledRequest:
     """A sampled request that has ended.
 
     Attributes:
@@ -102,7 +102,7 @@ class Shadows:
             context: tokens of the model's context.
         """
         self._live, self._manager, self._context = live, manager, context
-        self._waiting: deque[Sample] = deque()
+        self._waiting: deque[SampledRequest] = deque()
         self._budget = Budget()
         self._task: asyncio.Task[None] | None = None
         self._scored: str | None = None  # id of the internal request under way
@@ -159,7 +159,7 @@ class Shadows:
             return
         candidates = Candidates(recorded["ids"], recorded["logprobs"])
         self._waiting.append(
-            Sample(
+            SampledRequest(
                 str(obj.rid),
                 assigned,
                 recorded["prompt"],
@@ -180,7 +180,7 @@ class Shadows:
             except Exception:
                 logger.exception("What became of a sampled request was not counted.")
 
-    async def _next(self, sample: Sample) -> None:
+    async def _next(self, sample: SampledRequest) -> None:
         try:
             outcome = await self._compare(sample)
         except Exception as error:
@@ -198,7 +198,7 @@ class Shadows:
         else:
             self._live.series.shadow(sample.assigned["arm"], outcome)
 
-    async def _compare(self, sample: Sample) -> str | None:
+    async def _compare(self, sample: SampledRequest) -> str | None:
         """What became of a sample, one of `SHADOWS`; None where it has to be tried again."""
         while not self._may_score():
             if sample.has_waited(PATIENCE):
@@ -224,7 +224,7 @@ class Shadows:
         self._live.shadowed(sample.rid, sample.assigned, drift, share, len(top1))
         return COMPARED
 
-    async def _score(self, sample: Sample) -> Candidates | None:
+    async def _score(self, sample: SampledRequest) -> Candidates | None:
         """Candidates of the output tokens with full KV; None where it has to be tried again."""
         tokens = np.concatenate([sample.prompt, sample.output]).tolist()
         request = compat.scoring_request(

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from kvpolicy.experiments.definition.experiment import NO_POLICY, Key
-from kvpolicy.experiments.replica.assignment import Reason
+from kvpolicy.experiments.definition.experiment import NO_POLICY, KeySource
+from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served
@@ -78,7 +78,7 @@ class Traffic:
         if self.live is not None:
             compat.set_labels(obj, self.live.labels(None), self._labels)
         if not self.enabled:
-            write(parts, NO_POLICY, {"reason": Reason.DISABLED.value})
+            write(parts, NO_POLICY, {"reason": AssignmentReason.DISABLED.value})
             return
         header = None if request is None else request.headers.get(HEADER)
         elsewhere = alias if header is None else header
@@ -187,7 +187,9 @@ class Traffic:
                 found.append((policy, custom[SET]))
         return found
 
-    async def _key(self, obj: Any, request: Any, keys: Sequence[Key]) -> tuple[int | None, str]:
+    async def _key(
+        self, obj: Any, request: Any, keys: Sequence[KeySource]
+    ) -> tuple[int | None, str]:
         """Place among `keys`, and text, of the first one that the request has; else None and ""."""
         body: Mapping[str, Any] | None = None
         for place, key in enumerate(keys):

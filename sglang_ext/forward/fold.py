@@ -80,7 +80,7 @@ def give_up_tail(services: Services, request: Any, state: RequestState, length: 
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _StayingRows:
     """What stays of one layer.
 
     Attributes:
@@ -197,7 +197,7 @@ class Fold:
         """Give up the tail's slots: what stays of their entries has been read."""
         give_up_tail(self._services, self._request, self._state, self._length)
 
-    def _rows(self) -> Iterator[_Rows]:
+    def _rows(self) -> Iterator[_StayingRows]:
         """What stays of each layer in turn, read on demand."""
         dtype, choices = self._services.arena.storage.dtype, self._choices
         for layer in range(len(choices)):
@@ -209,9 +209,9 @@ class Fold:
             if choice.shift is not None:
                 rotate = self._state.served.kernels.rotate
                 k = self._services.rotary.move(k, choice.shift, rotate)
-            yield _Rows(rounded(k, dtype), rounded(v, dtype), choice.kept)
+            yield _StayingRows(rounded(k, dtype), rounded(v, dtype), choice.kept)
 
-    def _place(self, layers: Iterable[_Rows], first_page: torch.Tensor) -> None:
+    def _place(self, layers: Iterable[_StayingRows], first_page: torch.Tensor) -> None:
         """Write the rows of each layer in turn; first_page: [l, g] of their lists."""
         arena, place = self._services.arena, self._state.served.kernels.place
         pages = arena.pages(self._state.compressed_copy.slots)

@@ -239,7 +239,7 @@ class PropagateStep:
         extents, layout, end = [], {}, 0
         for batched, piece in pieces:
             count = piece.ids.numel()
-            extents.append(view.Extent(batched.row, batched.length, count, batched.index))
+            extents.append(view.ViewedRequest(batched.row, batched.length, count, batched.index))
             layout[id(batched.request)] = slice(end, end + count)
             end += count
         joined = LayerRows.cat([piece for _, piece in pieces]) if pieces else rows.take(slice(0))
@@ -307,7 +307,7 @@ class PropagateStep:
             if start is not None and not batched.state.failed:
                 starts.append(start)
                 extents.append(
-                    view.Extent(batched.row, batched.length, batched.length, batched.index)
+                    view.ViewedRequest(batched.row, batched.length, batched.length, batched.index)
                 )
                 layout[id(batched.request)] = slice(end, end + batched.length)
                 end += batched.length
@@ -338,7 +338,7 @@ class PropagateStep:
     def _begun(
         self,
         starts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        extents: Sequence[view.Extent],
+        extents: Sequence[view.ViewedRequest],
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Ids, positions and the batch of the tokens that requests start again with.
 
@@ -371,7 +371,7 @@ class PropagateStep:
         rows, _ = view.rows_of(hidden, batch)
         return {request: rows.take(where) for request, where in layout.items()}
 
-    def _make_view(self, extents: Sequence[view.Extent], *tokens: torch.Tensor) -> Any:
+    def _make_view(self, extents: Sequence[view.ViewedRequest], *tokens: torch.Tensor) -> Any:
         return view.make(self._services.runner, self._batch, extents, *tokens)
 
     def _start(

@@ -69,7 +69,7 @@ def compress(services: Services, state: RequestState, slots: torch.Tensor, run: 
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _PairRows:
     """A pair's list before it is written.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Rows:
     codes: torch.Tensor
 
 
-def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads) -> _Rows:
+def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads) -> _PairRows:
     """The list of an upper layer and the one below it; the host waits for its length."""
     storage, tokens = arena.storage, slots.numel()
     own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
@@ -107,7 +107,7 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
         )
         for i, direction in enumerate((found.direction_k, found.direction_v))
     )
-    return _Rows(on_host, (k, v, there), codes)
+    return _PairRows(on_host, (k, v, there), codes)
 
 
 def _put_codes(

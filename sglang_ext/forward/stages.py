@@ -24,7 +24,7 @@ from kvpolicy.sglang_ext.request.request import RequestState, state_of
 if TYPE_CHECKING:
     from kvpolicy.dsl.execute.decode.lists import Landed
     from kvpolicy.sglang_ext.forward.services import Services
-    from kvpolicy.sglang_ext.forward.step import Step
+    from kvpolicy.sglang_ext.forward.step import ForwardStep
 
 
 class Outcome:
@@ -34,7 +34,7 @@ class Outcome:
         self,
         services: Services,
         batch: Any,
-        step: Step,
+        step: ForwardStep,
         finishing: Sequence[tuple[Any, RequestState | None]],
     ) -> None:
         """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
 
 
-class Step:
+class ForwardStep:
     """The plugin's parts in one forward; those that the forward has no use for are None.
 
     A mixed forward has the parts of a prefill and `decode`.

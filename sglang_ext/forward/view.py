@@ -13,7 +13,7 @@ from kvpolicy.sglang_ext.request.propagation import LayerRows
 
 
 @dataclass(frozen=True)
-class Extent:
+class ViewedRequest:
     """One request in a view.
 
     Attributes:
@@ -32,7 +32,7 @@ class Extent:
 def make(
     runner: Any,
     batch: Any,
-    extents: Sequence[Extent],
+    extents: Sequence[ViewedRequest],
     ids: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,

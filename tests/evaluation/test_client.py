@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.evaluation.asking.asking import Asking, Gone, Memory, in_threads
+from kvpolicy.evaluation.asking.asking import Asking, CacheSize, Gone, in_threads
 from kvpolicy.evaluation.asking.client import Failed, OpenAI, SGLang
 from kvpolicy.evaluation.asking.endpoint import find
 from kvpolicy.evaluation.asking.tokens import Tokens
@@ -251,7 +251,7 @@ def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens, alive
 
     client = SimpleNamespace(flush=flush, alive=lambda: alive, copies=False)
     nothing_yet = SimpleNamespace(keys=set())
-    asking = Asking(client, tokens, nothing_yet, Memory(None, None), 1, lambda: None)
+    asking = Asking(client, tokens, nothing_yet, CacheSize(None, None), 1, lambda: None)
     variant = Variant("none", "none", None, {}, (8,))
     with pytest.raises(error, match="its cache cannot be emptied"):
         asking.ask(variant, [conversation(History.TREE)])

@@ -10,7 +10,7 @@ from fake_server import Completions, listening, send, stream, web_page
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.evaluation import cli, records
 from kvpolicy.evaluation.asking import answers, endpoint, eval_setup
-from kvpolicy.evaluation.asking.plan import Folder, Plan
+from kvpolicy.evaluation.asking.plan import Folder, RunPlan
 from kvpolicy.evaluation.asking.variants import Variant, full_kv
 
 QUICK = ["--tasks", "niah,mk", "--lengths", "256", "--samples", "3", "--quiet"]
@@ -293,14 +293,14 @@ def test_another_evaluation_in_the_folder(tmp_path, model, capsys):
         assert "this cannot be the folder of a report" in capsys.readouterr().err
 
 
-def plan(**changes) -> Plan:
+def plan(**changes) -> RunPlan:
     variants = [full_kv([8]), Variant("a@0.5", "a", 0.5, {"rate": "0.5"}, (8,))]
     fields = {
         "command": "", "model": "m", "form": "words", "lengths": [8], "tasks": {"t": "T"},
         "seed": 0, "samples": 1, "variants": variants, "notes": [], "server": {}, "machine": "",
         "decides": {"seed": 0, "samples": 1}, **changes,
     }  # fmt: skip
-    return Plan(**fields)
+    return RunPlan(**fields)
 
 
 def test_one_run_at_a_time_and_stages_add_up(tmp_path):

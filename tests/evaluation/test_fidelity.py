@@ -12,7 +12,7 @@ import pytest
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.looking import fidelity, fidelity_report, look
 from kvpolicy.evaluation.looking.distributions import Distributions, distance, interval, perplexity
-from kvpolicy.evaluation.looking.fidelity_result import Compared, Summary, summaries
+from kvpolicy.evaluation.looking.fidelity_result import Compared, PolicyFidelity, summaries
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,7 +135,7 @@ def test_policies_are_summarized_over_texts():
     assert found[0].first(greedy=True) == "3"
     assert found[1].first(greedy=True) == ">6"
     assert (found[1].kl.mean(), found[1].agree.mean()) == (0, 1)
-    assert Summary(tuple(parts[:3])).perplexities()[1] == pytest.approx(
+    assert PolicyFidelity(tuple(parts[:3])).perplexities()[1] == pytest.approx(
         math.exp(-np.log(random_rows(0)[:, 0]).mean())
     )
 

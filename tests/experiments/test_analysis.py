@@ -11,7 +11,7 @@ from kvpolicy.experiments.definition.experiment import AnalysisRules as Rules
 from kvpolicy.experiments.definition.experiment import (
     Arm,
     Experiment,
-    Key,
+    KeySource,
     Metric,
     Shadow,
     Switchback,
@@ -24,7 +24,7 @@ from kvpolicy.experiments.statistics.drift import Candidates, disagreements, div
 
 EXPERIMENT = Experiment(
     name="a-test",
-    targeting_key=(Key("header", "x-user"), Key("rid")),
+    targeting_key=(KeySource("header", "x-user"), KeySource("rid")),
     coverage=1.0,
     arms=(Arm("control", "none"), Arm("lava", "lava@0.25")),
     shadow=Shadow(0.5),

@@ -8,7 +8,7 @@ import pytest
 from kvpolicy.experiments.definition.experiment import Arm, Experiment, Switchback
 from kvpolicy.experiments.replica.assignment import (
     Assignment,
-    Reason,
+    AssignmentReason,
     assign,
     fraction,
     in_burn_in,
@@ -76,11 +76,11 @@ def test_reasons():
     def why(experiment, key="k", coverage=1.0):
         return assign(experiment, key, coverage=coverage, seconds=0.0)
 
-    assert why(THREE).reason == Reason.SPLIT
-    assert why(THREE, coverage=0.0) == Assignment(None, Reason.DEFAULT)
-    assert why(THREE, key=None) == Assignment(None, Reason.DEFAULT)
-    assert why(replace(THREE, enabled=False)) == Assignment(None, Reason.DISABLED)
-    assert str(Reason.TARGETING_MATCH) == "TARGETING_MATCH"
+    assert why(THREE).reason == AssignmentReason.SPLIT
+    assert why(THREE, coverage=0.0) == Assignment(None, AssignmentReason.DEFAULT)
+    assert why(THREE, key=None) == Assignment(None, AssignmentReason.DEFAULT)
+    assert why(replace(THREE, enabled=False)) == Assignment(None, AssignmentReason.DISABLED)
+    assert str(AssignmentReason.TARGETING_MATCH) == "TARGETING_MATCH"
 
 
 def test_a_switchback_gives_a_window_one_arm():

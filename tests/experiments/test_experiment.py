@@ -6,11 +6,11 @@ import pytest
 from kvpolicy.experiments.definition.experiment import (
     AnalysisRules,
     Arm,
+    CoverageStep,
     Experiment,
-    Key,
+    KeySource,
     Metric,
     Shadow,
-    Step,
     Switchback,
     as_document,
 )
@@ -31,7 +31,11 @@ BASE = Experiment(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"enabled": False}, {"coverage": 0.5}, {"steps": (Step(coverage=0.5), Step(pause=60.0))}],
+    [
+        {"enabled": False},
+        {"coverage": 0.5},
+        {"steps": (CoverageStep(coverage=0.5), CoverageStep(pause=60.0))},
+    ],
 )
 def test_what_may_change_keeps_the_revision(changes):
     changed = replace(BASE, **changes)
@@ -43,7 +47,7 @@ def test_what_may_change_keeps_the_revision(changes):
     "changes",
     [
         {"name": "another"},
-        {"targeting_key": (Key("rid"),)},
+        {"targeting_key": (KeySource("rid"),)},
         {"default": "lava"},
         {"arms": BASE.arms[::-1]},
         {"arms": (BASE.arms[0], replace(BASE.arms[1], weight=2))},

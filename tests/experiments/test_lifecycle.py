@@ -4,19 +4,24 @@ import json
 from dataclasses import replace
 
 import pytest
-from kvpolicy.experiments.definition.experiment import Arm, Experiment, Key, Step
+from kvpolicy.experiments.definition.experiment import Arm, CoverageStep, Experiment, KeySource
 from kvpolicy.experiments.replica import state_file
-from kvpolicy.experiments.replica.assignment import Reason
-from kvpolicy.experiments.replica.lifecycle import Lifecycle, State
+from kvpolicy.experiments.replica.assignment import AssignmentReason
+from kvpolicy.experiments.replica.lifecycle import ExperimentState, Lifecycle
 from kvpolicy.experiments.replica.state_file import StateFileError
 
 EXPERIMENT = Experiment(
     name="trial",
-    targeting_key=(Key("rid"),),
+    targeting_key=(KeySource("rid"),),
     coverage=0.01,
     default="snapkv",
     arms=(Arm("control", "none"), Arm("lava", "lava@0.25")),
-    steps=(Step(pause=60.0), Step(coverage=0.1), Step(pause=600.0), Step(coverage=1.0)),
+    steps=(
+        CoverageStep(pause=60.0),
+        CoverageStep(coverage=0.1),
+        CoverageStep(pause=600.0),
+        CoverageStep(coverage=1.0),
+    ),
 )
 
 
@@ -55,7 +60,7 @@ def test_a_pause_stops_the_steps_and_keeps_the_arms(clock):
     assert life.pause()
     assert not life.pause()
     clock.now += 1000
-    assert (life.state, life.coverage, life.elapsed) == (State.PAUSED, 0.01, 30)
+    assert (life.state, life.coverage, life.elapsed) == (ExperimentState.PAUSED, 0.01, 30)
     covered = [life.assign(f"key {i}", 0).arm for i in range(3000)]
     assert life.resume()
     assert covered == [life.assign(f"key {i}", 0).arm for i in range(3000)]
@@ -70,19 +75,19 @@ def test_what_has_ended_has_ended(clock):
     assert not life.abort("again")
     assert not life.pause()
     assert not life.promote("lava", "no")
-    assert (life.state, life.reason, life.default) == (State.ABORTED, "drift", "snapkv")
+    assert (life.state, life.reason, life.default) == (ExperimentState.ABORTED, "drift", "snapkv")
     drawn = life.assign("key", 0)
-    assert (drawn.arm, drawn.reason) == (None, Reason.DISABLED)
+    assert (drawn.arm, drawn.reason) == (None, AssignmentReason.DISABLED)
     # Neither a ramp nor a restart nor an older file undoes it.
     assert not life.replace(replace(EXPERIMENT, coverage=1.0, steps=()))
-    assert life.state == State.ABORTED
+    assert life.state == ExperimentState.ABORTED
     saved = json.loads(json.dumps(life.saved()))
-    assert begin(clock, saved).state == State.ABORTED
+    assert begin(clock, saved).state == ExperimentState.ABORTED
     other = replace(EXPERIMENT, arms=(*EXPERIMENT.arms[:1], Arm("lava", "lava@0.5")))
     assert life.replace(other)
-    assert life.state == State.RUNNING
+    assert life.state == ExperimentState.RUNNING
     assert life.replace(EXPERIMENT)
-    assert life.state == State.ABORTED
+    assert life.state == ExperimentState.ABORTED
     assert [each["what"] for each in life.log][1] == "aborted: drift"
 
 
@@ -92,14 +97,18 @@ def test_another_experiment_on_the_way_does_not_undo_it(clock):
     other = replace(EXPERIMENT, name="other")
     assert life.replace(other)
     saved = json.loads(json.dumps(life.saved()))
-    assert begin(clock, saved, other).state == State.RUNNING
-    assert begin(clock, saved).state == State.ABORTED
+    assert begin(clock, saved, other).state == ExperimentState.RUNNING
+    assert begin(clock, saved).state == ExperimentState.ABORTED
 
 
 def test_the_promoted_arm_serves_everybody(clock):
     life = begin(clock)
     assert life.promote("lava", "cleared")
-    assert (life.state, life.default, life.promoted) == (State.PROMOTED, "lava@0.25", "lava")
+    assert (life.state, life.default, life.promoted) == (
+        ExperimentState.PROMOTED,
+        "lava@0.25",
+        "lava",
+    )
     again = begin(clock, json.loads(json.dumps(life.saved())))
     assert again.default == "lava@0.25"
 
@@ -114,12 +123,12 @@ def test_an_arm_that_fails_leaves_the_others_alone(clock):
     for key, arm in before.items():
         drawn = life.assign(key, 0)
         assert drawn.arm == (None if arm == "b" else arm)
-        assert arm != "b" or drawn.reason == Reason.DISABLED
-    assert (life.state, life.rolled_back) == (State.RUNNING, {"b": "drift"})
+        assert arm != "b" or drawn.reason == AssignmentReason.DISABLED
+    assert (life.state, life.rolled_back) == (ExperimentState.RUNNING, {"b": "drift"})
     again = begin(clock, json.loads(json.dumps(life.saved())), three)
-    assert (again.state, again.rolled_back) == (State.RUNNING, {"b": "drift"})
+    assert (again.state, again.rolled_back) == (ExperimentState.RUNNING, {"b": "drift"})
     assert again.roll_back("lava", "errors")
-    assert (again.state, again.reason) == (State.ABORTED, "errors")
+    assert (again.state, again.reason) == (ExperimentState.ABORTED, "errors")
 
 
 def test_a_restart_goes_on_where_it_was(clock):
@@ -140,10 +149,10 @@ def test_disabled_in_its_file(clock):
     clock.now += 10
     life.replace(replace(EXPERIMENT, enabled=False))
     clock.now += 500
-    assert (life.state, life.elapsed) == (State.DISABLED, 10)
+    assert (life.state, life.elapsed) == (ExperimentState.DISABLED, 10)
     assert life.assign("key", 0).arm is None
     life.replace(EXPERIMENT)
-    assert (life.state, life.elapsed) == (State.RUNNING, 10)
+    assert (life.state, life.elapsed) == (ExperimentState.RUNNING, 10)
     assert life.log[-1]["what"] == "changed: enabled"
 
 

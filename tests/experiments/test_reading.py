@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.experiments.definition.experiment import (
     DEFAULT_TARGETING_KEY,
-    Key,
+    CoverageStep,
+    KeySource,
     Metric,
-    Step,
     Switchback,
 )
 from kvpolicy.experiments.definition.reading import as_document, check_policies, load, read
@@ -53,7 +53,7 @@ def test_what_the_example_says():
     assert experiment.targeting_key == DEFAULT_TARGETING_KEY
     assert experiment.arm("lava-25").settings == {"rate": 0.25}
     assert experiment.metrics[0] == Metric("drift", "guardrail", 0.05, 2)
-    assert experiment.steps[:2] == (Step(coverage=0.01), Step(pause=1800.0))
+    assert experiment.steps[:2] == (CoverageStep(coverage=0.01), CoverageStep(pause=1800.0))
     assert experiment.shadow.sample == 0.02
 
 
@@ -75,8 +75,15 @@ def test_words_are_read_exactly():
     assert dict(experiment.arm("half").settings) == {"rate": 0.5, "average": True}
     assert experiment.metrics[2].margin == 0.005
     keys = load(FOLDER / "good" / "keys.yaml").require()
-    assert keys.targeting_key[:2] == (Key("header", "x-user-id"), Key("body", "metadata.user_id"))
-    assert keys.steps == (Step(coverage=0.01), Step(pause=1800.0), Step(coverage=0.995))
+    assert keys.targeting_key[:2] == (
+        KeySource("header", "x-user-id"),
+        KeySource("body", "metadata.user_id"),
+    )
+    assert keys.steps == (
+        CoverageStep(coverage=0.01),
+        CoverageStep(pause=1800.0),
+        CoverageStep(coverage=0.995),
+    )
 
 
 def test_unknown_policies_are_placed():

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from kvpolicy.experiments.fleet.overview import Answer, Overview
+from kvpolicy.experiments.fleet.overview import Overview, ReplicaAnswer
 from kvpolicy.experiments.reporting import offline_page
 from kvpolicy.experiments.reporting import page as report
 from kvpolicy.experiments.reporting.charts import change, charts
@@ -64,7 +64,9 @@ class Page(HTMLParser):
 
 
 def overview(*replicas):
-    return Overview([Answer(f"replica {i}", each.document()) for i, each in enumerate(replicas)])
+    return Overview(
+        [ReplicaAnswer(f"replica {i}", each.document()) for i, each in enumerate(replicas)]
+    )
 
 
 def aborted():
@@ -263,7 +265,7 @@ def test_words_of_others_are_escaped():
     replica = made(50)
     replica.reload = {"success": False, "problem": evil}
     replica.lifecycle.abort(evil)
-    found = Overview([Answer(evil, replica.document())])
+    found = Overview([ReplicaAnswer(evil, replica.document())])
     text = report.page(found)
     assert "<script>alert" not in text
     assert "<b>" not in text

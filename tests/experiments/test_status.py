@@ -9,7 +9,7 @@ import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.commands import wrong
 from kvpolicy.experiments.fleet.outlook import outlook
-from kvpolicy.experiments.fleet.overview import Answer, Overview
+from kvpolicy.experiments.fleet.overview import Overview, ReplicaAnswer
 from kvpolicy.experiments.replica.document import document
 from kvpolicy.experiments.reporting import text_table, words
 from kvpolicy.experiments.reporting.headline import decided, headline, lacks
@@ -20,7 +20,9 @@ from made_experiment import SWITCHBACK, TEXT, THREE, Made, experiment, feed, mad
 
 
 def of(*replicas):
-    return Overview([Answer(f"replica {i}", each.document()) for i, each in enumerate(replicas)])
+    return Overview(
+        [ReplicaAnswer(f"replica {i}", each.document()) for i, each in enumerate(replicas)]
+    )
 
 
 def row(text, *beginning):
@@ -110,8 +112,8 @@ def test_no_rate_where_nothing_comes_any_more():
     assert found.missing > 0
     assert seconds is None
     unknown = {**made(500).document(), "analysed_seconds": None}
-    assert Overview([Answer("a", unknown)]).outlook(verdict)[1] is None
-    assert "at the present rate" not in headline(Overview([Answer("a", unknown)])).sentence
+    assert Overview([ReplicaAnswer("a", unknown)]).outlook(verdict)[1] is None
+    assert "at the present rate" not in headline(Overview([ReplicaAnswer("a", unknown)])).sentence
 
 
 def test_cleared():
@@ -345,7 +347,7 @@ def test_a_warning_that_one_replica_alone_has():
     for _ in range(400):
         alone.analysis.assigned("control", 7)
     found = {**made(5000).document(), "warnings": ["noise in `drift`: much of it"]}
-    overview = Overview([Answer("a", found), Answer("b", made(10).document())])
+    overview = Overview([ReplicaAnswer("a", found), ReplicaAnswer("b", made(10).document())])
     assert overview.warnings == ["at a: noise in `drift`: much of it"]
 
 

@@ -10,7 +10,7 @@ from kvpolicy.kernels.attention import decode_attention_triton, paged_attention_
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.paged_attention_tiles_triton import (
     Cut,
-    Tile,
+    SplitTile,
     Workspace,
     cut,
     programs_at_once,
@@ -179,7 +179,7 @@ def test_tables_are_read_when_it_runs(attention):
 def test_splits_agree(splits):
     requests = [([1200, 63], 3), None, (None, 129), ([0, 0], 0), ([1, 64], 70)]
     given = case(requests, heads=4, kv_heads=2, size=16)
-    tile = Tile(entries=32, warps=4, stages=2)
+    tile = SplitTile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, splits=splits, tile=tile), given)
 
 
@@ -269,7 +269,7 @@ LONG = [([1200, 63], 3), None, ([530, 1], 300), ([0, 0], 0), ([1, 16], 0)]
 def test_whichever_program_ends_last_merges(splits, monkeypatch):
     """Bit for bit the same, of up to 40 splits in three groups."""
     given = case(LONG, heads=6, kv_heads=2, size=16)
-    options = {"splits": splits, "tile": Tile(entries=16, warps=4, stages=2)}
+    options = {"splits": splits, "tile": SplitTile(entries=16, warps=4, stages=2)}
     in_order = given.run(decode_triton, **options)
     assert_exact(in_order, given)
     programs = interpreter.interpreter_builder
@@ -293,7 +293,7 @@ def test_long_lists_get_more_shares(monkeypatch):
     found = Cut(splits=16, target_splits=12)
     monkeypatch.setattr(paged_attention_tiles_triton, "cut", lambda *_: found)
     workspace = workspace_of(3, heads=2, size=16)
-    tile = Tile(entries=32, warps=4, stages=2)
+    tile = SplitTile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, workspace=workspace, tile=tile), given)
     used = workspace.partial[6 * 16 * 16 :].view(6, 16).isfinite().sum(1).tolist()
     # 2,002 entries: splits of 167 at most, in whole tiles 192, 128 and so on.

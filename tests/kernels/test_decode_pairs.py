@@ -7,7 +7,7 @@ import torch
 from decode_cases import Case, assert_exact
 from kvpolicy.kernels.attention.decode_attention import decode_attention
 from kvpolicy.kernels.attention.decode_attention_triton import decode_attention as decode_triton
-from kvpolicy.kernels.attention.paged_attention_tiles_triton import Tile
+from kvpolicy.kernels.attention.paged_attention_tiles_triton import SplitTile
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import FLOAT8
@@ -187,7 +187,7 @@ def test_nothing_and_everything_is_excepted(attention, share_of):
 def test_splits_agree(splits):
     requests = [("pairs", 700, 3), ("lists", 130, 0), ("pairs", 129, 64)]
     given = Pool(requests, heads=4, kv_heads=2, size=16, dtype=torch.float32).at_layer(3)
-    tile = Tile(entries=32, warps=4, stages=2)
+    tile = SplitTile(entries=32, warps=4, stages=2)
     assert_exact(given.run(decode_triton, splits=splits, tile=tile), given)
 
 

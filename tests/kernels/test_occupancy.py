@@ -101,7 +101,7 @@ def test_lists_are_cut_for_as_many_as_the_compiled_kernel_allows(gpu):
     # Another variant of it, of which more would fit, changes nothing; another tile's does not.
     attention.launched(*CALL, tile, compiled(90, 70 << 10, 4, "b"))
     assert attention.programs_at_once(*CALL, tile) == 2
-    other = attention.Tile(32, 4, 5)
+    other = attention.SplitTile(32, 4, 5)
     attention.launched(*CALL, other, compiled(255, 40 << 10, 8, "c"))
     assert [attention.programs_at_once(*CALL, each) for each in (other, tile)] == [1, 2]
     # What is measured, or asked for, decides before that.

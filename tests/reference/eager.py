@@ -19,7 +19,7 @@ from eager_model import Model, attend, checkpoint
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.data.result import Result
 from kvpolicy.dsl.interpret import decode, interpreter
-from kvpolicy.dsl.interpret.interpreter import Prompt, interpret
+from kvpolicy.dsl.interpret.interpreter import InterpretedPrompt, interpret
 from kvpolicy.kernels.entries.rounding import rounded
 from shipped_policies import shipped_program
 from torch import Tensor
@@ -120,7 +120,7 @@ class _Request:
         self.recorded: list[np.ndarray] = []  # q [L, H, N, D], k and v [L, G, N, D]
         self.steps: list[list[np.ndarray]] = [[], [], []]  # q, k and v per step, [L, heads, D] each
         self.caches: list[list[tuple[Tensor, Tensor]]] = []  # k, v [n, D] by layer, KV head
-        self.prompt: Prompt | None = None  # as the policy left it
+        self.prompt: InterpretedPrompt | None = None  # as the policy left it
         self.answered = Generation()
 
     def answer(self, ids: list[int], new_tokens: int, forced: Sequence[int]) -> Generation:
@@ -231,7 +231,7 @@ class _Request:
         else:
             if self.prompt is None:
                 inverse = self.model.frequencies.numpy()
-                self.prompt = Prompt(self.bound, *self.recorded, inverse)
+                self.prompt = InterpretedPrompt(self.bound, *self.recorded, inverse)
                 result = self.prompt.result
                 kept = [[np.flatnonzero(h).tolist() for h in each] for each in result.kept]
                 vectors = result.merged and [

@@ -42,7 +42,7 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
     from host_waits import HostWaits, on_host
     from kvpolicy.sglang_ext.forward.prefill_step import PrefillStep
     from kvpolicy.sglang_ext.forward.propagate import PropagateStep
-    from kvpolicy.sglang_ext.forward.step import Step
+    from kvpolicy.sglang_ext.forward.step import ForwardStep
     from kvpolicy.sglang_ext.runtime import Runtime
 
     forwards: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
 
         return run
 
-    allocate, end = watched(Runtime.allocate), watched(Step.finish)
+    allocate, end = watched(Runtime.allocate), watched(ForwardStep.finish)
 
     def begin(self, batch):
         noted.clear()
@@ -71,8 +71,8 @@ def _watch(driver: Driver) -> list[dict[str, Any]]:
         if self.prefill is not None:
             forwards.append({"waits": list(noted), "ended": len(self.prefill.scored)})
 
-    Runtime.allocate, Step.finish = begin, finish
-    Step.__init__ = watched(Step.__init__)
+    Runtime.allocate, ForwardStep.finish = begin, finish
+    ForwardStep.__init__ = watched(ForwardStep.__init__)
     PrefillStep.observe = watched(PrefillStep.observe)
     layer = PropagateStep.layer
 
@@ -102,7 +102,7 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     """
     from host_waits import HostWaits, on_host
     from kvpolicy.dsl.execute.decode.lists import Counts
-    from kvpolicy.sglang_ext.forward.step import Step
+    from kvpolicy.sglang_ext.forward.step import ForwardStep
     from kvpolicy.sglang_ext.report.reports import Reports
     from kvpolicy.sglang_ext.runtime import Runtime
 
@@ -112,7 +112,7 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         Counts.arrived = lambda self: False
     driver = start(model, policies, flags)
     seen: list[dict[str, Any]] = []
-    forward, make, end = Runtime.forward, Step.__init__, Step.finish
+    forward, make, end = Runtime.forward, ForwardStep.__init__, ForwardStep.finish
     finished = Reports.finished_fold
 
     def watched(method, *args):
@@ -131,8 +131,8 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         finished(self, *args)
 
     Runtime.forward, Reports.finished_fold = noting_forward, noting_fold
-    Step.__init__ = lambda self, *args: watched(make, self, *args)
-    Step.finish = lambda self: watched(end, self)
+    ForwardStep.__init__ = lambda self, *args: watched(make, self, *args)
+    ForwardStep.finish = lambda self: watched(end, self)
     found = {}
     for policy in policies:
         name, seen[:] = Path(policy).stem, []

@@ -16,7 +16,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.experiments.definition import reading
 from kvpolicy.sglang_ext.experiment.control import Control
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.server import Server
+from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -210,7 +210,7 @@ def control(fleet, tmp_path, monkeypatch):
     found = reading.read(file.read_text(), "file").require()
     live = Live(found, file, {"first": {}, "second": {}})
     monkeypatch.setattr(compat, "manager", lambda: None)
-    server = Server(Traffic(catalog.policies, "any", live), context=1)
+    server = FrontEnd(Traffic(catalog.policies, "any", live), context=1)
     return Control(server, catalog), live
 
 

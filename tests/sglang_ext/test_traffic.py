@@ -12,11 +12,11 @@ import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.definition.experiment import (
     Arm,
+    CoverageStep,
     Experiment,
-    Key,
+    KeySource,
     Metric,
     Shadow,
-    Step,
     as_document,
 )
 from kvpolicy.experiments.replica import state_file
@@ -24,7 +24,7 @@ from kvpolicy.sglang_ext import frontend
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.control import Control, _policy_in
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.server import Server
+from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import asked, compat
@@ -32,7 +32,11 @@ from kvpolicy.sglang_ext.face.errors import Refused
 
 EXPERIMENT = Experiment(
     name="trial",
-    targeting_key=(Key("header", "x-key"), Key("body", "metadata.user"), Key("session_id")),
+    targeting_key=(
+        KeySource("header", "x-key"),
+        KeySource("body", "metadata.user"),
+        KeySource("session_id"),
+    ),
     coverage=0.5,
     default="snapkv",
     arms=(Arm("control", "none"), Arm("lava", "lava", 3.0, {"rate": 0.25})),
@@ -220,7 +224,7 @@ def test_what_asks_for_no_token_takes_no_part(live):
 )
 def test_what_generated_nothing_is_not_counted(live, why, counted):
     assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
+    server = FrontEnd(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     obj = SimpleNamespace(sampling_params={"custom_params": {asked.ASSIGNED: assigned}})
     stats = SimpleNamespace(first_token_time=0, finished_time=0)
 
@@ -243,7 +247,7 @@ def test_what_generated_nothing_is_not_counted(live, why, counted):
 )
 def test_what_ends_in_the_queue_is_counted(live, monkeypatch, why, outcomes):
     assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
+    server = FrontEnd(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     obj = SimpleNamespace(sampling_params={"custom_params": {asked.ASSIGNED: assigned}})
     seen = Counter()
     monkeypatch.setattr(live.series, "finished", lambda arm, outcome: seen.update([outcome]))
@@ -428,7 +432,13 @@ def test_a_full_disk_is_said_and_nothing_stops(tmp_path, monkeypatch, caplog):
 
 
 STEPS = replace(
-    EXPERIMENT, steps=(Step(coverage=0.01), Step(pause=60.0), Step(coverage=0.5), Step(pause=60.0))
+    EXPERIMENT,
+    steps=(
+        CoverageStep(coverage=0.01),
+        CoverageStep(pause=60.0),
+        CoverageStep(coverage=0.5),
+        CoverageStep(pause=60.0),
+    ),
 )
 
 
@@ -464,7 +474,7 @@ def test_where_it_stands_is_written_again_and_again(stepping, monkeypatch, tmp_p
     monkeypatch.setattr("kvpolicy.sglang_ext.experiment.server.POLL", 0.01)
 
     async def watch():
-        server = Server(Traffic({}, live=live), context=99)
+        server = FrontEnd(Traffic({}, live=live), context=99)
         watching = asyncio.create_task(server._watch(live))
         now[0] = 61.0
         while state_file.load(tmp_path / "state.json")["elapsed"] < 61:
@@ -629,7 +639,7 @@ def test_the_budget_of_shadows():
 
 
 def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplog):
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
+    server = FrontEnd(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     state = SimpleNamespace(time_stats=None)
 
     def broken(*_, **__):
@@ -662,7 +672,7 @@ def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplo
 
 def test_full_kv_takes_what_schedulers_say(live, monkeypatch):
     """A checkpoint may ask for a cache of 8 bits, which the front end does not see."""
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
+    server = FrontEnd(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
     found = []
     monkeypatch.setattr(live.series, "memory", lambda arm, *sizes: found.append(sizes))
     monkeypatch.setattr(compat, "is_starting", lambda _: False)
@@ -693,7 +703,7 @@ def test_full_kv_takes_what_schedulers_say(live, monkeypatch):
 @pytest.fixture
 def arrive(live, monkeypatch):
     """Sends a request to a server on which clients may name no policy; returns the result."""
-    server = Server(Traffic({"snapkv": 0, "lava": 0}, "none", live), context=99)
+    server = FrontEnd(Traffic({"snapkv": 0, "lava": 0}, "none", live), context=99)
 
     def run(rid, params, path, starting):
         obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})

@@ -21,7 +21,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
 from kvpolicy.dsl.execute.decode.keep_stages import KeepStage
-from kvpolicy.dsl.execute.decode.lists import Block, LastQueries
+from kvpolicy.dsl.execute.decode.lists import LastQueries, RequestBlock
 from kvpolicy.dsl.execute.layer.across import known_before
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.layer.generated import Generated
@@ -57,7 +57,7 @@ class StepInputs:
 
     bound: Bound
     steps: Steps
-    block: Block
+    block: RequestBlock
     prompts: Sequence[int]
     generated: Sequence[int]
     number: int

@@ -180,12 +180,12 @@ class LastQueries:
     def select(
         self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
     ) -> LastQueries:
-        """As `Block.select`; `of` takes these requests from a tensor."""
+        """As `RequestBlock.select`; `of` takes these requests from a tensor."""
         lengths = _listed(self.lengths, requests, places)
         return LastQueries(of(self.queries), of(self.positions), lengths)
 
     @staticmethod
-    def joined(blocks: list[Block]) -> LastQueries | None:
+    def joined(blocks: list[RequestBlock]) -> LastQueries | None:
         """The queries of several blocks; None if no block has any."""
         found = next((each.last_queries for each in blocks if each.last_queries is not None), None)
         if found is None:
@@ -207,7 +207,7 @@ class LastQueries:
 
 
 @dataclass
-class Block:
+class RequestBlock:
     """What the layers of B requests remember.
 
     Attributes:
@@ -278,7 +278,7 @@ class Block:
         heads, first = self.where(request, layer)
         return x[heads, first:]
 
-    def after_leaving(self) -> Block:
+    def after_leaving(self) -> RequestBlock:
         """As in `Folded`; nothing has left."""
         return self
 
@@ -289,7 +289,7 @@ class Block:
             return self.used
         return sent(torch.tensor(self.lengths), self.there.device)
 
-    def select(self, places: Sequence[int]) -> Block:
+    def select(self, places: Sequence[int]) -> RequestBlock:
         """The requests at `places`, in this order."""
         if list(places) == list(range(self.requests)):
             return self
@@ -304,7 +304,7 @@ class Block:
         def maybe(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else of(x)
 
-        return Block(
+        return RequestBlock(
             len(places), self.kv,
             _listed(self.lengths, self.requests, places),
             _listed(self.alike, self.requests, places),
@@ -326,21 +326,21 @@ class Folded:
         block: with all entries, those of the steps and those that leave included.
         staying: bool [B * L * G, M], the entries that stay.
         counts: how many stay.
-        columns: as in `Block`, of staying entries.
+        columns: as in `RequestBlock`, of staying entries.
         whole: the block to go on with if nothing leaves after all.
     """
 
-    block: Block
+    block: RequestBlock
     staying: torch.Tensor
     counts: Counts
     columns: torch.Tensor | None
-    whole: Block
+    whole: RequestBlock
 
     def broad(self, request: int) -> int:
-        """As in `Block`; the host waits for the numbers."""
+        """As in `RequestBlock`; the host waits for the numbers."""
         return self.counts.read()[request].widest
 
-    def after_leaving(self) -> Block:
+    def after_leaving(self) -> RequestBlock:
         """The block, with gaps for entries that have left; the host waits for the numbers."""
         landed = self.counts.read()
         return replace(
@@ -352,7 +352,7 @@ class Folded:
         )  # fmt: skip
 
 
-Remembered = Block | Folded
+Remembered = RequestBlock | Folded
 
 
 def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
@@ -366,7 +366,7 @@ def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) 
     return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
 
 
-def joined_block(parts: Sequence[tuple[Remembered, int]]) -> Block:
+def joined_block(parts: Sequence[tuple[Remembered, int]]) -> RequestBlock:
     """One block of requests, given by block and place, in this order, `after_leaving`."""
     taken = []
     for _, same in itertools.groupby(parts, lambda part: id(part[0])):
@@ -375,7 +375,7 @@ def joined_block(parts: Sequence[tuple[Remembered, int]]) -> Block:
     return taken[0] if len(taken) == 1 else _joined(taken)
 
 
-def _joined(parts: list[Block]) -> Block:
+def _joined(parts: list[RequestBlock]) -> RequestBlock:
     """The requests of several blocks, with all newest entries in the last columns."""
     first, width = parts[0], max(each.width for each in parts)
     device = first.there.device
@@ -402,7 +402,7 @@ def _joined(parts: list[Block]) -> Block:
         None if each.columns is None else wide(each.columns, 1, nothing=False) for each in parts
     ]
     since = [each.since for each in parts if each.since is not None]
-    return Block(
+    return RequestBlock(
         sum(each.requests for each in parts), first.kv,
         [n for each in parts for n in each.lengths], [n for each in parts for n in each.alike],
         [n for each in parts for n in each.widest],

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.decode.lists import (
-    Block,
     Folded,
     Landed,
     LastQueries,
     Remembered,
+    RequestBlock,
     listed,
     padded,
     without_heads,
@@ -60,7 +60,7 @@ class Memory:
         reported: let -> layer -> value, at the layers where the last step computed it.
     """
 
-    def __init__(self, bound: Bound, prompt: int, block: Block, steps: Steps) -> None:
+    def __init__(self, bound: Bound, prompt: int, block: RequestBlock, steps: Steps) -> None:
         """
         Args:
             block: of this request alone.
@@ -192,7 +192,7 @@ class Memory:
         return own if "kv" in merge.states[name].type.axes else without_heads(own)
 
 
-def _remembered(run: Run, steps: Steps, known: Known) -> Block:
+def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
     """The block of one request after its prefill, without the dropped entries."""
     bound, layers = run.program.bound, run.program.layers
     kv = run.program.heads.number(bound.shape.kv_heads)
@@ -217,7 +217,7 @@ def _remembered(run: Run, steps: Steps, known: Known) -> Block:
         return listed(values, [kv] * len(values), device)
 
     whole = torch.cat([padded(x, 1, width, False) for x in there])
-    block = Block(
+    block = RequestBlock(
         1, kv, lengths, [x.alike for x in known.held], [max(known.widest, 1)],
         torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
         {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},

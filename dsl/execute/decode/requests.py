@@ -1,9 +1,9 @@
 """Requests of one policy taken through decode steps together, as one layer with B x L x G KV heads.
 
-What their layers remember stands side by side in one `Block`, kept from fold to fold: the newest
-entries of every layer are in the last columns, and shorter layers have empty columns in front.
-Steps cost as many operations for many requests as for one. What a request keeps does not depend on
-the others, since no number of one request enters another's.
+What their layers remember stands side by side in one `RequestBlock`, kept from fold to fold: the
+newest entries of every layer are in the last columns, and shorter layers have empty columns in
+front. Steps cost as many operations for many requests as for one. What a request keeps does not
+depend on the others, since no number of one request enters another's.
 
 This serves policies that do not compare layers, and whose sums kernels compute (`Steps.rule`).
 Where `keep` takes the ends of a list and the best of the rest (bind/ends.py), one kernel decides;
@@ -26,10 +26,10 @@ import torch
 from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.execute.decode.follow import ListsAtOnce, StepInputs
 from kvpolicy.dsl.execute.decode.lists import (
-    Block,
     Counts,
     Folded,
     LastQueries,
+    RequestBlock,
     Tallied,
     joined_block,
     listed,
@@ -147,7 +147,7 @@ class Staying:
         return self.folded.staying
 
     @property
-    def block(self) -> Block:
+    def block(self) -> RequestBlock:
         """The block as if no entry had left."""
         return self.folded.block
 
@@ -262,7 +262,7 @@ class _Following:
             memory.followed(remembered, place, self.number, reported)
         return staying
 
-    def _extended(self, old: Block) -> Block:
+    def _extended(self, old: RequestBlock) -> RequestBlock:
         """The block without the entries that have left, and with those of the steps."""
         number, lists = self.number, len(old.there)
         width = max(old.lengths) + number
@@ -296,7 +296,7 @@ class _Following:
             since=None if old.since is None else old.since + number,
         )
 
-    def _inputs(self, block: Block) -> StepInputs:
+    def _inputs(self, block: RequestBlock) -> StepInputs:
         steps, k, v, q, last_queries = self.steps, None, None, None, None
         if (self.advances and steps.advancing_reads) or (self.leaves and steps.leaving_reads):
             k, v = self.read(block.there)
@@ -359,7 +359,7 @@ class _Following:
         frame = replace(frame, vectors={**frame.vectors, **stored})
         return replace(evaluation, frame=frame, known=known)
 
-    def _note(self, block: Block, lists: list[ListsAtOnce]) -> None:
+    def _note(self, block: RequestBlock, lists: list[ListsAtOnce]) -> None:
         """Adds the lists' checks for NaN and infinity to the block's, on the device."""
         found = [own.finite for own in lists]
         if all(x is None for x in found):
@@ -371,7 +371,9 @@ class _Following:
         finite = each[0] if len(each) == 1 else torch.cat(each)
         block.finite = finite if block.finite is None else finite & block.finite
 
-    def _staying(self, block: Block, whole: Block, decisions: list[_Decision]) -> Staying:
+    def _staying(
+        self, block: RequestBlock, whole: RequestBlock, decisions: list[_Decision]
+    ) -> Staying:
         """What stays and what is added to it.
 
         Args:
@@ -405,7 +407,7 @@ class _Following:
 
     def _tallied(
         self,
-        block: Block,
+        block: RequestBlock,
         before: torch.Tensor | None,
         kept: torch.Tensor,
         lists: list[ListsAtOnce],
@@ -427,7 +429,7 @@ class _Following:
         return tally_gathered_later(self.heads, block.numbers, good, columns, alike=alike)
 
     def _merges(
-        self, block: Block, decisions: list[_Decision], counts: Counts | None
+        self, block: RequestBlock, decisions: list[_Decision], counts: Counts | None
     ) -> list[Merges]:
         """What leaving entries add to others.
 
@@ -441,7 +443,9 @@ class _Following:
         self._take_up(block, decisions, made)
         return made
 
-    def _merged(self, block: Block, decision: _Decision, counts: Counts | None) -> Merges | None:
+    def _merged(
+        self, block: RequestBlock, decision: _Decision, counts: Counts | None
+    ) -> Merges | None:
         """The merge of some lists; None if no entry leaves, or the policy merges none."""
         steps, lists, evaluation = self.steps, decision.lists, decision.evaluation
         merge = steps.rules.merge
@@ -456,7 +460,7 @@ class _Following:
         kept = [frame.vectors[name] for name in merge.apply]
         return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
 
-    def _most(self, block: Block, lists: ListsAtOnce, counts: Counts | None) -> int:
+    def _most(self, block: RequestBlock, lists: ListsAtOnce, counts: Counts | None) -> int:
         """Upper bound of the entries that leave a list; for one layer the host reads the number."""
         if lists.layer is not None and counts is not None:
             return counts.read()[lists.request].dropped[lists.layer]
@@ -470,7 +474,7 @@ class _Following:
         # A list that was cut by this rule before loses no more entries than have come since.
         return min(block.since, most)
 
-    def _take_up(self, block: Block, decisions: list[_Decision], made: list[Merges]) -> None:
+    def _take_up(self, block: RequestBlock, decisions: list[_Decision], made: list[Merges]) -> None:
         """Takes over the merge's states of the layers that have merged."""
         before, lists = block.merge_states, [each.lists for each in decisions]
         merged = {each.lists.place: each for each in made}

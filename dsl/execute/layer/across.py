@@ -71,7 +71,7 @@ def nowhere(x: Value, frame: Frame) -> Value:
 
 
 @dataclass
-class History:
+class PastValues:
     """Values of the layers computed so far, for `past` and `at`.
 
     Attributes:
@@ -99,7 +99,7 @@ class History:
         return narrowed(x, places)
 
 
-def look_back(node: Node, evaluation: Evaluation, history: History) -> Value:
+def look_back(node: Node, evaluation: Evaluation, history: PastValues) -> Value:
     """`past`, a reduction of it, or `at`, over the layers computed so far."""
     return _look(
         node,

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 from kvpolicy.dsl.bind.kept import keep_of
-from kvpolicy.dsl.execute.layer.across import History, Layers, known_before, look_back
+from kvpolicy.dsl.execute.layer.across import Layers, PastValues, known_before, look_back
 from kvpolicy.dsl.execute.layer.choice import shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.layer.exchange import decoded, encoded, entries_of_layers
@@ -78,7 +78,7 @@ class Run:
     _found: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    _history: History = field(default_factory=History)
+    _history: PastValues = field(default_factory=PastValues)
     _sums: dict[int, ChunkSums] = field(default_factory=dict)
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
