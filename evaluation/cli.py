@@ -1,4 +1,4 @@
-"""The command `kvpolicy`: the commands of `dsl/`, those that ask servers, and experiments."""
+"""The command `kvpolicy`: the commands of `dsl/`, of `evaluation/`, and of experiments."""
 
 from __future__ import annotations
 
@@ -85,6 +85,20 @@ def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add(parser)
 
 
+def _tune(args: argparse.Namespace) -> int:
+    try:
+        from kvpolicy.evaluation.tuning import tune
+    except ModuleNotFoundError as error:
+        return cli.missing(args.name, error)
+    return tune.main(args)
+
+
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvpolicy.evaluation.tuning import tune_arguments
+
+    tune_arguments.add(parser)
+
+
 COMMANDS: dict[str, Command] = {
     "eval": Command(
         "what policies cost in quality: tasks, asked of a server", _eval, [_eval_arguments]
@@ -107,6 +121,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "report": Command(
         "make the tables, pictures and page of an evaluation again", _report, [_report_arguments]
+    ),
+    "tune": Command(
+        "choose a parameter of a propagation with a model and prompts", _tune, [_tune_arguments]
     ),
 }
 

@@ -13,7 +13,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -132,7 +131,7 @@ def _tried(checked: Checked, shape: ModelShape) -> int:
     try:
         from kvpolicy.dsl.tools.trial import trial
     except ModuleNotFoundError as error:
-        return _missing("check --trial", error)
+        return missing("check --trial", error)
     began = perf_counter()
     try:
         trial(bind(checked.require(), shape))
@@ -249,35 +248,16 @@ def _delegate(args: argparse.Namespace) -> int:
         code: int = module.main(args)
         return code
     except ModuleNotFoundError as error:
-        return _missing(args.name, error)
+        return missing(args.name, error)
 
 
-def _missing(command: str, error: ModuleNotFoundError) -> int:
+def missing(command: str, error: ModuleNotFoundError) -> int:
     """Says that a command needs numpy or torch; raises the error again if another is missing."""
     if (error.name or "").partition(".")[0] not in ("numpy", "torch"):
         raise error
     message = f"kvpolicy {command}: error[file]: this command needs {error.name}"
     print(f"{message}\n = help: pip install '.[run]' in the checkout", file=sys.stderr)
     return 2
-
-
-def _number(text: str) -> Fraction:
-    from kvpolicy.dsl.syntax.expression import NUMBERS, number_of
-
-    try:
-        value = number_of(text.lower())
-    except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number") from None
-    if value is None:
-        raise argparse.ArgumentTypeError(f"`{text}` is out of range: {NUMBERS}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(_number(text))
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"`{text}` is not from 0 to 1")
-    return value
 
 
 def _length(text: str) -> int:
@@ -306,10 +286,10 @@ class Command(NamedTuple):
     arguments: Sequence[Adds] = ()
 
 
-_FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLICY, nargs="+")
+FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLICY, nargs="+")
 _MODEL = _option("--model", "CONFIG", _CONFIG, required=True)
 _LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_length)
-_SET = _option("--set", "NAME=VALUE", "value of a parameter", action="append", default=[])
+SET = _option("--set", "NAME=VALUE", "value of a parameter", action="append", default=[])
 
 # Arguments of commands, in the order in which `--help` shows them.
 _CHECK = (
@@ -318,50 +298,34 @@ _CHECK = (
     _FILES,
 )
 _EXPLAIN = (
-    *(_FILE, _MODEL, _LENGTH),
+    *(FILE, _MODEL, _LENGTH),
     _flag("--ir", "print the intermediate representation instead"),
     _option("--gpu", None, "also what is expected of a server on it", choices=tuple(GPUS)),
     _option("--batch", "B", "of --gpu: requests that decode together; default 16", type=_length),
     _option("--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_length),
     _flag("--json", "of --gpu: print what is expected, as JSON"),
-    _SET,
+    SET,
 )
 _SHOW = (
-    *(_FILE, _MODEL),
+    *(FILE, _MODEL),
     _flag("--triton", "print the generated kernels instead of the intermediate representation"),
-    _SET,
+    SET,
 )
 _TENSORS = "q [L,H,N,D], k and v [L,G,N,D]; q_step, k_step, v_step [T,L,H|G,D]; float32"
 _LEAVES = "entries leave at every K-th decode step, unless the policy says when"
 _RUN = (
-    _FILE,
+    FILE,
     _option("--tensors", "X.npz", _TENSORS, required=True),
     _flag("--scores", "write the scores too"),
     _flag("--merged", "write how far merging moved keys and values"),
     _option("--fold-interval", "K", _LEAVES, type=int, default=1),
     _option("--out", "R.json", "where the result goes", required=True),
-    _SET,
+    SET,
     _option("--execution", None, _EXECUTES, choices=EXECUTIONS, default=EXECUTIONS[0]),
 )
 _TEST = (
     _option("files", "FILE", "policies, tests or folders; default: all shipped", nargs="*"),
     _option("--execution", None, f"{_EXECUTES}; default: each", choices=EXECUTIONS),
-)
-_PARAMETER = "what to choose: a parameter that `propagate` depends on"
-_MOST = "largest value to choose; default: of layers the middle one"
-_VALUES = "values to try; default: those that the policy declares"
-_PROMPTS = "*.jsonl with a prompt per line (text or input_ids); other files are one text each"
-_TUNE = (
-    _FILE,
-    _option("--for", "PARAMETER", _PARAMETER, required=True, dest="parameter"),
-    _option("--values", "VALUE", _VALUES, nargs="+"),
-    _option("--model", "DIR", "folder of a checkpoint", required=True),
-    _option("--prompts", "FILE", _PROMPTS, required=True, nargs="+"),
-    _option("--most", "VALUE", _MOST, type=_number),
-    _option("--rows", "SHARE", "most token rows that may be computed, 0 to 1", type=_share),
-    _option("--device", None, "where the model runs; default: a GPU if there is one"),
-    _option("--out", "PLOT.png", "draw the distances"),
-    _SET,
 )
 _FMT = (
     _flag("--check", "only say which files would change"),
@@ -375,14 +339,12 @@ GENERATED = (
 
 _EXPLAINS = "what a policy computes, keeps and costs for a model and a length"
 _SHOWS = "print what a policy becomes: its values, or the kernels generated for a model"
-_TUNES = "choose a parameter of a propagation with a model and prompts"
 COMMANDS = {
     "check": Command("report every defect of policy files", _check, _CHECK),
     "explain": Command(_EXPLAINS, _delegate, _EXPLAIN),
     "show": Command(_SHOWS, _delegate, _SHOW),
     "run": Command("apply a policy to recorded tensors", _delegate, _RUN),
     "test": Command("run the tests beside policies (NAME.test.yaml)", _delegate, _TEST),
-    "tune": Command(_TUNES, _delegate, _TUNE),
     "fmt": Command("write policy files in their canonical form", _fmt, _FMT),
     "diff": Command("what changes between two policies", _delegate, _DIFF),
     "list": Command("list the shipped policies", _list),

@@ -131,23 +131,6 @@ def test_names_that_are_too_long_are_refused(capsys):
         ) or "no such file" in done.out + done.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--most", "1e999999999"], "`1e999999999` is out of range: numbers are at most 1e300"),
-        (["--most", "x"], "`x` is not a number"),
-        (["--rows", "1.5"], "`1.5` is not from 0 to 1"),
-        (["--rows", "nan"], "`nan` is not a number"),
-    ],
-)
-def test_numbers_of_tune_are_refused_at_once(capsys, words, message):
-    given = ["asl", "start", "--model", "nowhere", "--prompts", "nowhere"]
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", *given, *words])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_warnings_are_no_errors(file, capsys):
     path = file("policy: x\nlanguage: 1\nscore: position / 0\nbudget: 0\nkeep: top(score)\n")
     assert main(["check", path]) == 0

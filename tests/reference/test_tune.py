@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from kvpolicy.dsl.tools.cli import main
-from kvpolicy.dsl.tools.tune_prompts import read_prompts
+from kvpolicy.evaluation.cli import main
+from kvpolicy.evaluation.tuning.prompts import read_prompts
 from random_tokens import prompt
 
 torch = pytest.importorskip("torch", reason="the model runs in torch")
@@ -299,3 +299,20 @@ def test_missing_packages(prompts, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert tune("fastkv", [prompts]) == 2
     assert "pip install transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--most", "1e999999999"], "`1e999999999` is out of range: numbers are at most 1e300"),
+        (["--most", "x"], "`x` is not a number"),
+        (["--rows", "1.5"], "`1.5` is not from 0 to 1"),
+        (["--rows", "nan"], "`nan` is not a number"),
+    ],
+)
+def test_numbers_of_tune_are_refused_at_once(capsys, words, message):
+    given = ["asl", "start", "--model", "nowhere", "--prompts", "nowhere"]
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *given, *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

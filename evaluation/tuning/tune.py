@@ -26,9 +26,9 @@ from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.dsl.syntax.library import check_place
 from kvpolicy.dsl.tools.commands import overrides
-from kvpolicy.dsl.tools.tune_model import LayeredModel
-from kvpolicy.dsl.tools.tune_prompts import read_prompts
-from kvpolicy.dsl.tools.tune_values import candidates
+from kvpolicy.evaluation.tuning.candidates import candidates
+from kvpolicy.evaluation.tuning.layered_model import LayeredModel
+from kvpolicy.evaluation.tuning.prompts import read_prompts
 from torch import Tensor
 
 # Most values written below a plot.
