@@ -50,7 +50,7 @@ from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
 
 class Runtime:
-    """RequestState of the plugin in one scheduler process."""
+    """State of the plugin in one scheduler process."""
 
     def __init__(
         self, policies: Sequence[Policy], *, max_failures: int = 0, inspection: bool = False
