@@ -47,9 +47,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the actions to the parser of `kvpolicy experiment`."""
     below = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, action in ACTIONS.items():
-        own = below.add_parser(name, help=action.help, description=action.help)
-        action.arguments(own)
-        own.set_defaults(run_action=action.run)
+        subparser = below.add_parser(name, help=action.help, description=action.help)
+        action.arguments(subparser)
+        subparser.set_defaults(run_action=action.run)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -78,17 +78,17 @@ def _check(args: argparse.Namespace) -> int:
     code = 0
     for file in args.files:
         try:
-            found = load(file)
+            reading = load(file)
         except PolicyError as error:
             print(error)
             code = 2
             continue
-        if found.diagnostics:
-            print(render_all(found.diagnostics, found.source))
-        if found.experiment is None:
+        if reading.diagnostics:
+            print(render_all(reading.diagnostics, reading.source))
+        if reading.experiment is None:
             code = max(code, 1)
         else:
-            print(f"{found.source.name}: ok: {summary(found.experiment)}")
+            print(f"{reading.source.name}: ok: {summary(reading.experiment)}")
     return code
 
 
@@ -209,12 +209,12 @@ def _put(args: argparse.Namespace) -> int:
     from kvpolicy.experiments.definition.reading import load
     from kvpolicy.experiments.fleet import steering
 
-    found = load(args.file)
-    if found.diagnostics:
-        print(render_all(found.diagnostics, found.source), file=sys.stderr)
-    if found.experiment is None:
+    reading = load(args.file)
+    if reading.diagnostics:
+        print(render_all(reading.diagnostics, reading.source), file=sys.stderr)
+    if reading.experiment is None:
         return 1
-    return steering.put(_replicas(args), found.source.text, dry_run=args.dry_run)
+    return steering.put(_replicas(args), reading.source.text, dry_run=args.dry_run)
 
 
 def _replicas(args: argparse.Namespace) -> list[Replica]:
@@ -224,8 +224,8 @@ def _replicas(args: argparse.Namespace) -> list[Replica]:
     admin_key = None
     if "admin_key_env" in args:
         admin_key = _key("--admin-key-env", args.admin_key_env)
-    found = [Replica(url, api_key=api_key, admin_key=admin_key) for url in args.url or ()]
-    return list({replica.url: replica for replica in found}.values())
+    replicas = [Replica(url, api_key=api_key, admin_key=admin_key) for url in args.url or ()]
+    return list({replica.url: replica for replica in replicas}.values())
 
 
 def _key(option: str, variable: str | None) -> str | None:

@@ -47,12 +47,12 @@ def format_file(path: Path, write: bool = True) -> bool:
         PolicyError: the file has errors, cannot be read or written, or cannot be formatted without
             changing its meaning or its comments.
     """
-    found = load(path)
-    text = _formatted(found)
-    if text == found.source.text:
+    reading = load(path)
+    text = _formatted(reading)
+    if text == reading.source.text:
         return False
     if write:
-        rewrite(path, text, found.source.name)
+        rewrite(path, text, reading.source.name)
     return True
 
 
@@ -70,8 +70,8 @@ def format_text(text: str, name: str = "experiment.yaml") -> str:
     return _formatted(read(text, name))
 
 
-def _formatted(found: Read) -> str:
-    experiment, source = found.require(), found.source
+def _formatted(reading: Read) -> str:
+    experiment, source = reading.require(), reading.source
     root = _root(source)
     comments = find_comments(source, root)
     text = _ExperimentWriter(source, comments).file(root)
@@ -115,7 +115,7 @@ class _ExperimentWriter:
         lines += self.above(end, "")
         return "\n".join(lines) + "\n"
 
-    def block(self, node: Mapping | NodeList, each: Field, indent: int, stop: int) -> list[str]:
+    def block(self, node: Mapping | NodeList, field: Field, indent: int, stop: int) -> list[str]:
         """Keys or items one per line, keys in the order of the table.
 
         Args:
@@ -127,39 +127,39 @@ class _ExperimentWriter:
             parts = [(key.text, key.span.start, value) for key, value in node.entries]
         stops = [start for _, start, _ in parts[1:]] + [stop]
         entries = [
-            self.entry(name, start, value, _child(each, name), indent, end)
+            self.entry(name, start, value, _child(field, name), indent, end)
             for (name, start, value), end in zip(parts, stops, strict=True)
         ]
         lines: list[str] = []
-        for entry in _ordered(entries, each, lambda entry: entry.name):
+        for entry in _ordered(entries, field, lambda entry: entry.name):
             lines += ["", *entry.lines] if entry.blank and lines else entry.lines
         return lines
 
     def entry(
-        self, name: str, start: int, value: YamlNode, each: Field, indent: int, stop: int
+        self, name: str, start: int, value: YamlNode, field: Field, indent: int, stop: int
     ) -> _Entry:
         """A key, or an item of a list, with its value and its comments."""
         pad = " " * indent
         head = f"{pad}{_word(name)}:" if name else f"{pad}-"
         entry = _Entry(name, self.blank_before(start), self.above(start, pad))
-        flow = f"{head} {self.flow(value, each)}"
-        if not isinstance(value, Mapping | NodeList) or self.fits(value, each, len(flow)):
+        flow = f"{head} {self.flow(value, field)}"
+        if not isinstance(value, Mapping | NodeList) or self.fits(value, field, len(flow)):
             entry.lines.append(flow + self.beside(value.span.end, stop))
         elif name:
             entry.lines.append(head + self.beside(start, _start(value)))
-            entry.lines += self.block(value, each, indent + 2, stop)
+            entry.lines += self.block(value, field, indent + 2, stop)
         else:
             above = self.above(_start(value), pad)
-            first, *rest = self.block(value, each, indent + 2, stop)
+            first, *rest = self.block(value, field, indent + 2, stop)
             entry.lines += [*above, f"{head} {first.lstrip()}", *rest]
         return entry
 
-    def fits(self, value: Mapping | NodeList, each: Field, width: int) -> bool:
+    def fits(self, value: Mapping | NodeList, field: Field, width: int) -> bool:
         """Whether a value is written on the line of its key, and not on lines below it."""
         if not (value.items if isinstance(value, NodeList) else value.entries):
             return True
         inside = any(value.span.start <= c.start < value.span.end for c in self.comments)
-        return not inside and width <= WIDTH and each.form != "arms" and each.name != "metrics"
+        return not inside and width <= WIDTH and field.form != "arms" and field.name != "metrics"
 
     def above(self, offset: int, pad: str) -> list[str]:
         """The comments before an offset that are not written yet, indented by `pad`."""
@@ -187,35 +187,35 @@ class _ExperimentWriter:
             before.pop()
         return bool(before) and not before[-1].strip()
 
-    def flow(self, value: YamlNode, each: Field) -> str:
+    def flow(self, value: YamlNode, field: Field) -> str:
         """A value on one line."""
         if isinstance(value, NodeList):
-            return f"[{', '.join(self.flow(item, _child(each, '')) for item in value.items)}]"
+            return f"[{', '.join(self.flow(item, _child(field, '')) for item in value.items)}]"
         if isinstance(value, Mapping):
-            entries = _ordered(list(value.entries), each, lambda entry: entry[0].text)
+            entries = _ordered(list(value.entries), field, lambda entry: entry[0].text)
             parts = [
-                f"{_word(key.text)}: {self.flow(item, _child(each, key.text))}"
+                f"{_word(key.text)}: {self.flow(item, _child(field, key.text))}"
                 for key, item in entries
             ]
             return f"{{{', '.join(parts)}}}"
         assert isinstance(value, Scalar)
-        return _scalar(value, each)
+        return _scalar(value, field)
 
 
-def _child(each: Field, name: str) -> Field:
+def _child(field: Field, name: str) -> Field:
     """The field of the value under a name in a mapping, or of an item in a list."""
-    if each.form in ("arms", "items"):
-        return Field("", "keys", "", fields=each.fields)
-    if each.form in ("set", "places"):
-        return Field("", "setting" if each.form == "set" else "name", "")
-    return next(inner for inner in each.fields if inner.name == name)
+    if field.form in ("arms", "items"):
+        return Field("", "keys", "", fields=field.fields)
+    if field.form in ("set", "places"):
+        return Field("", "setting" if field.form == "set" else "name", "")
+    return next(inner for inner in field.fields if inner.name == name)
 
 
-def _ordered(entries: list[_T], each: Field, name: Callable[[_T], str]) -> list[_T]:
+def _ordered(entries: list[_T], field: Field, name: Callable[[_T], str]) -> list[_T]:
     """Keys of the table in its order; names that the author chose, and items, in theirs."""
-    if each.form not in ("keys", "design"):
+    if field.form not in ("keys", "design"):
         return entries
-    order = [inner.name for inner in each.fields]
+    order = [inner.name for inner in field.fields]
     return sorted(entries, key=lambda entry: order.index(name(entry)))
 
 
@@ -224,20 +224,20 @@ def _start(value: Mapping | NodeList) -> int:
     return (value.items[0] if isinstance(value, NodeList) else value.entries[0][0]).span.start
 
 
-def _scalar(value: Scalar, each: Field) -> str:
+def _scalar(value: Scalar, field: Field) -> str:
     """A value in its canonical form."""
     text = value.text
-    if each.form == "duration":
+    if field.form == "duration":
         seconds = duration_value(text)
         return text if seconds is None else duration_text(seconds)
     share = percent_value(text)
     if share is not None:
         return percent_text(share)
-    if each.form == "share":
+    if field.form == "share":
         return percent_text(float(text))
-    if each.form in ("number", "whole", "amount", "setting") and text not in ("true", "false"):
+    if field.form in ("number", "whole", "amount", "setting") and text not in ("true", "false"):
         return number_text(float(text))
-    return text if each.form in ("truth", "choice", "design", "setting") else _word(text)
+    return text if field.form in ("truth", "choice", "design", "setting") else _word(text)
 
 
 def _word(text: str) -> str:

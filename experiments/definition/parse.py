@@ -80,46 +80,46 @@ class _ExperimentReader:
         """A mapping with the given keys; `place` is where a missing key is reported."""
         return read_block(node, fields, path, place, self.under, self.emit)
 
-    def under(self, node: YamlNode, each: Field, path: str, _: Span) -> Any:
+    def under(self, node: YamlNode, field: Field, path: str, _: Span) -> Any:
         """The value under a key; problems are reported where the value begins."""
-        return self.value(node, each, path)
+        return self.value(node, field, path)
 
-    def value(self, node: YamlNode, each: Field, path: str) -> Any:
+    def value(self, node: YamlNode, field: Field, path: str) -> Any:
         """The value under a key, read as its form says; None after a problem."""
-        if each.form == "keys":
-            return self.keys(node, each, path)
-        if each.form == "design":
-            return self.design(node, each, path)
-        if each.form in ("arms", "set"):
-            return self.named(node, each, path)
-        if each.form in ("items", "places"):
-            return self.list(node, each, path)
+        if field.form == "keys":
+            return self.keys(node, field, path)
+        if field.form == "design":
+            return self.design(node, field, path)
+        if field.form in ("arms", "set"):
+            return self.named(node, field, path)
+        if field.form in ("items", "places"):
+            return self.list(node, field, path)
         if not isinstance(node, Scalar):
-            message = f"`{path}` takes {_takes(each)}, not a {kind_of(node)}"
+            message = f"`{path}` takes {_takes(field)}, not a {kind_of(node)}"
             self.error("key", message, _first(node))
             return None
-        return getattr(self, each.form)(node, each, path)
+        return getattr(self, field.form)(node, field, path)
 
-    def keys(self, node: YamlNode, each: Field, path: str) -> Block | None:
+    def keys(self, node: YamlNode, field: Field, path: str) -> Block | None:
         if isinstance(node, Mapping):
-            return self.block(node, each.fields, path, _first(node))
-        keys = listed([f.name for f in each.fields], "and")
+            return self.block(node, field.fields, path, _first(node))
+        keys = listed([f.name for f in field.fields], "and")
         self.error("key", f"`{path}` takes a mapping", _first(node), f"its keys are {keys}")
         return None
 
-    def design(self, node: YamlNode, each: Field, path: str) -> Block | str | None:
+    def design(self, node: YamlNode, field: Field, path: str) -> Block | str | None:
         if isinstance(node, Mapping):
-            return self.block(node, each.fields, path, _first(node))
+            return self.block(node, field.fields, path, _first(node))
         if isinstance(node, Scalar) and node.text == "request":
             return "request"
-        found = shown(node) if isinstance(node, Scalar) else "a list"
+        value = shown(node) if isinstance(node, Scalar) else "a list"
         help = "write `design: request` or `design: {switchback: {window: 10m, burn_in: 1m}}`"
-        self.error("key", f"`{path}` takes `request` or a mapping, not {found}", _first(node), help)
+        self.error("key", f"`{path}` takes `request` or a mapping, not {value}", _first(node), help)
         return None
 
-    def named(self, node: YamlNode, each: Field, path: str) -> Block | None:
+    def named(self, node: YamlNode, field: Field, path: str) -> Block | None:
         """Names that the author chooses, each with a value: `arms` or `set`."""
-        arms = each.form == "arms"
+        arms = field.form == "arms"
         if not isinstance(node, Mapping):
             help = "as in `control: {policy: none, weight: 1}`" if arms else "as in `rate: 0.25`"
             self.error("key", f"`{path}` takes names and values", _first(node), help)
@@ -129,8 +129,8 @@ class _ExperimentReader:
             below = f"{path}.{name.text}"
             read: Any
             if arms:
-                self.name(name, each, path)
-                read = self.keys(value, each, below)
+                self.name(name, field, path)
+                read = self.keys(value, field, below)
             else:
                 if not re.fullmatch(PARAMETER, name.text):
                     help = "a small letter, then small letters, digits and `_`"
@@ -140,20 +140,20 @@ class _ExperimentReader:
         self.number_of(len(node.entries), MAX_ARMS if arms else MAX_ITEMS, path, node)
         return block
 
-    def list(self, node: YamlNode, each: Field, path: str) -> Any:
+    def list(self, node: YamlNode, field: Field, path: str) -> Any:
         """A list of mappings, or of targeting keys."""
         if not isinstance(node, NodeList):
             help = {
                 "targeting_key": "as in `targeting_key: [header:x-user, rid]`",
                 "metrics": "as in `- {metric: error_rate, role: guardrail, margin: 0.005}`",
-            }.get(each.name, "as in `steps: [{coverage: 1 %}, {pause: 30m}]`")
+            }.get(field.name, "as in `steps: [{coverage: 1 %}, {pause: 30m}]`")
             self.error("key", f"`{path}` takes a list", _first(node), help)
             return None
         read = []
         for item in node.items[:MAX_ITEMS]:
             value: Any = None
-            if each.form == "items":
-                value = self.keys(item, each, path)
+            if field.form == "items":
+                value = self.keys(item, field, path)
             elif isinstance(item, Scalar):
                 value = self.place(item)
             else:
@@ -162,9 +162,9 @@ class _ExperimentReader:
         self.number_of(len(node.items), MAX_ITEMS, path, node)
         return read
 
-    def number_of(self, found: int, most: int, path: str, node: YamlNode) -> None:
-        if found > most:
-            message = f"`{path}` has {found} entries; {most} are allowed"
+    def number_of(self, number: int, most: int, path: str, node: YamlNode) -> None:
+        if number > most:
+            message = f"`{path}` has {number} entries; {most} are allowed"
             self.error("range", message, _first(node))
 
     def place(self, node: Scalar) -> KeySource | None:
@@ -181,7 +181,7 @@ class _ExperimentReader:
         self.error("key", f"{shown(node)} is no place of a key", visible(node), help)
         return None
 
-    def name(self, node: Scalar, each: Field, path: str) -> str | None:
+    def name(self, node: Scalar, field: Field, path: str) -> str | None:
         if re.fullmatch(NAME, node.text) and len(node.text) <= MAX_NAME:
             return node.text
         help = f"letters, digits, `@`, `.`, `_` and `-`, at most {MAX_NAME} of them"
@@ -190,7 +190,7 @@ class _ExperimentReader:
 
     policy = name
 
-    def truth(self, node: Scalar, each: Field, path: str) -> bool | None:
+    def truth(self, node: Scalar, field: Field, path: str) -> bool | None:
         if node.text in ("true", "false") and node.style is None:
             return node.text == "true"
         message = f"`{path}` is `true` or `false`, not {shown(node)}"
@@ -199,36 +199,36 @@ class _ExperimentReader:
         self.error("key", message, visible(node), help)
         return None
 
-    def choice(self, node: Scalar, each: Field, path: str) -> str | None:
-        return read_choice(node, each.choices, path, self.emit)
+    def choice(self, node: Scalar, field: Field, path: str) -> str | None:
+        return read_choice(node, field.choices, path, self.emit)
 
-    def number(self, node: Scalar, each: Field, path: str) -> float | None:
+    def number(self, node: Scalar, field: Field, path: str) -> float | None:
         value = _number(node)
         if value is None:
             self.error("key", f"`{path}` takes a number, not {shown(node)}", visible(node))
             return None
-        return self.bounded(value, each, path, node, number_text)
+        return self.bounded(value, field, path, node, number_text)
 
-    def whole(self, node: Scalar, each: Field, path: str) -> int | None:
+    def whole(self, node: Scalar, field: Field, path: str) -> int | None:
         value = _number(node)
         if value is None or not value.is_integer():
             message = f"`{path}` takes a whole number, not {shown(node)}"
             self.error("key", message, visible(node))
             return None
-        bounded = self.bounded(value, each, path, node, number_text)
+        bounded = self.bounded(value, field, path, node, number_text)
         return None if bounded is None else int(bounded)
 
-    def amount(self, node: Scalar, each: Field, path: str) -> float | None:
+    def amount(self, node: Scalar, field: Field, path: str) -> float | None:
         """A number or percent; `reading.py` checks whether the metric takes percent."""
         value = percent_value(node.text)
         if value is None:
-            return self.number(node, each, path)
-        return self.bounded(value, each, path, node, percent_text)
+            return self.number(node, field, path)
+        return self.bounded(value, field, path, node, percent_text)
 
-    def share(self, node: Scalar, each: Field, path: str) -> float | None:
+    def share(self, node: Scalar, field: Field, path: str) -> float | None:
         value = percent_value(node.text)
         if value is not None:
-            return self.bounded(value, each, path, node, percent_text)
+            return self.bounded(value, field, path, node, percent_text)
         value = _number(node)
         if value is None:
             message = f"`{path}` takes a share, not {shown(node)}"
@@ -244,12 +244,12 @@ class _ExperimentReader:
             message = f"`{path}` is {node.text}; a share is at most 100 %"
             self.error("range", message, node.span, help)
             return None
-        return self.bounded(value, each, path, node, percent_text)
+        return self.bounded(value, field, path, node, percent_text)
 
-    def duration(self, node: Scalar, each: Field, path: str) -> float | None:
+    def duration(self, node: Scalar, field: Field, path: str) -> float | None:
         value = duration_value(node.text)
         if value is not None:
-            return self.bounded(value, each, path, node, duration_text)
+            return self.bounded(value, field, path, node, duration_text)
         help = "a number and one of `s`, `m`, `h` and `d`, as in `30m`"
         if _NUMBER.fullmatch(node.text):
             help = f"it needs a unit: `{node.text}s`, `{node.text}m`, `{node.text}h`"
@@ -264,20 +264,20 @@ class _ExperimentReader:
                 return int(value) if value.is_integer() and abs(value) < 2**53 else value
             if node.text in ("true", "false") and node.style is None:
                 return node.text == "true"
-        found = shown(node) if isinstance(node, Scalar) else f"a {kind_of(node)}"
-        message = f"`{path}` takes a number, `true` or `false`, not {found}"
+        written = shown(node) if isinstance(node, Scalar) else f"a {kind_of(node)}"
+        message = f"`{path}` takes a number, `true` or `false`, not {written}"
         self.error("key", message, _first(node))
         return None
 
     def bounded(
-        self, value: float, each: Field, path: str, node: Scalar, written: Callable[[float], str]
+        self, value: float, field: Field, path: str, node: Scalar, written: Callable[[float], str]
     ) -> float | None:
         """The value if it is within the bounds of its key, else None."""
         for bound, holds, word in (
-            (each.least, lambda b: value >= b, "at least"),
-            (each.above, lambda b: value > b, "above"),
-            (each.most, lambda b: value <= b, "at most"),
-            (each.below, lambda b: value < b, "below"),
+            (field.least, lambda b: value >= b, "at least"),
+            (field.above, lambda b: value > b, "above"),
+            (field.most, lambda b: value <= b, "at most"),
+            (field.below, lambda b: value < b, "below"),
         ):
             if bound is not None and not holds(bound):
                 message = f"`{path}` is {node.text}; it must be {word} {written(float(bound))}"
@@ -299,8 +299,8 @@ _TAKES = {
 }
 
 
-def _takes(each: Field) -> str:
-    return _TAKES[each.form]
+def _takes(field: Field) -> str:
+    return _TAKES[field.form]
 
 
 def _number(node: Scalar) -> float | None:

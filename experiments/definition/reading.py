@@ -81,16 +81,16 @@ def read(text: str, name: str) -> Read:
         name: name of the text in messages; for a file its path.
     """
     source = Source(name, text)
-    found: list[Diagnostic] = []
-    block = parse(source, found.append)
+    diagnostics: list[Diagnostic] = []
+    block = parse(source, diagnostics.append)
     if block is None:
-        return Read(source, None, tuple(in_order(found)))
-    checker = _Checker(block, text, found)
+        return Read(source, None, tuple(in_order(diagnostics)))
+    checker = _Checker(block, text, diagnostics)
     checker.check()
-    if any(d.severity == "error" for d in found):
-        errors = [d for d in found if d.severity == "error"]
+    if any(d.severity == "error" for d in diagnostics):
+        errors = [d for d in diagnostics if d.severity == "error"]
         return Read(source, None, tuple(in_order(errors)), _places(block))
-    return Read(source, checker.experiment(), tuple(in_order(found)), _places(block))
+    return Read(source, checker.experiment(), tuple(in_order(diagnostics)), _places(block))
 
 
 def load(path: str | Path) -> Read:
@@ -118,14 +118,14 @@ def check_policies(read: Read, known: Collection[str]) -> list[Diagnostic]:
     experiment = read.require()
     named = [("default", experiment.default)]
     named += [(f"arms.{arm.name}.policy", arm.policy) for arm in experiment.arms]
-    found = []
+    diagnostics = []
     for path, policy in named:
         if policy not in known and policy != NO_POLICY:
             names = [NO_POLICY, *known]
             help = did_you_mean(policy, names) or f"this server has {listed(names, 'and')}"
             message = f"this server has no policy `{policy}`"
-            found.append(Diagnostic("name", message, read.places.get(path), help))
-    return found
+            diagnostics.append(Diagnostic("name", message, read.places.get(path), help))
+    return diagnostics
 
 
 def _places(block: Block, path: str = "") -> dict[str, Span]:
@@ -136,26 +136,26 @@ def _places(block: Block, path: str = "") -> dict[str, Span]:
         if isinstance(item.value, Block):
             places |= _places(item.value, f"{here}.")
         elif isinstance(item.value, list):
-            for number, each in enumerate(item.value):
-                places[f"{here}.{number}"] = each.span
-                if isinstance(each.value, Block):
-                    places |= _places(each.value, f"{here}.{number}.")
+            for number, element in enumerate(item.value):
+                places[f"{here}.{number}"] = element.span
+                if isinstance(element.value, Block):
+                    places |= _places(element.value, f"{here}.{number}.")
     return places
 
 
 class _Checker:
     """Checks values against each other and makes the experiment."""
 
-    def __init__(self, block: Block, text: str, found: list[Diagnostic]) -> None:
+    def __init__(self, block: Block, text: str, diagnostics: list[Diagnostic]) -> None:
         self.file = block
         self.text = text
-        self.found = found
+        self.diagnostics = diagnostics
 
     def error(self, message: str, span: Span, help: str | None = None, code: str = "range") -> None:
-        self.found.append(Diagnostic(code, message, span, help))
+        self.diagnostics.append(Diagnostic(code, message, span, help))
 
     def warn(self, message: str, span: Span, help: str | None = None) -> None:
-        self.found.append(Diagnostic("unused", message, span, help, "warning"))
+        self.diagnostics.append(Diagnostic("unused", message, span, help, "warning"))
 
     def check(self) -> None:
         """Reports every contradiction between values."""
@@ -246,15 +246,15 @@ class _Checker:
             self.error("an experiment needs at least one metric", item.key, help, "key")
             return
         seen: set[str] = set()
-        for each in item.value:
-            if each.value is not None and each.value.get("metric") is not None:
-                name = each.value.get("metric")
+        for entry in item.value:
+            if entry.value is not None and entry.value.get("metric") is not None:
+                name = entry.value.get("metric")
                 if name in seen:
-                    span = each.value.items["metric"].span
+                    span = entry.value.items["metric"].span
                     self.error(f"the metric `{name}` is there twice", span, "remove one", "key")
                 seen.add(name)
-                self.metric(each.value, name)
-        blocks = [each.value for each in item.value if each.value is not None]
+                self.metric(entry.value, name)
+        blocks = [entry.value for entry in item.value if entry.value is not None]
         roles = [block.get("role") for block in blocks]
         if None not in roles and "guardrail" not in roles:
             message = "no metric is a guardrail: nothing can end this experiment by itself"

@@ -75,15 +75,15 @@ class Replica:
         Raises:
             PolicyError: nobody answers, a key is missing or wrong, or it is no SGLang server.
         """
-        found = self._asked("GET", INFO, self._api_key, None)
-        states = found.get("internal_states")
-        known = isinstance(states, list) and all(isinstance(each, dict) for each in states)
+        info = self._asked("GET", INFO, self._api_key, None)
+        states = info.get("internal_states")
+        known = isinstance(states, list) and all(isinstance(state, dict) for state in states)
         if not known or not states:
             raise self._refused(
                 "what answers there is no SGLang server (it does not say `internal_states`)",
                 "give the address that the server prints; a gateway answers for one replica",
             )
-        return found
+        return info
 
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Asks the server to `abort`, `pause`, `resume` or `promote`; returns its answer.
@@ -110,19 +110,19 @@ class Replica:
 
     def _asked(self, method: str, path: str, key: str | None, body: str | None) -> dict[str, Any]:
         status, content = self._answer(method, path, key, body)
-        found = _json(content)
+        document = _json(content)
         if status in (401, 403):
             raise self._unwelcome(method, status, key)
         lacks, remedy, meant = _LACKS[INFO if path == INFO else PATH]
         if status == 404:
             raise self._refused(f"{lacks} (status 404)", remedy)
-        if status in (400, 409, 413) and isinstance(found, dict):
-            raise Declined(_message(found))
-        if status != 200 or not isinstance(found, dict):
+        if status in (400, 409, 413) and isinstance(document, dict):
+            raise Declined(_message(document))
+        if status != 200 or not isinstance(document, dict):
             what = "a page that is no JSON" if status == 200 else f"status {status}"
             message = f"what answers there is no {meant} ({what})"
             raise self._refused(message, "give the address that the server prints")
-        return found
+        return document
 
     def _answer(
         self, method: str, path: str, key: str | None, body: str | None
@@ -190,7 +190,7 @@ def _json(content: bytes) -> Any:
         return None
 
 
-def _message(found: Mapping[str, Any]) -> str:
-    error = found.get("error")
+def _message(document: Mapping[str, Any]) -> str:
+    error = document.get("error")
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else "it does not say why"

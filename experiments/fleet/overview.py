@@ -97,10 +97,10 @@ class Overview:
     @cached_property
     def states(self) -> dict[ExperimentState, list[str]]:
         """State -> names of the replicas that are in it."""
-        found: dict[ExperimentState, list[str]] = {}
+        names: dict[ExperimentState, list[str]] = {}
         for answer in self.answers:
-            found.setdefault(ExperimentState(answer.document["state"]), []).append(answer.name)
-        return found
+            names.setdefault(ExperimentState(answer.document["state"]), []).append(answer.name)
+        return names
 
     @property
     def state(self) -> ExperimentState | None:
@@ -115,17 +115,17 @@ class Overview:
     @property
     def reasons(self) -> list[str]:
         """The reasons why the experiment has ended, each once."""
-        found = [answer.document["reason"] for answer in self.answers]
-        return list(dict.fromkeys(str(reason) for reason in found if reason))
+        reasons = [answer.document["reason"] for answer in self.answers]
+        return list(dict.fromkeys(str(reason) for reason in reasons if reason))
 
     @cached_property
     def rolled_back(self) -> dict[str, dict[str, str]]:
         """Arm that is rolled back -> name of the replica -> reason."""
-        found: dict[str, dict[str, str]] = {}
+        reasons: dict[str, dict[str, str]] = {}
         for answer in self.answers:
             for arm, reason in answer.document["rolled_back"].items():
-                found.setdefault(arm, {})[answer.name] = str(reason)
-        return found
+                reasons.setdefault(arm, {})[answer.name] = str(reason)
+        return reasons
 
     def serves(self, arm: str) -> bool:
         """Whether at least one replica has not rolled an arm back."""
@@ -133,16 +133,16 @@ class Overview:
 
     def values(self, name: str) -> list[tuple[Any, str]]:
         """The distinct values that replicas give for a key of the document, with their names."""
-        found: list[tuple[Any, list[str]]] = []
+        distinct: list[tuple[Any, list[str]]] = []
         for answer in self.answers:
             value = answer.document[name]
-            for known, names in found:
+            for known, names in distinct:
                 if known == value:
                     names.append(answer.name)
                     break
             else:
-                found.append((value, [answer.name]))
-        return [(value, ", ".join(names)) for value, names in found]
+                distinct.append((value, [answer.name]))
+        return [(value, ", ".join(names)) for value, names in distinct]
 
     @cached_property
     def rows(self) -> list[ArmRow]:
@@ -167,7 +167,7 @@ class Overview:
                 wanted=left.get(arm.name, 0.0) / weights,
                 seen=shared[arm.name] / total if total and arm.name in left else None,
                 gone=arm.name not in left,
-                means={name: each.mean for name, each in records[arm.name].tallies.items()},
+                means={name: tally.mean for name, tally in records[arm.name].tallies.items()},
             )
             for arm in self.experiment.arms
         ]
@@ -188,68 +188,68 @@ class Overview:
     @property
     def seconds(self) -> float | None:
         """Longest time for which a replica has gathered samples; None if one does not say."""
-        found = [answer.document.get("analysed_seconds") for answer in self.answers]
-        known = [float(seconds) for seconds in found if seconds is not None]
-        return max(known) if len(known) == len(found) else None
+        durations = [answer.document.get("analysed_seconds") for answer in self.answers]
+        known = [float(seconds) for seconds in durations if seconds is not None]
+        return max(known) if len(known) == len(durations) else None
 
     def outlook(self, verdict: Verdict) -> tuple[Outlook | None, float | None]:
         """Forecast of a guardrail's decision, and the seconds until then at the present rate.
 
         The seconds are None where no more samples come, or the rate is not known.
         """
-        found = outlook(self.analysis, verdict)
+        forecast = outlook(self.analysis, verdict)
         going = {ExperimentState.RUNNING, ExperimentState.PAUSED} & set(self.states)
-        if found is None or not going or not self.seconds:
-            return found, None
-        return found, found.missing * self.seconds / verdict.samples
+        if forecast is None or not going or not self.seconds:
+            return forecast, None
+        return forecast, forecast.missing * self.seconds / verdict.samples
 
     @cached_property
     def warnings(self) -> list[str]:
         """What makes the comparison untrue, what replicas disagree on, and unusable files."""
-        found = self.analysis.warnings()
-        known = {warning.split(":")[0] for warning in found}
+        warnings = self.analysis.warnings()
+        known = {warning.split(":")[0] for warning in warnings}
         for answer in self.answers:
             for warning in answer.document["warnings"]:
                 if warning.split(":")[0] not in known:
-                    found.append(f"at {answer.name}: {warning}")
-        return [*found, *self._standing()]
+                    warnings.append(f"at {answer.name}: {warning}")
+        return [*warnings, *self._standing()]
 
     def _standing(self) -> list[str]:
-        found = []
+        warnings = []
         if self.state is None:
             parts = [f"{state} at {', '.join(names)}" for state, names in self.states.items()]
-            found.append(f"the replicas differ: {'; '.join(parts)}")
+            warnings.append(f"the replicas differ: {'; '.join(parts)}")
         for arm, reasons in self.rolled_back.items():
             if self.serves(arm):
-                found.append(f"arm `{arm}` is rolled back at {', '.join(reasons)} only")
+                warnings.append(f"arm `{arm}` is rolled back at {', '.join(reasons)} only")
         if len(self.values("digest")) > 1:
-            found.append(
+            warnings.append(
                 "the replicas have different versions of this revision (coverage, steps or "
                 "enabled); put one file everywhere with `kvpolicy experiment put`"
             )
         for answer in self.answers:
             if not answer.document["reload"].get("success", True):
                 problem = str(answer.document["reload"].get("problem") or "").split("\n")[0]
-                found.append(
+                warnings.append(
                     f"the experiment file at {answer.name} is not in use, an earlier version is: "
                     f"{problem}"
                 )
             if not answer.document["state_saved"]:
-                found.append(
+                warnings.append(
                     f"the state file at {answer.name} cannot be written: a restart would forget "
                     "what has changed since"
                 )
-        return found
+        return warnings
 
     @property
     def worst(self) -> list[tuple[str, dict[str, Any]]]:
         """The `WORST` shadowed requests with the largest drift: the replica, and the request."""
-        found = [
+        requests = [
             (answer.name, request)
             for answer in self.answers
             for request in answer.document["analysis"]["worst"]
         ]
-        return sorted(found, key=lambda each: -float(each[1]["drift"]))[:WORST]
+        return sorted(requests, key=lambda pair: -float(pair[1]["drift"]))[:WORST]
 
     @property
     def log(self) -> list[tuple[str, str, str]]:
@@ -264,13 +264,13 @@ class Overview:
     @property
     def shadow(self) -> dict[str, dict[str, int]]:
         """Arm -> outcome -> number of sampled requests."""
-        found: dict[str, dict[str, int]] = {}
+        arms: dict[str, dict[str, int]] = {}
         for answer in self.answers:
             for arm, outcomes in answer.document["shadow"].items():
-                counts = found.setdefault(arm, {})
+                counts = arms.setdefault(arm, {})
                 for outcome, count in outcomes.items():
                     counts[outcome] = counts.get(outcome, 0) + int(count)
-        return found
+        return arms
 
     def as_document(self) -> dict[str, Any]:
         """Everything as a JSON value, from which `saved.read` reads the replicas' answers."""
@@ -301,14 +301,14 @@ def _check(answer: ReplicaAnswer) -> None:
 
 
 def _check_agreement(answers: Sequence[ReplicaAnswer]) -> None:
-    found: dict[tuple[str, str], list[str]] = {}
+    names_of: dict[tuple[str, str], list[str]] = {}
     for answer in answers:
         known = (answer.document["name"], answer.document["revision"])
-        found.setdefault(known, []).append(answer.name)
-    if len(found) > 1:
+        names_of.setdefault(known, []).append(answer.name)
+    if len(names_of) > 1:
         parts = [
             f"`{name}` revision {revision} at {', '.join(names)}"
-            for (name, revision), names in found.items()
+            for (name, revision), names in names_of.items()
         ]
         message = f"the replicas do not run one experiment: {'; '.join(parts)}"
         help = "put one file everywhere with `kvpolicy experiment put`, or look at one at a time"

@@ -22,17 +22,17 @@ def read(path: str) -> list[ReplicaAnswer]:
         PolicyError: the file cannot be read or holds something else.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise refused(path, "file", why(error, "it cannot be read")) from None
     except ValueError:
         raise refused(path, "file", "this is not JSON") from None
-    if isinstance(found, dict) and isinstance(found.get("replicas"), list):
-        return [_replica(path, each) for each in found["replicas"]] or _nothing(path)
-    if isinstance(found, list):
-        numbers = [f"{path}[{number}]" for number in range(len(found))]
-        return [_answer(*each) for each in zip(numbers, found, strict=True)] or _nothing(path)
-    return [_answer(path, found)]
+    if isinstance(value, dict) and isinstance(value.get("replicas"), list):
+        return [_replica(path, element) for element in value["replicas"]] or _nothing(path)
+    if isinstance(value, list):
+        numbers = [f"{path}[{number}]" for number in range(len(value))]
+        return [_answer(*element) for element in zip(numbers, value, strict=True)] or _nothing(path)
+    return [_answer(path, value)]
 
 
 def read_all(paths: Sequence[str]) -> list[ReplicaAnswer]:
@@ -44,16 +44,16 @@ def read_all(paths: Sequence[str]) -> list[ReplicaAnswer]:
     return [answer for path in paths for answer in read(path)]
 
 
-def _replica(path: str, found: Any) -> ReplicaAnswer:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _replica(path: str, value: Any) -> ReplicaAnswer:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise _something_else(path)
-    return _answer(found["name"], found.get("document"))
+    return _answer(value["name"], value.get("document"))
 
 
-def _answer(name: str, found: Any) -> ReplicaAnswer:
-    if not isinstance(found, dict):
+def _answer(name: str, value: Any) -> ReplicaAnswer:
+    if not isinstance(value, dict):
         raise _something_else(name)
-    return ReplicaAnswer(name, found)
+    return ReplicaAnswer(name, value)
 
 
 def _nothing(path: str) -> list[ReplicaAnswer]:

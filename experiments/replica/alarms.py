@@ -63,12 +63,13 @@ def _no_key(experiment: Experiment, sources: Sequence[int]) -> Iterator[str]:
     kinds = [key.kind for key in experiment.targeting_key]
     if "rid" not in kinds:
         return
-    at = kinds.index("rid")
-    if at and sources[at] >= ENOUGH and not any(sources[:at]):
-        names = ", ".join(f"`{key}`" for key in experiment.targeting_key[:at])
+    place = kinds.index("rid")
+    if place and sources[place] >= ENOUGH and not any(sources[:place]):
+        names = ", ".join(f"`{key}`" for key in experiment.targeting_key[:place])
         yield (
-            f"no key: none of {sources[at]:,} requests has one ({names}), so each is drawn by its "
-            "own id and a user meets several arms; let clients send a key, or the gateway pass it"
+            f"no key: none of {sources[place]:,} requests has one ({names}), so each is drawn by "
+            "its own id and a user meets several arms; let clients send a key, or the gateway "
+            "pass it"
         )
 
 

@@ -59,7 +59,9 @@ class ArmRecord:
             **{name: getattr(self, name) for name in _COUNTS},
             "tallies": {name: [tally.n, tally.total] for name, tally in self.tallies.items()},
             "means": {name: mean.as_document() for name, mean in self.means.items()},
-            "differences": {name: each.as_document() for name, each in self.differences.items()},
+            "differences": {
+                name: change.as_document() for name, change in self.differences.items()
+            },
         }
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:

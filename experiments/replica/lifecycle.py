@@ -78,17 +78,17 @@ class Lifecycle:
         if saved.get("format") != FORMAT:
             raise ValueError(f"its format is {saved.get('format')!r}, not {FORMAT}")
         try:
-            self.log = [dict(each) for each in saved["log"]]
+            self.log = [dict(entry) for entry in saved["log"]]
             self._latched = {
                 revision: {
-                    **{name: each.get(name) for name in ("state", "reason", "arm")},
-                    "rolled_back": dict(each["rolled_back"]),
+                    **{name: end.get(name) for name in ("state", "reason", "arm")},
+                    "rolled_back": dict(end["rolled_back"]),
                 }
-                for revision, each in saved["latched"].items()
+                for revision, end in saved["latched"].items()
             }
-            for each in self._latched.values():
-                if each["state"] is not None:
-                    ExperimentState(each["state"])
+            for end in self._latched.values():
+                if end["state"] is not None:
+                    ExperimentState(end["state"])
             same = saved["revision"] == self.experiment.revision
             self._elapsed = float(saved["elapsed"]) if same else 0.0
             self._paused = bool(saved["paused"]) and same
@@ -185,8 +185,8 @@ class Lifecycle:
             return False
         self._latch()["rolled_back"][arm] = reason
         self._note(f"arm {arm} rolled back: {reason}")
-        left = [each.name for each in self.experiment.arms[1:] if each.weight > 0]
-        if set(left) <= set(self.rolled_back):
+        remaining = [other.name for other in self.experiment.arms[1:] if other.weight > 0]
+        if set(remaining) <= set(self.rolled_back):
             self.abort(reason)
         return True
 

@@ -65,12 +65,12 @@ def load(path: Path) -> dict[str, Any] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise StateFileError(f"it cannot be read: {error}") from None
     try:
-        found = json.loads(text)
+        state = json.loads(text)
     except ValueError as error:
         raise StateFileError(f"it is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("experiment"), str):
+    if not isinstance(state, dict) or not isinstance(state.get("experiment"), str):
         raise StateFileError("it is not the state of an experiment")
-    return found
+    return state
 
 
 def save(path: Path, saved: Mapping[str, Any]) -> None:

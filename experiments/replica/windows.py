@@ -60,8 +60,8 @@ class Windows:
         """Makes a window the present one, and closes all windows before the previous one."""
         if window != self.latest:
             self.latest = window
-            for each in sorted(each for each in self._open if each < window - 1):
-                self._close(each)
+            for earlier in sorted(earlier for earlier in self._open if earlier < window - 1):
+                self._close(earlier)
 
     def add(self, window: int, arm: str, metric: str, value: float) -> None:
         """Adds a value in [0, clip] of a request that began in a window."""
@@ -76,9 +76,9 @@ class Windows:
             self._arms[window] = arm
             self._sums[window] = [0.0] * 2 * len(self.clips)
             self._open.add(window)
-        at = 2 * list(self.clips).index(metric)
-        self._sums[window][at] += 1
-        self._sums[window][at + 1] += value
+        column = 2 * list(self.clips).index(metric)
+        self._sums[window][column] += 1
+        self._sums[window][column + 1] += value
 
     def _close(self, window: int) -> None:
         self._open.remove(window)

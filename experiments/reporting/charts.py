@@ -24,13 +24,13 @@ _FEWEST, _MOST = -2.0, 4.0  # widest range of the chart of guardrails, in margin
 
 def charts(overview: Overview) -> dict[str, dict[str, Any]]:
     """The charts that have rows, by name."""
-    found = {
+    drawn = {
         "guardrails": _guardrails(overview),
         "memory": _bars(overview, BYTES, "bytes per prompt token"),
         **{metric: _bars(overview, metric, "seconds, mean") for metric in TIMES},
         **{metric: _by_arm(overview, metric) for metric in ("drift", "top1_disagreement")},
     }
-    return {name: chart for name, chart in found.items() if chart["rows"]}
+    return {name: chart for name, chart in drawn.items() if chart["rows"]}
 
 
 def _guardrails(overview: Overview) -> dict[str, Any]:

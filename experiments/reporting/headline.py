@@ -56,22 +56,22 @@ def decided(overview: Overview, arm: str) -> bool:
     """Whether an arm is cleared of all its guardrails and no replica has rolled it back."""
     if arm in overview.rolled_back:
         return False
-    own = [verdict for verdict in overview.guardrails if verdict.arm == arm]
-    return bool(own) and all(verdict.outcome == "cleared" for verdict in own)
+    verdicts = [verdict for verdict in overview.guardrails if verdict.arm == arm]
+    return bool(verdicts) and all(verdict.outcome == "cleared" for verdict in verdicts)
 
 
 def lacks(overview: Overview, verdict: Verdict) -> str:
     """What an undecided guardrail lacks, as the words that follow "lacks"."""
     if not verdict.samples:
         return "its first sample"
-    found, seconds = overview.outlook(verdict)
-    if found is None:
+    forecast, seconds = overview.outlook(verdict)
+    if forecast is None:
         return "samples; how many cannot be told yet"
     unit = "windows" if by_window(overview.analysis, verdict) else "requests"
     noun = "samples" if verdict.absolute else f"pairs of {unit}"
     when = "" if seconds is None else f", {words.duration(seconds)} at the present rate"
-    towards = "" if found.outcome == "cleared" else ", and goes towards a breach"
-    return f"about {words.rounded(found.missing)} more {noun}{when}{towards}"
+    towards = "" if forecast.outcome == "cleared" else ", and goes towards a breach"
+    return f"about {words.rounded(forecast.missing)} more {noun}{when}{towards}"
 
 
 def _aborted(overview: Overview) -> str:
@@ -91,7 +91,7 @@ def _where(overview: Overview, state: ExperimentState) -> str:
 
 
 def _promoted(overview: Overview) -> Headline:
-    arm = next(each for each, _ in overview.values("promoted") if each)
+    arm = next(name for name, _ in overview.values("promoted") if name)
     where = _where(overview, ExperimentState.PROMOTED)
     reason = f" ({overview.reasons[0]})" if overview.reasons else ""
     policy = overview.experiment.arm(arm).policy
@@ -110,7 +110,7 @@ def _untrue(overview: Overview) -> str | None:
 
 def _breached(overview: Overview, breached: list[Verdict]) -> str:
     worst = max(breached, key=lambda verdict: verdict.log_e_breach or 0.0)
-    found = words.interval(worst.metric, worst.low, worst.high)
+    interval = words.interval(worst.metric, worst.low, worst.high)
     margin = words.measured(worst.metric, worst.margin)
     if overview.experiment.analysis.on_fail == "alert":
         why = "the experiment goes on, as its file says `on_fail: alert`"
@@ -119,8 +119,8 @@ def _breached(overview: Overview, breached: list[Verdict]) -> str:
     else:
         why = "it is rolled back with the next request"
     return (
-        f"Guardrail `{worst.metric}` of arm `{worst.arm}` is breached ({found}, margin {margin}); "
-        f"{why}."
+        f"Guardrail `{worst.metric}` of arm `{worst.arm}` is breached ({interval}, margin "
+        f"{margin}); {why}."
     )
 
 
@@ -165,7 +165,7 @@ def _length(overview: Overview, verdict: Verdict) -> float:
 
     Infinite where neither is known; the largest value tells which guardrail is decided last.
     """
-    found, seconds = overview.outlook(verdict)
-    if found is None:
+    forecast, seconds = overview.outlook(verdict)
+    if forecast is None:
         return float("inf")
-    return found.missing if seconds is None else seconds
+    return forecast.missing if seconds is None else seconds

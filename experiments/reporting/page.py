@@ -25,9 +25,9 @@ def page(overview: Overview) -> str:
         "SECTIONS": "\n\n".join(map(_section, parts)),
     }
     body = offline_page.filled((SOURCES / "experiment.html").read_text("utf-8"), named)
-    own = [SOURCES / "experiment.css", SOURCES / "experiment.js"]
+    styles_and_scripts = [SOURCES / "experiment.css", SOURCES / "experiment.js"]
     title = f"Experiment {overview.experiment.name} - kvpolicy"
-    return offline_page.page(title, body, drawn, own)
+    return offline_page.page(title, body, drawn, styles_and_scripts)
 
 
 def _section(part: Section) -> str:

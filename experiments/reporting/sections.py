@@ -124,7 +124,7 @@ def _memory(overview: Overview, charts: Collection[str]) -> str:
         for verdict in overview.of_metric(BYTES)
         if verdict.mean is not None and verdict.low is not None
     ]
-    found = [
+    sentences = [
         f"<p>{html.escape(verdict.arm)}: {_mean(verdict)} bytes per prompt token compared with "
         f"control, {words.interval(verdict.metric, verdict.low, verdict.high)}; "
         f"{outcome(overview, verdict)}.</p>"
@@ -134,7 +134,7 @@ def _memory(overview: Overview, charts: Collection[str]) -> str:
     return (
         _about("KV cache that a prompt holds after compression, mean over finished requests.")
         + _figure(charts, "memory", "KV memory by arm", "bytes per prompt token")
-        + "".join(found)
+        + "".join(sentences)
         + table("KV memory by arm", head, rows)
     )
 
@@ -312,16 +312,16 @@ def facts(overview: Overview) -> Sequence[tuple[str, str]]:
     )
     requests = sum(row.requests for row in overview.rows)
     design = experiment.design
-    found = [
+    lines = [
         ("Arms", arms),
         ("Coverage", f"{coverage} of the keys"),
         ("Design", "request" if design is None else "switchback"),
         ("Requests", f"{requests:,} assigned"),
         (
             "Running for",
-            words.duration(max(each for each, _ in overview.values("elapsed_seconds"))),
+            words.duration(max(seconds for seconds, _ in overview.values("elapsed_seconds"))),
         ),
         ("Revision", experiment.revision),
         ("Replicas", ", ".join(answer.name for answer in overview.answers)),
     ]
-    return found
+    return lines

@@ -113,8 +113,8 @@ def _arm(overview: Overview, row: ArmRow) -> list[str]:
 
 def kept(overview: Overview, row: ArmRow) -> float | None:
     """KV bytes per prompt token of an arm divided by control's; None where not known."""
-    control, own = overview.rows[0].means[_BYTES], row.means[_BYTES]
-    return own / control if own is not None and control else None
+    control, arm = overview.rows[0].means[_BYTES], row.means[_BYTES]
+    return arm / control if arm is not None and control else None
 
 
 def _verdicts(overview: Overview, width: int) -> Iterator[str]:

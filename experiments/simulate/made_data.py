@@ -63,8 +63,8 @@ KINDS: dict[str, Callable[[float, float], Sampler]] = {
 
 def _cut_lognormal_mean(mu: float, upper: float) -> float:
     """Mean of min(X, upper), where log X is normal with mean mu and deviation SIGMA."""
-    at = (math.log(upper) - mu) / SIGMA
-    return math.exp(mu + SIGMA**2 / 2) * _normal(at - SIGMA) + upper * (1 - _normal(at))
+    cut = (math.log(upper) - mu) / SIGMA
+    return math.exp(mu + SIGMA**2 / 2) * _normal(cut - SIGMA) + upper * (1 - _normal(cut))
 
 
 def _cut_exponential_mean(log_scale: float, upper: float) -> float:

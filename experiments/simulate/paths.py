@@ -65,9 +65,9 @@ def _mixture(gains: np.ndarray, bets: Sequence[float]) -> np.ndarray:
 def _log_mean_exp(shape: tuple[int, ...], logs: Iterable[np.ndarray]) -> np.ndarray:
     """As `bounded_mean.log_mean_exp`, of logs cut at `LIMIT`, far beyond any decision."""
     total, number = np.zeros(shape), 0
-    for each in logs:
-        np.clip(each, -LIMIT, LIMIT, out=each)
-        total += np.exp(each, out=each)
+    for values in logs:
+        np.clip(values, -LIMIT, LIMIT, out=values)
+        total += np.exp(values, out=values)
         number += 1
     return np.log(total / number)
 

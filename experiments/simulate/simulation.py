@@ -148,8 +148,8 @@ def _quantile(when: np.ndarray, share: float) -> int | None:
 def _guardrail_plans(experiment: Experiment) -> Iterator[_Plan]:
     for metric in experiment.metrics:
         if metric.role == "guardrail":
-            own = metric.kind.compared == "margin"
-            yield from (_own_plans if own else _difference_plans)(experiment, metric)
+            absolute = metric.kind.compared == "margin"
+            yield from (_own_plans if absolute else _difference_plans)(experiment, metric)
 
 
 def _limits(metric: Metric) -> tuple[float, float]:
@@ -224,10 +224,10 @@ def _own_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]:
         return lambda rng, shape: _missed(sums(sampler(rng, shape), upper), margin, alpha)
 
     for data, kind in KINDS.items():
-        at = f"{data}, mean {margin:g}"
-        yield _Plan(name, "false alarm", at, math.exp(-breach), above(kind(margin, upper)))
-        yield _Plan(name, "false clearing", at, alpha, below(kind(margin, upper)))
-        yield _Plan(name, "interval misses", at, alpha, misses(kind(margin, upper)))
+        words = f"{data}, mean {margin:g}"
+        yield _Plan(name, "false alarm", words, math.exp(-breach), above(kind(margin, upper)))
+        yield _Plan(name, "false clearing", words, alpha, below(kind(margin, upper)))
+        yield _Plan(name, "interval misses", words, alpha, misses(kind(margin, upper)))
     data, kind = next(iter(KINDS.items()))
     for factor in BAD:
         mean = factor * margin
@@ -235,8 +235,10 @@ def _own_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]:
             yield _Plan(name, "breach", f"{data}, mean {mean:g}", None, above(kind(mean, upper)))
     for factor in GOOD:
         mean = factor * margin
-        made = kind(mean, upper) if mean else _zero
-        yield _Plan(name, "clear", f"{data if mean else 'zero'}, mean {mean:g}", None, below(made))
+        sampler = kind(mean, upper) if mean else _zero
+        yield _Plan(
+            name, "clear", f"{data if mean else 'zero'}, mean {mean:g}", None, below(sampler)
+        )
 
 
 def _zero(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
@@ -258,10 +260,10 @@ def _difference_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]
             pairs = arm(rng, shape) - control(rng, shape)
             return first_at_least(evidence(pairs + upper, 2 * upper, upper + margin), threshold)
 
-        data = next(name for name, each in KINDS.items() if each is kind)
-        at = f"{data}, {mean:g} against {base:g}"
+        data = next(name for name, candidate in KINDS.items() if candidate is kind)
+        words = f"{data}, {mean:g} against {base:g}"
         return _Plan(
-            metric.metric, question, at, bound, run, every_request=experiment.design is None
+            metric.metric, question, words, bound, run, every_request=experiment.design is None
         )
 
     yield plan("false alarm", 1.0, math.exp(-breach))
@@ -272,10 +274,10 @@ def _difference_plans(experiment: Experiment, metric: Metric) -> Iterator[_Plan]
     yield plan("clear", 0.0, None)
 
 
-def _missed(found: Sums, mean: float, alpha: float) -> np.ndarray:
+def _missed(running: Sums, mean: float, alpha: float) -> np.ndarray:
     """Number of values after which an interval first misses the mean: int [R], 0 for never."""
-    half = found.spread + found.scale * math.log(2 / alpha)
-    return first_at_least(np.abs(found.center - mean) / half, 1.0)
+    half = running.spread + running.scale * math.log(2 / alpha)
+    return first_at_least(np.abs(running.center - mean) / half, 1.0)
 
 
 def _ratio_plans(experiment: Experiment) -> Iterator[_Plan]:

@@ -37,14 +37,14 @@ def divergence(policy: Candidates, full: Candidates) -> np.ndarray:
 
     0 up to `RESOLUTION`; NaN where a listed log-probability of either is NaN.
     """
-    found = [
+    parts = [
         _divergence(
             Candidates(policy.ids[start : start + _ROWS], policy.logprobs[start : start + _ROWS]),
             Candidates(full.ids[start : start + _ROWS], full.logprobs[start : start + _ROWS]),
         )
         for start in range(0, len(policy.ids), _ROWS)
     ]
-    return np.concatenate(found) if found else np.empty(0)
+    return np.concatenate(parts) if parts else np.empty(0)
 
 
 def _divergence(policy: Candidates, full: Candidates) -> np.ndarray:
@@ -63,9 +63,9 @@ def _divergence(policy: Candidates, full: Candidates) -> np.ndarray:
     total = alone + rest
     share = np.divide(alone, total, out=np.zeros_like(total), where=total > 0)
     theirs_alone = np.minimum(share * theirs_left, most)
-    found = both + _term(alone, theirs_alone) + _term(rest, theirs_left - theirs_alone)
-    found = np.where(found > RESOLUTION, found, 0.0)
-    return np.where(_unknown(policy) | _unknown(full), np.nan, found)
+    nats = both + _term(alone, theirs_alone) + _term(rest, theirs_left - theirs_alone)
+    nats = np.where(nats > RESOLUTION, nats, 0.0)
+    return np.where(_unknown(policy) | _unknown(full), np.nan, nats)
 
 
 def _unknown(candidates: Candidates) -> np.ndarray:
@@ -73,9 +73,9 @@ def _unknown(candidates: Candidates) -> np.ndarray:
     return np.isnan(candidates.logprobs).any(axis=1)
 
 
-def _left(taken: np.ndarray) -> np.ndarray:
-    """1 - taken, at least 0, and 0 where only rounding is left: float64 [n]."""
-    left = np.clip(1 - taken, 0.0, 1.0)
+def _left(mass: np.ndarray) -> np.ndarray:
+    """1 - mass, at least 0, and 0 where only rounding is left: float64 [n]."""
+    left = np.clip(1 - mass, 0.0, 1.0)
     return np.where(left > _NOTHING, left, 0.0)
 
 
