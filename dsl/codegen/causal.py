@@ -28,17 +28,17 @@ def _absent_after(node: Node) -> bool:
         return False
     fold = all if node.op == "choose" else any
     parts = (node.args[0], node.args[2]) if node.op == "choose" else node.args
-    return bool(parts) and fold(_absent_after(each) for each in parts)
+    return bool(parts) and fold(_absent_after(part) for part in parts)
 
 
 def _false_after(node: Node) -> bool:
     """Whether a truth value is false or absent where the token comes after the query."""
     if node.op in ("and", "or"):
-        return (any if node.op == "and" else all)(_false_after(each) for each in node.args)
+        return (any if node.op == "and" else all)(_false_after(argument) for argument in node.args)
     if node.op == "mask":
-        return any(_false_after(each) for each in node.args)
+        return any(_false_after(argument) for argument in node.args)
     compares = node.operation.kind is Kind.COMPARISON
-    return compares and any(_absent_after(each) for each in node.args)
+    return compares and any(_absent_after(argument) for argument in node.args)
 
 
 def nothing_after(node: Node) -> bool:
@@ -46,9 +46,9 @@ def nothing_after(node: Node) -> bool:
     if _absent_after(node):
         return True
     if node.op == "multiply":
-        return any(nothing_after(each) for each in node.args)
+        return any(nothing_after(argument) for argument in node.args)
     if node.operation.sums:
-        return all(nothing_after(each) for each in node.args)
+        return all(nothing_after(argument) for argument in node.args)
     if node.operation.is_reduction and node.operation.linear:
         # A sum over queries or tokens has one value for all of them.
         return not {"query", "token"} & set(node.axes) and nothing_after(node.args[0])

@@ -19,20 +19,20 @@ def divide(writer: Writer, node: Node) -> Tile:
 
 def power(writer: Writer, node: Node) -> Tile:
     """A power with one of the exponents that kernels compute."""
-    known = exponent(node)
-    if known is None:
+    degree = exponent(node)
+    if degree is None:
         raise TypeError("a power that no kernel computes")
-    text = "tl.sqrt({0} + 0.0)" if known == 0.5 else " * ".join(["{0}"] * int(known))
+    text = "tl.sqrt({0} + 0.0)" if degree == 0.5 else " * ".join(["{0}"] * int(degree))
     return writer.arithmetic(node, text)
 
 
 def both(writer: Writer, node: Node) -> Tile:
-    a, b = (writer.truth(each) for each in node.args)
+    a, b = (writer.truth(argument) for argument in node.args)
     return Tile(f"({a.text} & {b.text})", a.axes | b.axes)
 
 
 def either(writer: Writer, node: Node) -> Tile:
-    a, b = (writer.truth(each) for each in node.args)
+    a, b = (writer.truth(argument) for argument in node.args)
     return Tile(f"({a.text} | {b.text})", a.axes | b.axes)
 
 
@@ -61,6 +61,6 @@ def choose(writer: Writer, node: Node) -> Tile:
     in_x = conjunction(x.present) or "(tokens > 0)"
     in_y = conjunction(y.present) or "(tokens > 0)"
     text = f"({holds.text} & {in_x}) | (({holds.text} == 0) & {in_y})"
-    all_axes = axes.union(*(each.axes for each in (*x.present, *y.present)))
-    there = writer.named(f"{name}_there", text)
-    return Tile(name, axes, (Condition(there, all_axes),))
+    all_axes = axes.union(*(presence.axes for presence in (*x.present, *y.present)))
+    present = writer.named(f"{name}_there", text)
+    return Tile(name, axes, (Condition(present, all_axes),))

@@ -45,17 +45,17 @@ class Writer(Leaves):
         if node in self.stored:
             name, axes = self.stored[node]
             return self._load(node.name or node.op, name, axes, node)
-        made = self.leaf(self, node)
-        if made is not None:
-            return made
+        leaf = self.leaf(self, node)
+        if leaf is not None:
+            return leaf
         row = node.operation
         if row.is_reduction and node.axes == ("group",):
             return self._over_group(node)
         assert row.triton is not None  # checked by `Fusion`
         if "{" in row.triton:
             return self.arithmetic(node, row.triton)
-        written: Tile = form(row.triton, "codegen")(self, node)
-        return written
+        tile: Tile = form(row.triton, "codegen")(self, node)
+        return tile
 
     # Elementwise.
 
@@ -67,22 +67,22 @@ class Writer(Leaves):
             template: the text, with `{0}` and `{1}` for the arguments.
             clean: whether it cannot be NaN, whatever its row says.
         """
-        tiles = [self.value(each) for each in node.args]
-        axes = frozenset().union(*(each.axes for each in tiles))
+        tiles = [self.value(argument) for argument in node.args]
+        axes = frozenset().union(*(tile.axes for tile in tiles))
         clean = (
             clean
             or node.type.kind == "truth"
-            or (not node.operation.may_be_nan and all(finite(each) for each in node.args))
+            or (not node.operation.may_be_nan and all(finite(argument) for argument in node.args))
         )
-        text = template.format(*(each.text for each in tiles))
+        text = template.format(*(tile.text for tile in tiles))
         name = self.named(node.name or node.op, text)
         if not clean:
             self.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)  # no NaN")
         present = together(*tiles)
         if node.type.kind == "truth":  # a comparison with an absent value is false
-            every = (Condition(name, axes), *present)
-            both = frozenset().union(axes, *(each.axes for each in present))
-            return Tile(f"({conjunction(every)})", both)
+            conditions = (Condition(name, axes), *present)
+            all_axes = frozenset().union(axes, *(condition.axes for condition in present))
+            return Tile(f"({conjunction(conditions)})", all_axes)
         return Tile(name, axes, present)
 
     def truth(self, node: Node) -> Tile:
@@ -90,7 +90,7 @@ class Writer(Leaves):
         x = self.value(node)
         if not x.present:
             return x
-        axes = frozenset().union(x.axes, *(each.axes for each in x.present))
+        axes = frozenset().union(x.axes, *(condition.axes for condition in x.present))
         return Tile(f"({conjunction((Condition(x.text, x.axes), *x.present))})", axes)
 
     # Reductions within a tile.
@@ -98,12 +98,12 @@ class Writer(Leaves):
     def _over_group(self, node: Node) -> Tile:
         x = self.value(node.args[0])
         self.comment(node)
-        made = self.reduced(node.op, x, ("group",), node)
-        name = self.named(node.name or f"{node.op}_of_group", made.text)
+        tile = self.reduced(node.op, x, ("group",), node)
+        name = self.named(node.name or f"{node.op}_of_group", tile.text)
         row = node.operation
         if not finite(node.args[0]) and row.keeps_finite and not row.always_finite:
             self.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)  # no NaN")
-        return replace(made, text=name)
+        return replace(tile, text=name)
 
     def reduced(self, op: str, x: Tile, over: tuple[str, ...], node: Node) -> Tile:
         """A reduction of a tile over some of its axes, skipping absent values and padding."""
@@ -111,14 +111,16 @@ class Writer(Leaves):
         if row.averages:
             total = self.reduced("sum", x, over, node)
             number = self.number(x, over, node)
-            some = number.text if number.text == "GROUP" else f"tl.maximum({number.text}, 1)"
-            return Tile(f"{total.text} / {some}", total.axes | number.axes)  # of nothing: 0
+            divisor = number.text if number.text == "GROUP" else f"tl.maximum({number.text}, 1)"
+            return Tile(f"{total.text} / {divisor}", total.axes | number.axes)  # of nothing: 0
         truth = node.args[0].type.kind == "truth"
         conditions = (*x.present, *self.padding(over, x))
-        fixed = tuple(each for each in conditions if not each.axes & set(over))
-        inner = tuple(each for each in conditions if each.axes & set(over))
+        fixed = tuple(condition for condition in conditions if not condition.axes & set(over))
+        inner = tuple(condition for condition in conditions if condition.axes & set(over))
         text = of_each(row, x.text, truth)
-        axes = (x.axes if text != "1.0" else frozenset()).union(*(each.axes for each in inner))
+        axes = (x.axes if text != "1.0" else frozenset()).union(
+            *(condition.axes for condition in inner)
+        )
         if inner:
             text = self.named("present", f"tl.where({conjunction(inner)}, {text}, {nothing(row)})")
         axes_wanted = set(over) | (x.axes if not inner else set())
@@ -129,15 +131,15 @@ class Writer(Leaves):
         if fixed:
             text = self.named(f"{op}_of_present", text)
             text = f"tl.where({conjunction(fixed)}, {text}, {nothing(row)})"
-            axes = axes.union(*(each.axes for each in fixed))
+            axes = axes.union(*(condition.axes for condition in fixed))
         text = f"({text} > 0)" if row.result == "truth" else text
         return Tile(text, (axes | x.axes) - set(over))
 
     def number(self, x: Tile, over: tuple[str, ...], node: Node) -> Tile:
         """Number of values that are present along some axes."""
-        known = self.known_number(x, over)
-        if known is not None:
-            return known
+        tile = self.known_number(x, over)
+        if tile is not None:
+            return tile
         return self.counted(x, over, node)
 
     def counted(self, x: Tile, over: tuple[str, ...], node: Node) -> Tile:
@@ -146,32 +148,34 @@ class Writer(Leaves):
 
     def known_number(self, x: Tile, over: tuple[str, ...]) -> Tile | None:
         """That number without counting, as a query sees the tokens up to its own; None: unknown."""
-        inner = [each for each in x.present if each.axes & set(over)]
+        inner = [condition for condition in x.present if condition.axes & set(over)]
         if self.steps and (inner or (self.causal and "query" in over)):
             return None
-        if any(each.text != SEEN.text for each in inner) or "token" in over:
+        if any(condition.text != SEEN.text for condition in inner) or "token" in over:
             return None
         sizes = ["GROUP"] if "group" in over else []
         if "query" in over:
             sizes.append(f"tl.minimum(queries, tokens - {self.token})" if inner else "queries")
-        fixed = tuple(each for each in x.present if each not in inner)
-        axes = frozenset().union(*(each.axes for each in fixed), ("token",) if inner else ())
+        fixed = tuple(condition for condition in x.present if condition not in inner)
+        axes = frozenset().union(
+            *(condition.axes for condition in fixed), ("token",) if inner else ()
+        )
         size = " * ".join(sizes)
         return Tile(f"tl.where({conjunction(fixed)}, {size}, 0)" if fixed else size, axes)
 
     def padding(self, over: tuple[str, ...], x: Tile) -> tuple[Condition, ...]:
         """Conditions that exclude the padding of some axes."""
-        group, found = self.bound.shape.group, []
+        group, conditions = self.bound.shape.group, []
         if "group" in over and group & (group - 1):
-            found.append(Condition("(group < GROUP)", frozenset(("group",))))
+            conditions.append(Condition("(group < GROUP)", frozenset(("group",))))
         if SEEN not in x.present:  # which excludes padding too
             if self.causal and {"query", "token"} & set(over):
-                return (*found, SEEN)
+                return (*conditions, SEEN)
             if "query" in over:
-                found.append(Condition("(row < queries)", frozenset(("query",))))
+                conditions.append(Condition("(row < queries)", frozenset(("query",))))
             if "token" in over:
-                found.append(Condition(self.held, frozenset(("token",))))
-        return tuple(found)
+                conditions.append(Condition(self.held, frozenset(("token",))))
+        return tuple(conditions)
 
 
 def nothing(row: Operation) -> str:

@@ -84,7 +84,7 @@ class Bundle:
     @cached_property
     def reads_values(self) -> bool:
         """Whether the kernels read the tensor `value`."""
-        nodes = (node for each in self.reductions for node in each.node.walk())
+        nodes = (node for reduction in self.reductions for node in reduction.node.walk())
         return any("value" in node.operation.tensors for node in nodes)
 
     @cached_property
@@ -132,30 +132,32 @@ class Fusion:
                 self._reductions[node] = self._supported(node, role)
             except Unsupported as reason:
                 self.reasons[node] = str(reason)
-        made = self._grouped(nodes)
-        outputs = self._outputs(made)
-        self.bundles = [each for each in (self._needed(x, outputs) for x in made) if each.outputs]
-        self.bundle_of = {node: each for each in self.bundles for node in each.outputs}
+        bundles = self._grouped(nodes)
+        outputs = self._outputs(bundles)
+        self.bundles = [
+            bundle for bundle in (self._needed(x, outputs) for x in bundles) if bundle.outputs
+        ]
+        self.bundle_of = {node: bundle for bundle in self.bundles for node in bundle.outputs}
 
     def inside(self) -> Iterator[Node]:
         """Nodes that kernels compute, or read as numbers of the host."""
         for bundle in self.bundles:
             seen = {*bundle.inputs}
-            for node in (*(each.node for each in bundle.reductions), *bundle.tail):
+            for node in (*(reduction.node for reduction in bundle.reductions), *bundle.tail):
                 yield from node.walk(seen)
 
     def left(self) -> list[Node]:
         """Nodes that stay with torch."""
-        found: dict[Node, None] = {}
+        nodes: dict[Node, None] = {}
         waiting = list(self.roots)
         while waiting:
             node = waiting.pop()
-            if node not in found and node not in self.bundle_of:
-                found[node] = None
+            if node not in nodes and node not in self.bundle_of:
+                nodes[node] = None
                 waiting.extend(() if node.operation.is_window else node.args)
             elif node in self.bundle_of:
-                waiting.extend(x for x in self.bundle_of[node].inputs if x not in found)
-        return list(found)
+                waiting.extend(x for x in self.bundle_of[node].inputs if x not in nodes)
+        return list(nodes)
 
     # What a kernel can compute.
 
@@ -168,31 +170,35 @@ class Fusion:
         windows: list[Node] = []
         waiting = [x]
         while waiting:
-            each = waiting.pop()
-            if each in seen or inlined(each, self.bound):
+            value = waiting.pop()
+            if value in seen or inlined(value, self.bound):
                 continue
-            seen.add(each)
-            made = self._reductions.get(each)
-            given = not {"query", "dim"} & set(each.type.axes)
-            given = given or (made is not None and made.role == "rows")
-            if given:
-                inputs.append(each)
-            elif each.operation.is_window:
-                windows.append(each)
-            elif each.op != "index":
-                waiting.extend(each.args)
-            self._check(each, role, given)
+            seen.add(value)
+            reduction = self._reductions.get(value)
+            is_input = not {"query", "dim"} & set(value.type.axes)
+            is_input = is_input or (reduction is not None and reduction.role == "rows")
+            if is_input:
+                inputs.append(value)
+            elif value.operation.is_window:
+                windows.append(value)
+            elif value.op != "index":
+                waiting.extend(value.args)
+            self._check(value, role, is_input)
         if role != "vectors" and not any(w.operation.reads_queries for w in windows):
             raise Unsupported("no attention in it")
         if role == "rows" and not any(w.operation.softmax for w in windows):
             raise Unsupported("logits reduced over tokens")
         if len({window_key(w, self.bound, self.steps) for w in windows}) > 1:
             raise Unsupported("windows of different sizes in one expression")
-        kept = {"columns": ("kv", "token"), "vectors": ("kv", "token"), "rows": ("kv", "group")}
-        rest = tuple(axis for axis in node.axes if axis in kept[role])
+        torch_axes = {
+            "columns": ("kv", "token"),
+            "vectors": ("kv", "token"),
+            "rows": ("kv", "group"),
+        }
+        rest = tuple(axis for axis in node.axes if axis in torch_axes[role])
         if node.op == "var" and (rest or role == "rows"):
             raise Unsupported("a variance over tokens or KV heads")
-        if any(looks_across(each, self.bound) for each in inputs):
+        if any(looks_across(value, self.bound) for value in inputs):
             raise Unsupported("it looks at other layers")
         window = next((w for w in windows if w.op != "distance"), None)
         return Reduction(node, role, window, tuple(inputs), rest)
@@ -233,9 +239,9 @@ class Fusion:
         if node.op == "power" and exponent(node) is None:
             raise Unsupported("a power that is not 1, 2, 3, 4 or 1/2")
         if node.op == "exp" and any(
-            not each.operation.in_kernels and not each.operation.softmax
-            for each in node.args[0].walk()
-            if each.type.axes or not each.operation.known_to_host
+            not part.operation.in_kernels and not part.operation.softmax
+            for part in node.args[0].walk()
+            if part.type.axes or not part.operation.known_to_host
         ):
             raise Unsupported("`exp` may leave the range of float32")
 
@@ -249,70 +255,76 @@ class Fusion:
         return self._levels[node]
 
     def _find_level(self, node: Node) -> int:
-        made = self._reductions.get(node)
-        if made is not None:
-            return 1 + max((self._level(each) for each in made.inputs), default=0)
+        reduction = self._reductions.get(node)
+        if reduction is not None:
+            return 1 + max((self._level(value) for value in reduction.inputs), default=0)
         if node.op == "state":
             state = self._states.get(node.symbol)
-            below = None if state is None else (state.next or state.start)
-            return 0 if below is None else self._level(below)
+            expression = None if state is None else (state.next or state.start)
+            return 0 if expression is None else self._level(expression)
         if node.op == "before":
             start = self._states[node.symbol].start
             return 0 if start is None else self._level(start)
         args = () if node.operation.is_window else node.args
-        return max((self._level(each) for each in args), default=0)
+        return max((self._level(argument) for argument in args), default=0)
 
     def _grouped(self, nodes: list[Node]) -> list[Bundle]:
         groups: dict[tuple[int, tuple[object, ...]], list[Reduction]] = {}
-        alone: dict[int, list[Reduction]] = {}
-        for each in self._reductions.values():
-            level = self._level(each.node)
+        vectors_by_level: dict[int, list[Reduction]] = {}
+        for reduction in self._reductions.values():
+            level = self._level(reduction.node)
             if level >= _LATE:
                 continue
-            if each.window is None:
-                alone.setdefault(level, []).append(each)
+            if reduction.window is None:
+                vectors_by_level.setdefault(level, []).append(reduction)
             else:
-                queries = window_key(each.window, self.bound, self.steps)
-                groups.setdefault((level, queries), []).append(each)
+                queries = window_key(reduction.window, self.bound, self.steps)
+                groups.setdefault((level, queries), []).append(reduction)
         # What a prefill computes of all queries also runs chunk by chunk, maybe without the tensor
         # `value`; it shares its pass with nothing else.
         shared = ("recent", "new", "all") if self.steps else ("recent",)
-        for level, vectors in alone.items():
+        for level, vectors in vectors_by_level.items():
             keys = [key for key in groups if key[0] == level and key[1][0] in shared]
             groups.setdefault(keys[0] if keys else (level, ("none",)), []).extend(vectors)
-        made = []
+        bundles = []
         for level, queries in sorted(groups, key=lambda key: key[0]):
             reductions = tuple(groups[level, queries])
-            window = next((each.window for each in reductions if each.window is not None), None)
+            window = next(
+                (reduction.window for reduction in reductions if reduction.window is not None), None
+            )
             rides = queries[0] in (*shared, "none")
             tail = self._tail(nodes, reductions, level) if rides else ()
-            made.append(Bundle(window, reductions, tail, (), ()))
-        return made
+            bundles.append(Bundle(window, reductions, tail, (), ()))
+        return bundles
 
     def _tail(
         self, nodes: list[Node], reductions: tuple[Reduction, ...], level: int
     ) -> tuple[Node, ...]:
-        own = {each.node for each in reductions if not each.rest and each.role != "rows"}
+        bundle_nodes = {
+            reduction.node
+            for reduction in reductions
+            if not reduction.rest and reduction.role != "rows"
+        }
         pooled: set[Node] = set()
         tail = []
         for node in nodes:
-            if node in self._reductions or not self._follows(node, own, level):
+            if node in self._reductions or not self._follows(node, bundle_nodes, level):
                 continue
-            pools, after = node.operation.kind is Kind.POOL, bool(pooled & {*node.args})
-            if pools and after:
+            pools, reads_pooled = node.operation.kind is Kind.POOL, bool(pooled & {*node.args})
+            if pools and reads_pooled:
                 continue
-            if pools or after:
+            if pools or reads_pooled:
                 pooled.add(node)
-            own.add(node)
+            bundle_nodes.add(node)
             tail.append(node)
         return tuple(tail)
 
-    def _follows(self, node: Node, own: set[Node], level: int) -> bool:
+    def _follows(self, node: Node, bundle_nodes: set[Node], level: int) -> bool:
         """Whether a value per token can be computed with the bundle's other values."""
         axes, static = set(node.type.axes), self.bound.static
         if not {"kv", "token"} <= axes <= _PER_TOKEN or node.when > self._latest:
             return False
-        if not own & {*node.args}:
+        if not bundle_nodes & {*node.args}:
             return False
         if node.operation.kind is Kind.POOL:
             if static.needs(node.args[1]) is None:
@@ -324,7 +336,7 @@ class Fusion:
             self._check_arithmetic(node)
         except Unsupported:
             return False
-        return all(x in own or self._readable(x, level) for x in node.args)
+        return all(x in bundle_nodes or self._readable(x, level) for x in node.args)
 
     def _readable(self, node: Node, level: int) -> bool:
         if inlined(node, self.bound):
@@ -335,15 +347,15 @@ class Fusion:
             return False
         if looks_across(node, self.bound):
             return False
-        return not any(each.operation.value == "state" for each in node.walk())
+        return not any(part.operation.value == "state" for part in node.walk())
 
     # What is read.
 
     def _outputs(self, bundles: list[Bundle]) -> set[Node]:
         """Nodes of bundles that something outside of them reads."""
-        given = {x.node: each for each in bundles for x in each.reductions}
-        given |= {node: each for each in bundles for node in each.tail}
-        found: set[Node] = set()
+        bundle_of = {x.node: bundle for bundle in bundles for x in bundle.reductions}
+        bundle_of |= {node: bundle for bundle in bundles for node in bundle.tail}
+        outputs: set[Node] = set()
         seen: set[Node] = set()
         waiting = list(self.roots)
         while waiting:
@@ -351,41 +363,41 @@ class Fusion:
             if node in seen:
                 continue
             seen.add(node)
-            bundle = given.get(node)
+            owner = bundle_of.get(node)
             # A mask from tokens' places costs torch nothing; a kernel would store one more tensor.
             masks = node.op == "mask" and inlined(node.args[1], self.bound)
-            if bundle is None or masks:
+            if owner is None or masks:
                 waiting.extend(() if node.operation.is_window else node.args)
                 continue
-            found.add(node)
-            waiting.extend(_inputs_of(bundle, self.bound))
-        return found
+            outputs.add(node)
+            waiting.extend(_inputs_of(owner, self.bound))
+        return outputs
 
     def _needed(self, bundle: Bundle, outputs: set[Node]) -> Bundle:
         """The bundle with its outputs and inputs, without what no output needs."""
-        wanted = outputs & {*bundle.tail, *(each.node for each in bundle.reductions)}
+        needed = outputs & {*bundle.tail, *(reduction.node for reduction in bundle.reductions)}
         for node in reversed(bundle.tail):
-            if node in wanted:
-                wanted.update(node.args)
-        tail = tuple(node for node in bundle.tail if node in wanted)
-        reductions = tuple(each for each in bundle.reductions if each.node in wanted)
-        window = bundle.window if any(each.window for each in reductions) else None
-        made = Bundle(window, reductions, tail, (), ())
-        every = [*(each.node for each in reductions), *tail]
-        given = tuple(node for node in every if node in outputs)
-        return Bundle(window, reductions, tail, given, _inputs_of(made, self.bound))
+            if node in needed:
+                needed.update(node.args)
+        tail = tuple(node for node in bundle.tail if node in needed)
+        reductions = tuple(reduction for reduction in bundle.reductions if reduction.node in needed)
+        window = bundle.window if any(reduction.window for reduction in reductions) else None
+        draft = Bundle(window, reductions, tail, (), ())
+        nodes = [*(reduction.node for reduction in reductions), *tail]
+        bundle_outputs = tuple(node for node in nodes if node in outputs)
+        return Bundle(window, reductions, tail, bundle_outputs, _inputs_of(draft, self.bound))
 
 
 def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
     """Values computed before that the kernels of a bundle read."""
-    own = {*bundle.tail, *(each.node for each in bundle.reductions)}
-    found = dict.fromkeys(node for each in bundle.reductions for node in each.inputs)
+    bundle_nodes = {*bundle.tail, *(reduction.node for reduction in bundle.reductions)}
+    inputs = dict.fromkeys(node for reduction in bundle.reductions for node in reduction.inputs)
     for node in bundle.tail:
         args = node.args[:1] if node.operation.kind is Kind.POOL else node.args
-        for each in args:
-            if each not in own and not inlined(each, bound):
-                found[each] = None
-    return tuple(found)
+        for argument in args:
+            if argument not in bundle_nodes and not inlined(argument, bound):
+                inputs[argument] = None
+    return tuple(inputs)
 
 
 def _role(node: Node) -> str | None:

@@ -94,23 +94,23 @@ class Leaves:
         """The tile of an input, with a condition to be present if it may be absent."""
         axes, wish = self.arguments.axes(node), node.name or node.op
         name = self.arguments.tensor(node, False)
-        made = self._load(wish, name, axes, node)
+        tile = self._load(wish, name, axes, node)
         if not node.type.absent:
-            return made
-        there = self.arguments.tensor(node, True)
-        text = self._load(f"{wish}_there", there, axes, None).text
-        return replace(made, present=(Condition(f"({text} != 0)", made.axes),))
+            return tile
+        presence = self.arguments.tensor(node, True)
+        text = self._load(f"{wish}_there", presence, axes, None).text
+        return replace(tile, present=(Condition(f"({text} != 0)", tile.axes),))
 
     def _load(self, wish: str, pointer: str, axes: tuple[str, ...], node: Node | None) -> Tile:
         place, masks = "0", []
-        steps = {
+        indices = {
             "kv": ("head", None, None),
             "group": ("group", "GROUP", "group < GROUP"),
             "query": ("row", "queries", "(row < queries)"),
             "token": (self.token, "tokens", self.held),
         }
         for axis in axes:
-            name, size, mask = steps[axis]
+            name, size, mask = indices[axis]
             inner = f"({place})" if " " in place else place
             place = name if place == "0" else f"{inner} * {size} + {name}"
             if mask is not None:
@@ -160,10 +160,10 @@ def end(writer: Leaves, node: Node, *, outside: bool = False) -> Tile:
     """`recent(n)` or `sinks(n)`, or the tokens outside of it."""
     count, sinks = writer.tokens_in(node.args[1]), node.origin == "sinks"
     if writer.steps:  # of the entries that the head holds
-        before = sinks != outside
-        last = count if sinks else f"own_entries - {count}"
-        text = f"{writer.token}_rank {'<=' if before else '>'} {last}"
+        at_start = sinks != outside
+        boundary = count if sinks else f"own_entries - {count}"
+        text = f"{writer.token}_rank {'<=' if at_start else '>'} {boundary}"
     else:
-        last = count if sinks else f"tokens - {count}"
-        text = f"{writer.token} {'<' if sinks != outside else '>='} {last}"
+        boundary = count if sinks else f"tokens - {count}"
+        text = f"{writer.token} {'<' if sinks != outside else '>='} {boundary}"
     return Tile(f"({text})", _TOKEN)

@@ -47,14 +47,16 @@ class Parts:
         self.results: list[Output] = []
         self.inputs = {*bundle.inputs}
         self.outputs = {*bundle.outputs}
-        self.columns = [each for each in bundle.reductions if each.role == "columns"]
-        self.vectors = [each for each in bundle.reductions if each.role == "vectors"]
-        self.rows = [each for each in bundle.reductions if each.role == "rows"]
+        self.columns = [reduction for reduction in bundle.reductions if reduction.role == "columns"]
+        self.vectors = [reduction for reduction in bundle.reductions if reduction.role == "vectors"]
+        self.rows = [reduction for reduction in bundle.reductions if reduction.role == "rows"]
         self.pools = any(node.operation.kind is Kind.POOL for node in bundle.tail)
-        inside = [n for each in (*self.columns, *self.rows) for n in each.node.walk()]
-        self.softmax = any(node.operation.softmax for node in inside)
+        nodes = [n for reduction in (*self.columns, *self.rows) for n in reduction.node.walk()]
+        self.softmax = any(node.operation.softmax for node in nodes)
         self.window = self._window()
-        simple = len(self.columns) < 2 and all(each.node.op != "var" for each in self.columns)
+        simple = len(self.columns) < 2 and all(
+            reduction.node.op != "var" for reduction in self.columns
+        )
         few = steps and self.window is None
         self.tiles = TileShape.of(bound.shape, self.window, float32, simple, few)
         # Otherwise a program goes over the queries of its block of keys tile by tile.
@@ -63,7 +65,7 @@ class Parts:
         self.in_parts = (
             bool(self.columns)
             and not (steps or self.one_tile or self.rows or self.vectors or bundle.tail)
-            and all(_adds_to(each.node) for each in self.columns)
+            and all(_adds_to(reduction.node) for reduction in self.columns)
         )
 
     def _window(self) -> int | None:

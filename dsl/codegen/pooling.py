@@ -38,9 +38,9 @@ def _pooled(writer: Writer, node: Node, row: Operation, result: str | None = Non
     )  # fmt: skip
     _neighbour(writer, inner, near)
     x = inner.value(node.args[0])
-    there = conjunction((Condition(f"{near}_held", frozenset()), *x.present))
-    kept = f"tl.where({there}, {x.text}, {empty})"
-    inner.line(joined(row, name, kept))
+    present = conjunction((Condition(f"{near}_held", frozenset()), *x.present))
+    term = f"tl.where({present}, {x.text}, {empty})"
+    inner.line(joined(row, name, term))
     if result is not None:
         writer.line(f"{name} = {result.format(name, width)}")
     return Tile(name, axes, _presence(writer, node.args[0]))
@@ -68,8 +68,8 @@ def _presence(writer: Writer, node: Node) -> tuple[Condition, ...]:
     if node.op != "mask":
         return writer.value(node).present
     holds = writer.truth(node.args[1])
-    own = Condition(holds.text, holds.axes)
-    return tuple(dict.fromkeys((*_presence(writer, node.args[0]), own)))
+    condition = Condition(holds.text, holds.axes)
+    return tuple(dict.fromkeys((*_presence(writer, node.args[0]), condition)))
 
 
 def _reach(writer: Writer, width: Node) -> tuple[str, str, str]:

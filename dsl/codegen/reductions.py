@@ -83,12 +83,12 @@ class Statistic:
             writer.line(f"{self.name} = {writer.reduced(op, self.x, self.over, self.node).text}")
             return
         kind = "sum" if op == "mean" else op
-        made = writer.reduced(kind, self.x, self.over, self.node).text
+        text = writer.reduced(kind, self.x, self.over, self.node).text
         if not self._compensated(kind):
-            writer.line(joined(OPERATIONS[kind], self.name, made))
+            writer.line(joined(OPERATIONS[kind], self.name, text))
         else:  # what rounding loses is added later (Kahan)
             part, total = self._new("part"), self._new("total")
-            writer.line(f"{part} = {made} - {self.lost}")
+            writer.line(f"{part} = {text} - {self.lost}")
             writer.line(f"{total} = {self.name} + {part}")
             writer.line(f"{self.lost} = ({total} - {self.name}) - {part}")
             writer.line(f"{self.name} = {total}")
@@ -105,18 +105,18 @@ class Statistic:
         writer.line(f"{number} = ({count(self.x, self.over, self.node).text}) * 1.0")
         total = writer.reduced("sum", self.x, self.over, self.node).text
         writer.line(f"{mean} = {total} / tl.maximum({number}, 1.0)")
-        away = replace(self.x, text=f"(({self.x.text} - {mean}) * ({self.x.text} - {mean}))")
-        away = replace(away, axes=self.x.axes | self.axes)
-        spread = writer.reduced("sum", away, self.over, self.node).text
+        squares = replace(self.x, text=f"(({self.x.text} - {mean}) * ({self.x.text} - {mean}))")
+        squares = replace(squares, axes=self.x.axes | self.axes)
+        spread = writer.reduced("sum", squares, self.over, self.node).text
         if self.one_tile:
             writer.line(f"{self.name} = {spread} / tl.maximum({number}, 1.0)")
             return
-        own, share, apart = self._new("own"), self._new("share"), self._new("apart")
-        writer.line(f"{own} = {spread}")
+        tile_spread, share, shift = self._new("own"), self._new("share"), self._new("apart")
+        writer.line(f"{tile_spread} = {spread}")
         writer.line(f"{share} = {number} / tl.maximum({self.count} + {number}, 1.0)")
-        writer.line(f"{apart} = {mean} - {self.name}")
-        writer.line(f"{self.spread} += {own} + {apart} * {apart} * {self.count} * {share}")
-        writer.line(f"{self.name} += {apart} * {share}")
+        writer.line(f"{shift} = {mean} - {self.name}")
+        writer.line(f"{self.spread} += {tile_spread} + {shift} * {shift} * {self.count} * {share}")
+        writer.line(f"{self.name} += {shift} * {share}")
         writer.line(f"{self.count} += {number}")
 
     def end(self, writer: Writer) -> None:
@@ -142,8 +142,8 @@ class Statistic:
             self._clean(writer)
             self.parts["value"] = Tile(self.name, self.axes)
             return
-        known = None if self.one_tile else self.known
-        number = self.count if known is None else known.text
+        known_number = None if self.one_tile else self.known
+        number = self.count if known_number is None else known_number.text
         if rest:
             self.parts = {"sum": Tile(self.name, self.axes), "count": Tile(number, self.axes)}
             return
@@ -195,21 +195,21 @@ def vector_parts(writer: Writer, made: Parts, each: Reduction) -> dict[str, Tile
             return {"sum": Tile(_wide(total), axes), "count": Tile(_wide(number), axes)}
         writer.line(f"{name} = {total} / tl.maximum({number}, 1.0)")
         if node.op == "var":
-            away = f"({x.text} - {name}[:, None])"
-            spread = folded("sum", f"{away} * {away}")
+            deviation = f"({x.text} - {name}[:, None])"
+            spread = folded("sum", f"{deviation} * {deviation}")
             writer.line(f"{name} = {spread} / tl.maximum({number}, 1.0)")
     else:
-        one = of_each(row, x.text, node.args[0].type.kind == "truth")
-        writer.line(f"{name} = {folded(node.op, one)}")
+        term = of_each(row, x.text, node.args[0].type.kind == "truth")
+        writer.line(f"{name} = {folded(node.op, term)}")
     if not finite(node.args[0]) and not row.always_finite:
         writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
     text = f"({_wide(name)} > 0)" if row.result == "truth" else _wide(name)
     return {"value": Tile(text, axes)}
 
 
-def _over_dim(made: Parts, op: str, x: Tile) -> str:
+def _over_dim(parts: Parts, op: str, x: Tile) -> str:
     conditions = list(x.present)
-    if made.tiles.dim != made.bound.shape.head_dim:  # the rest of a tile is padding
+    if parts.tiles.dim != parts.bound.shape.head_dim:  # the rest of a tile is padding
         conditions.append(Condition("(dim < HEAD_DIM)[None, :]", frozenset(("dim",))))
     text, row = x.text, OPERATIONS[op]
     if "dim" not in x.axes or text == "1.0":

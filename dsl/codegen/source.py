@@ -85,30 +85,36 @@ class Generator(Parts):
         if self.pools:
             functions["tail"] = self._tail()
         names, texts = self._names(), []
-        for kernel, own in functions.items():
-            for part, each in own.items():
-                texts.append(names.function(f"{kernel}_{part}", each.given, each.lines, each.state))
+        for kernel, parts in functions.items():
+            for part, function in parts.items():
+                texts.append(
+                    names.function(
+                        f"{kernel}_{part}", function.given, function.lines, function.state
+                    )
+                )
         text = "\n\n\n".join([self._header(), *texts, self._template(functions)])
-        results = tuple(each for each in self.results if not each.stage)
-        given = self.arguments
-        tensors = tuple((node, given.axes(node), there) for node, there in given.tensors.values())
-        numbers, written = tuple(given.numbers.values()), self._token_bytes()
+        results = tuple(output for output in self.results if not output.stage)
+        arguments = self.arguments
+        tensors = tuple(
+            (node, arguments.axes(node), present) for node, present in arguments.tensors.values()
+        )
+        numbers, token_bytes = tuple(arguments.numbers.values()), self._token_bytes()
         return GeneratedFile(
-            f"{text}\n", results, tensors, numbers, "entries.rank" in text, written
+            f"{text}\n", results, tensors, numbers, "entries.rank" in text, token_bytes
         )
 
     def _token_bytes(self) -> int:
         """Bytes of results per token and KV head, in the types that launches give them."""
-        found = 0
-        for each in self.results:
-            if "token" in each.axes:
-                size = 1 if each.truth else 4 if each.stage or each.splits else 8
-                found += size * (self.bound.shape.group if "group" in each.axes else 1)
-        return found
+        total = 0
+        for output in self.results:
+            if "token" in output.axes:
+                size = 1 if output.truth else 4 if output.stage or output.splits else 8
+                total += size * (self.bound.shape.group if "group" in output.axes else 1)
+        return total
 
     def _header(self) -> str:
         outputs = "\n".join(
-            f"    {each}" for each in dict.fromkeys(map(described, self.bundle.outputs))
+            f"    {line}" for line in dict.fromkeys(map(described, self.bundle.outputs))
         )
         sizes = self.bound.shape
         heads = f"{sizes.group} query heads per KV head of size {sizes.head_dim}"
@@ -125,23 +131,23 @@ class Generator(Parts):
             "GROUP": shape.group, "GROUP_P": tiles.group, "BLOCK_W": tiles.query_tile,
             "HEAD_DIM": shape.head_dim, "HEAD_DIM_P": tiles.dim,
         }  # fmt: skip
-        own = {name: f"inputs[{i}]" for i, name in enumerate(self.arguments.tensors)}
+        texts = {name: f"inputs[{i}]" for i, name in enumerate(self.arguments.tensors)}
         for i, (name, (how, _)) in enumerate(self.arguments.numbers.items()):
             kind = "tl.float32" if how in ("value", "width") else "tl.int32"
-            own[name] = f"tl.cast(numbers[{i}], {kind})"
-        own |= {each.name: f"results[{i}]" for i, each in enumerate(self.results)}
-        return Definitions(sizes, own)
+            texts[name] = f"tl.cast(numbers[{i}], {kind})"
+        texts |= {output.name: f"results[{i}]" for i, output in enumerate(self.results)}
+        return Definitions(sizes, texts)
 
     def _template(self, functions: dict[str, dict[str, _Function]]) -> str:
         """`TEMPLATE`: what the launches of the kernels need to know."""
         tiles, checks, kernels = self.tiles, self._checks(), {}
         for kernel, parts in (("columns", _LOOP), ("rows", _LOOP), ("tail", ("store",))):
-            own = [
+            names = [
                 f"{kernel}_{part}" if part in functions.get(kernel, ()) else "None"
                 for part in parts
             ]
-            one = own[0] if len(own) == 1 else f"({', '.join(own)})"
-            kernels[kernel] = one if kernel in functions else "None"
+            entry = names[0] if len(names) == 1 else f"({', '.join(names)})"
+            kernels[kernel] = entry if kernel in functions else "None"
         facts = {
             "steps": self.steps,
             "group": self.bound.shape.group,
@@ -157,11 +163,11 @@ class Generator(Parts):
             "reads_keys": bool(self.columns) or "keys" in checks,
             "skips": self._skips(),
             "in_parts": self.in_parts,
-            "returned": tuple(i for i, each in enumerate(self.results) if not each.stage),
+            "returned": tuple(i for i, output in enumerate(self.results) if not output.stage),
         }
         results = [
-            f"        ({each.axes}, {each.truth}, {each.splits}),  # {each.name}"
-            for each in self.results
+            f"        ({output.axes}, {output.truth}, {output.splits}),  # {output.name}"
+            for output in self.results
         ]
         lines = [f'    "{name}": {value!r},' for name, value in facts.items()]
         lines += ['    "results": (', *results, "    ),"]
@@ -170,14 +176,14 @@ class Generator(Parts):
 
     def _checks(self) -> tuple[str, ...]:
         """What kernels check for NaN and infinity, with which a prompt stays whole."""
-        ops = {node.op for each in self.vectors for node in each.node.walk()}
+        ops = {node.op for reduction in self.vectors for node in reduction.node.walk()}
         checks = ["logits"] if self.columns and not self.softmax else []
         return (*checks, *(f"{op}s" for op in ("key", "value") if op in ops))
 
     def _skips(self) -> bool:
         """Whether a prefill may skip the queries before a block of keys."""
         looped = bool(self.columns) and not self.one_tile and not self.steps
-        return looped and self.softmax and all(skips(each) for each in self.columns)
+        return looped and self.softmax and all(skips(reduction) for reduction in self.columns)
 
     def writer(self, over_queries: bool) -> Writer:
         """A writer for one of the functions."""
@@ -197,14 +203,14 @@ class Generator(Parts):
 
     def _leaf(self, writer: Writer, node: Node) -> Tile | None:
         """The tile of a node that a kernel over queries has at hand, or None."""
-        every = frozenset(TILE)
+        axes = frozenset(TILE)
         if node.op == "attn":
-            return Tile(writer.named("attn", "tl.exp(logits - lse)"), every, (SEEN,))
+            return Tile(writer.named("attn", "tl.exp(logits - lse)"), axes, (SEEN,))
         if node.op == "logits":
-            return Tile("logits", every, (SEEN,))
+            return Tile("logits", axes, (SEEN,))
         if node.op == "log" and _unmasked(node.args[0]).op == "attn":
             x = writer.value(node.args[0])
-            return Tile("(logits - lse)", every, x.present)
+            return Tile("(logits - lse)", axes, x.present)
         if node.op == "index" and node.axes == ("query",):
             name = writer.named("index", "row.to(tl.float32)")
             return Tile(name, frozenset(("query",)))
@@ -216,8 +222,8 @@ class Generator(Parts):
         name = writer.named("distance", "(asked_at - at).to(tl.float32)")
         if not self.steps:
             writer.line("if positions is not None:")
-            own = "tl.load(positions + asked_at, mask=row < queries, other=0)"
-            writer.line(f"    far = {own} - tl.load(positions + token, mask=held, other=0)")
+            query = "tl.load(positions + asked_at, mask=row < queries, other=0)"
+            writer.line(f"    far = {query} - tl.load(positions + token, mask=held, other=0)")
             writer.line(f"    {name} = far.to(tl.float32)")
         return Tile(name, frozenset(("query", "token")), (SEEN,))
 
@@ -225,55 +231,53 @@ class Generator(Parts):
 
     def _columns(self) -> dict[str, _Function]:
         writer = self.writer(True)
-        before = replace(writer, lines=[])
-        made: list[tuple[Reduction, Statistic]] = []
-        for each in self.columns:
-            writer.comment(each.node)
-            statistic = Statistic(each, writer, one_tile=self.one_tile)
-            statistic.start(before)
+        start = replace(writer, lines=[])
+        statistics: list[tuple[Reduction, Statistic]] = []
+        for reduction in self.columns:
+            writer.comment(reduction.node)
+            statistic = Statistic(reduction, writer, one_tile=self.one_tile)
+            statistic.start(start)
             statistic.add(writer)
-            made.append((each, statistic))
-        after = self.writer(False)
-        for each, statistic in made:
-            statistic.end(after)
-            self._hand_out(after, each, statistic.parts)
-        inner = vector_writer(self, self.input, after)
-        for each in self.vectors:
-            self._hand_out(after, each, vector_parts(inner, self, each))
+            statistics.append((reduction, statistic))
+        end = self.writer(False)
+        for reduction, statistic in statistics:
+            statistic.end(end)
+            self._hand_out(end, reduction, statistic.parts)
+        inner = vector_writer(self, self.input, end)
+        for reduction in self.vectors:
+            self._hand_out(end, reduction, vector_parts(inner, self, reduction))
         if not self.pools:
-            self._finish(after)
-        state = [name for _, statistic in made for name in statistic.state]
-        store = _Function(
-            ("state", "k_tile", "v_tile", *TILES, "results"), after.lines, (state, [])
-        )
+            self._finish(end)
+        state = [name for _, statistic in statistics for name in statistic.state]
+        store = _Function(("state", "k_tile", "v_tile", *TILES, "results"), end.lines, (state, []))
         if not self.columns:
             return {"store": store}
-        return self._loop(state, [] if self.one_tile else before.lines, writer.lines, store)
+        return self._loop(state, [] if self.one_tile else start.lines, writer.lines, store)
 
     def _loop(
-        self, state: list[str], before: list[str], inner: list[str], store: _Function
+        self, state: list[str], start_lines: list[str], tile_lines: list[str], store: _Function
     ) -> dict[str, _Function]:
-        """Functions of a kernel over queries; without `before`, of a single tile of them."""
-        given = ("state", "asked", "logits", "seen", *TILES)
-        start = {"start": _Function((), before, ([], state))} if before else {}
-        tile = _Function(given, inner, (state if before else [], state))
+        """Functions of a kernel over queries; without `start_lines`, of a single tile of them."""
+        arguments = ("state", "asked", "logits", "seen", *TILES)
+        start = {"start": _Function((), start_lines, ([], state))} if start_lines else {}
+        tile = _Function(arguments, tile_lines, (state if start_lines else [], state))
         return {**start, "tile": tile, "store": store}
 
-    def _hand_out(self, writer: Writer, each: Reduction, parts: dict[str, Tile]) -> None:
+    def _hand_out(self, writer: Writer, reduction: Reduction, parts: dict[str, Tile]) -> None:
         """Hands a reduction to the tail of the same kernel, and stores it for other readers."""
-        node, base = each.node, each.node.name or each.node.op
+        node, base = reduction.node, reduction.node.name or reduction.node.op
         if "value" in parts:
             writer.given[node] = parts["value"]
-        read_by_tail = any(node in other.args for other in self.bundle.tail)
+        read_by_tail = any(node in value.args for value in self.bundle.tail)
         if node not in self.outputs and not (self.pools and read_by_tail):
             return
         for part, tile in parts.items():
             name = self.arguments.fresh(f"{base}_out" if part == "value" else f"{base}_{part}")
             stage = node not in self.outputs
             self.results.append(
-                Output(name, node, part, each.axes, splits=self.in_parts, stage=stage)
+                Output(name, node, part, reduction.axes, splits=self.in_parts, stage=stage)
             )
-            store(writer, name, each.axes, tile, truth=self.results[-1].truth)
+            store(writer, name, reduction.axes, tile, truth=self.results[-1].truth)
 
     def _finish(self, writer: Writer) -> None:
         """Stores the tail's values that are read outside."""
@@ -287,45 +291,45 @@ class Generator(Parts):
             self.results.append(Output(name, node, "value", axes))
             store(writer, name, axes, tile, truth=node.type.kind == "truth")
             if tile.present and node.type.kind != "truth":
-                there = self.arguments.fresh(f"{base}_there_out")
-                self.results.append(Output(there, node, "there", axes))
-                every = frozenset().union(*(each.axes for each in tile.present))
-                store(writer, there, axes, Tile(conjunction(tile.present), every), truth=True)
+                presence = self.arguments.fresh(f"{base}_there_out")
+                self.results.append(Output(presence, node, "there", axes))
+                all_axes = frozenset().union(*(condition.axes for condition in tile.present))
+                store(writer, presence, axes, Tile(conjunction(tile.present), all_axes), truth=True)
 
     # Values per query.
 
     def _rows(self) -> dict[str, _Function]:
         writer = self.writer(True)
-        before, after = replace(writer, lines=[]), replace(writer, lines=[])
+        start, end = replace(writer, lines=[]), replace(writer, lines=[])
         state = []
-        for each in self.rows:
-            writer.comment(each.node)
-            x = writer.value(each.node.args[0])
-            base = each.node.name or each.node.op
-            over = tuple(axis for axis in each.node.axes if axis == "token")
-            kinds = ("sum", "count") if each.node.op == "mean" else (each.node.op,)
+        for reduction in self.rows:
+            writer.comment(reduction.node)
+            x = writer.value(reduction.node.args[0])
+            base = reduction.node.name or reduction.node.op
+            over = tuple(axis for axis in reduction.node.axes if axis == "token")
+            kinds = ("sum", "count") if reduction.node.op == "mean" else (reduction.node.op,)
             for kind in kinds:
-                part = kind if each.node.op == "mean" else "value"
+                part = kind if reduction.node.op == "mean" else "value"
                 tile = replace(x, text="1.0") if part == "count" else x
-                made = writer.reduced(kind, tile, over, each.node)
+                result = writer.reduced(kind, tile, over, reduction.node)
                 name = self.arguments.fresh(f"{base}_{part}" if part != "value" else base)
-                fold(kind, name, made.text, before, writer, shape(each, "row"))
+                fold(kind, name, result.text, start, writer, shape(reduction, "row"))
                 state.append(name)
                 out = self.arguments.fresh(f"{name}_out")
-                self.results.append(Output(out, each.node, part, each.axes, splits=True))
-                store_row(after, out, each.axes, name, kind)
-        store = _Function(("state", "row", "head", "queries", "results"), after.lines, (state, []))
-        return self._loop(state, before.lines, writer.lines, store)
+                self.results.append(Output(out, reduction.node, part, reduction.axes, splits=True))
+                store_row(end, out, reduction.axes, name, kind)
+        store = _Function(("state", "row", "head", "queries", "results"), end.lines, (state, []))
+        return self._loop(state, start.lines, writer.lines, store)
 
     # Values per token that need their neighbours.
 
     def _tail(self) -> dict[str, _Function]:
-        stages = [each for each in self.results if not each.splits and each.part == "value"]
+        stages = [output for output in self.results if not output.splits and output.part == "value"]
         writer = self.writer(False)
-        writer.stored = {each.node: (each.name, each.axes) for each in stages}
+        writer.stored = {output.node: (output.name, output.axes) for output in stages}
         self._finish(writer)
-        given = ("entries", "positions", "order", "inputs", "numbers", "results")
-        return {"store": _Function(given, writer.lines, ([], []))}
+        arguments = ("entries", "positions", "order", "inputs", "numbers", "results")
+        return {"store": _Function(arguments, writer.lines, ([], []))}
 
 
 def _unmasked(node: Node) -> Node:

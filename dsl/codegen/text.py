@@ -65,11 +65,11 @@ class Definitions:
         """Definitions of the names that some lines use and that the function is not given."""
         texts = {name: f"{name}: tl.constexpr = {size}" for name, size in self.sizes.items()}
         texts |= {name: f"{name} = {text}" for name, text in (PLACES | dict(self.own)).items()}
-        wanted = _words(lines) - set(given)
+        words = _words(lines) - set(given)
         for name in reversed(texts):  # each uses only those before it
-            if name in wanted:
-                wanted |= _words([texts[name].split("=", 1)[1]]) - set(given)
-        return [text for name, text in texts.items() if name in wanted]
+            if name in words:
+                words |= _words([texts[name].split("=", 1)[1]]) - set(given)
+        return [text for name, text in texts.items() if name in words]
 
     def function(
         self, name: str, given: tuple[str, ...], lines: list[str], state: tuple[list[str], ...]
@@ -80,12 +80,12 @@ class Definitions:
             given: names of its arguments, besides the number of tokens of a tile.
             state: names of the state that it takes, and of the state that it returns.
         """
-        taken, returned = state
-        head = [f"{', '.join(taken)}{',' * (len(taken) == 1)} = state"] if taken else []
+        state_in, state_out = state
+        head = [f"{', '.join(state_in)}{',' * (len(state_in) == 1)} = state"] if state_in else []
         head += self.used(lines, given)
         body = [*(f"    {line}" for line in head), *lines]
-        if returned:
-            body.append(f"    return ({', '.join(returned)},)")
+        if state_out:
+            body.append(f"    return ({', '.join(state_out)},)")
         arguments = ", ".join([*given, "BLOCK_N: tl.constexpr"])
         return "\n".join([f"@triton.jit\ndef {name}({arguments}):", *(body or ["    pass"])])
 

@@ -44,12 +44,12 @@ SEEN = Condition("seen", frozenset(("query", "token")))
 
 def together(*tiles: Tile) -> tuple[Condition, ...]:
     """Where all are present."""
-    return tuple(dict.fromkeys(each for tile in tiles for each in tile.present))
+    return tuple(dict.fromkeys(condition for tile in tiles for condition in tile.present))
 
 
 def conjunction(conditions: tuple[Condition, ...]) -> str:
     """All conditions as one text."""
-    return " & ".join(each.text for each in conditions)
+    return " & ".join(condition.text for condition in conditions)
 
 
 @dataclass
@@ -94,8 +94,8 @@ class Arguments:
 
     def axes(self, node: Node) -> tuple[str, ...]:
         """Axes of the tensor of an input."""
-        own = node.type.axes
-        return ("kv", *own) if self.steps and "kv" not in own else own
+        axes = node.type.axes
+        return ("kv", *axes) if self.steps and "kv" not in axes else axes
 
     def tensor(self, node: Node, present: bool) -> str:
         """The name of the pointer to an input, or to where it is present."""

@@ -57,17 +57,17 @@ def _differences(expected: Result, actual: Result) -> Iterator[Difference]:
     yield from _numbers("score", expected.scores, actual.scores, _COMPUTED)
     yield from _entries(_positions(expected.kept), _positions(actual.kept), 0)
     for layer, (a, b) in enumerate(zip(expected.merged or (), actual.merged or (), strict=True)):
-        for head, held in enumerate(expected.kept[layer]):
-            rows, others = [x[head][held] for x in a], [x[head][held] for x in b]
+        for head, kept in enumerate(expected.kept[layer]):
+            expected_rows, actual_rows = [x[head][kept] for x in a], [x[head][kept] for x in b]
             where = f"{_head(layer, head)},"
-            yield from _vectors(rows, others, np.flatnonzero(held).tolist(), where, 0)
+            yield from _vectors(expected_rows, actual_rows, np.flatnonzero(kept).tolist(), where, 0)
     yield from _reported(expected, actual, 0)
-    for step, (one, other) in enumerate(zip(expected.steps, actual.steps, strict=True), 1):
-        yield from _entries(one.kept, other.kept, step)
-        for layer, heads in enumerate(zip(one.merged or (), other.merged or (), strict=True)):
+    for step, (first, second) in enumerate(zip(expected.steps, actual.steps, strict=True), 1):
+        yield from _entries(first.kept, second.kept, step)
+        for layer, heads in enumerate(zip(first.merged or (), second.merged or (), strict=True)):
             for head, (x, y) in enumerate(zip(*heads, strict=True)):
-                yield from _vectors(x, y, one.kept[layer][head], f"{_head(layer, head)},", step)
-        yield from _reported(one, other, step)
+                yield from _vectors(x, y, first.kept[layer][head], f"{_head(layer, head)},", step)
+        yield from _reported(first, second, step)
 
 
 def _layer(result: Result) -> str:
@@ -75,10 +75,10 @@ def _layer(result: Result) -> str:
 
 
 def _propagated(result: Result) -> str:
-    found = result.propagated
-    if isinstance(found, dict):
-        return ", ".join(f"{positions_text(x)} (layer {i})" for i, x in found.items())
-    return "all tokens" if found is None else positions_text(found)
+    propagated = result.propagated
+    if isinstance(propagated, dict):
+        return ", ".join(f"{positions_text(x)} (layer {i})" for i, x in propagated.items())
+    return "all tokens" if propagated is None else positions_text(propagated)
 
 
 def _positions(kept: list[np.ndarray]) -> list[list[list[int]]]:
@@ -100,12 +100,14 @@ def _numbers(
         return
     for layer, (a, b) in enumerate(zip(expected, actual, strict=True)):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        apart = ~np.isclose(a, b, *tolerance, equal_nan=True)
-        if apart.any():
-            head, *position = np.argwhere(apart)[0].tolist()
-            at = f", position {position[0]}" if position else ""
+        differs = ~np.isclose(a, b, *tolerance, equal_nan=True)
+        if differs.any():
+            head, *position = np.argwhere(differs)[0].tolist()
+            where = f", position {position[0]}" if position else ""
             place = (head, *position)
-            yield Difference(section, 0, f"{_head(layer, head)}{at}: {a[place]:g} and {b[place]:g}")
+            yield Difference(
+                section, 0, f"{_head(layer, head)}{where}: {a[place]:g} and {b[place]:g}"
+            )
 
 
 def _reported(
@@ -124,8 +126,8 @@ def _values(
 ) -> Iterator[tuple[str, int, str]]:
     """Name, layer and both values as text where they differ; a missing name has no values."""
     for name in sorted({*expected, *actual}):
-        own, other = expected.get(name, []), actual.get(name, [])
-        for layer, (a, b) in enumerate(zip_longest(own, other)):
+        first, second = expected.get(name, []), actual.get(name, [])
+        for layer, (a, b) in enumerate(zip_longest(first, second)):
             if not _close(a, b):
                 yield name, layer, f"{a} and {b}"
 
@@ -153,8 +155,8 @@ def _vectors(
 ) -> Iterator[Difference]:
     """Differences between keys and between values [entries, D] of one KV head."""
     for name, a, b in zip(("key", "value"), expected, actual, strict=True):
-        apart = ~np.isclose(b, a, rtol=_RELATIVE, atol=_ABSOLUTE)
-        if apart.any():
-            row, column = np.argwhere(apart)[0].tolist()
+        differs = ~np.isclose(b, a, rtol=_RELATIVE, atol=_ABSOLUTE)
+        if differs.any():
+            row, column = np.argwhere(differs)[0].tolist()
             number = f"has {a[row, column]:g} in dimension {column}, and {b[row, column]:g}"
             yield Difference("merge", step, f"{where} the {name} at {positions[row]} {number}")

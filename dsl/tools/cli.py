@@ -361,10 +361,10 @@ def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParse
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name in [chosen] if chosen in known else known:
         command = known[name]
-        below = commands.add_parser(name, help=command.help)
+        subparser = commands.add_parser(name, help=command.help)
         for add in command.arguments:
-            add(below)
-        below.set_defaults(command=command.run)
+            add(subparser)
+        subparser.set_defaults(command=command.run)
     return parser
 
 

@@ -100,16 +100,16 @@ def cost(
             FlashInfer and FlashAttention 3 do; if not, the keys are read once more.
     """
     nodes = _Nodes(bound, config, prompt, gpu, attended)
-    sizes, chosen = nodes.sizes(0, prompt), nodes.of("keep", "propagate")
-    layer = [node for node in chosen if nodes.phases.of(node) == Phase.LAYER]
-    ends = [node for node in chosen if nodes.phases.of(node) == Phase.END]
-    late = {x for node in ends for x in node.args}
-    held = sum(sizes.elements(node) * _VALUE for node in layer if node in late)
+    sizes, values = nodes.sizes(0, prompt), nodes.of("keep", "propagate")
+    layer_values = [node for node in values if nodes.phases.of(node) == Phase.LAYER]
+    end_values = [node for node in values if nodes.phases.of(node) == Phase.END]
+    end_arguments = {x for node in end_values for x in node.args}
+    held = sum(sizes.elements(node) * _VALUE for node in layer_values if node in end_arguments)
     return Cost(
         tuple(sorted(nodes.parts(), key=lambda part: -part.seconds)),
         gpu.seconds(config.prefill_work(prompt)),
-        _read(layer, sizes),
-        _peak(layer, sizes),
+        _read(layer_values, sizes),
+        _peak(layer_values, sizes),
         int(held) * bound.shape.layers,
     )
 
@@ -184,29 +184,29 @@ class _Nodes:
         counts = (self.bound.window(node, self.prompt, layer, length) for node in windows)
         key = (length, *counts)
         if key not in self._known:
-            given = (self.bound, self.prompt, layer, length, self._kept, self.element)
-            self._known[key] = Sizes(*given, attended=self.attended)
+            arguments = (self.bound, self.prompt, layer, length, self._kept, self.element)
+            self._known[key] = Sizes(*arguments, attended=self.attended)
         return self._known[key]
 
     def parts(self) -> Iterator[ExpressionCost]:
         """The cost of every expression in all layers."""
         sums: dict[str, _Sum] = {}
-        for section, own in self._sections.items():
+        for section, nodes in self._sections.items():
             for layer in range(self.bound.shape.layers):
                 length = self._reached(section, layer)
                 if length is None:
                     continue
                 sizes = self.sizes(layer, length)
-                for node in own:
+                for node in nodes:
                     name, root = self._owners[node]
                     work = sizes.work(node)
-                    own_sum = sums.setdefault(name, _Sum(root))
-                    own_sum.add(node, work, self.gpu.seconds(work))
-        for name, each in sums.items():
-            dearest = max(each.seconds, key=each.seconds.__getitem__)
-            seconds = sum(each.seconds.values())
+                    subtotal = sums.setdefault(name, _Sum(root))
+                    subtotal.add(node, work, self.gpu.seconds(work))
+        for name, total in sums.items():
+            dearest = max(total.seconds, key=total.seconds.__getitem__)
+            seconds = sum(total.seconds.values())
             yield ExpressionCost(
-                name, each.work, seconds, dearest.span or each.root.span, self._squared(dearest)
+                name, total.work, seconds, dearest.span or total.root.span, self._squared(dearest)
             )
 
     def _reached(self, section: str, layer: int) -> int | None:
@@ -225,11 +225,11 @@ class _Nodes:
             return "it compares every dropped entry with every kept one"
         if "query" not in node.type.axes and not any("query" in x.type.axes for x in node.args):
             return ""
-        windows = [each for each in node.walk() if each.operation.reads_queries]
-        if any(not each.args for each in windows):
+        windows = [window for window in node.walk() if window.operation.reads_queries]
+        if any(not window.args for window in windows):
             return "it looks at every pair of tokens"
-        needs = (self.bound.static.needs(each.args[0]) or frozenset() for each in windows)
-        if any({"prompt", "length"} & each for each in needs):
+        needs = (self.bound.static.needs(window.args[0]) or frozenset() for window in windows)
+        if any({"prompt", "length"} & names for names in needs):
             return "its window grows with the prompt, so that it looks at a share of all pairs"
         return ""
 
@@ -237,22 +237,25 @@ class _Nodes:
 def _sections(bound: Bound) -> dict[str, list[tuple[str, Node]]]:
     """Name and root of each expression that a prefill computes, by section."""
     rules, share = bound.lowered.prefill, bound.lowered.share
-    found: dict[str, list[tuple[str, Node | None]]] = {"keep": [("keep", rules.keep)]}
-    found["keep"] += [(name, x) for name, s in rules.states.items() for x in (s.start, s.next)]
+    sections: dict[str, list[tuple[str, Node | None]]] = {"keep": [("keep", rules.keep)]}
+    sections["keep"] += [(name, x) for name, s in rules.states.items() for x in (s.start, s.next)]
     if rules.merge is not None:
         merge = rules.merge
-        found["merge"] = [(f"merge.{name}", node) for name, node in merge.parts.items()]
+        sections["merge"] = [(f"merge.{name}", node) for name, node in merge.parts.items()]
         states = merge.states.items()
-        found["merge"] += [(f"merge.{name}", x) for name, s in states for x in (s.start, s.next)]
+        sections["merge"] += [(f"merge.{name}", x) for name, s in states for x in (s.start, s.next)]
     if share is not None:
-        found["share"] = [("share.direction", share.direction), ("share.except", share.exceptions)]
+        sections["share"] = [
+            ("share.direction", share.direction),
+            ("share.except", share.exceptions),
+        ]
     propagate = bound.lowered.propagate
     if propagate is not None:
         names = ("first", "every", "budget", "tokens")
-        found["propagate"] = [(f"propagate.{name}", getattr(propagate, name)) for name in names]
+        sections["propagate"] = [(f"propagate.{name}", getattr(propagate, name)) for name in names]
     return {
         section: [(name, node) for name, node in roots if node is not None]
-        for section, roots in found.items()
+        for section, roots in sections.items()
     }
 
 
@@ -264,14 +267,14 @@ def _read(nodes: list[Node], sizes: Sizes) -> int:
         + any("value" in node.operation.tensors for node in nodes)
     )
     windows = [node for node in nodes if node.operation.reads_queries]
-    asked = max(map(sizes.queries, windows), default=0)
-    numbers += asked * sizes.axes["kv"] * sizes.axes["group"] * sizes.axes["dim"]
+    queries = max(map(sizes.queries, windows), default=0)
+    numbers += queries * sizes.axes["kv"] * sizes.axes["group"] * sizes.axes["dim"]
     return numbers * sizes.element
 
 
 def _peak(nodes: list[Node], sizes: Sizes) -> int:
     """The most bytes alive at once, computing nodes in order and freeing at the last use."""
-    last = {x: place for place, node in enumerate(nodes) for x in node.args}
+    last_use = {x: place for place, node in enumerate(nodes) for x in node.args}
     maps = [sizes.elements(node) * _VALUE for node in nodes if "query" in node.type.axes]
     blocks = max(1, min(sizes.axes["kv"], math.ceil(max(maps, default=0) / _BLOCK)))
     keys = sizes.axes["kv"] * sizes.tokens * sizes.axes["dim"] * _VALUE
@@ -285,8 +288,8 @@ def _peak(nodes: list[Node], sizes: Sizes) -> int:
         # While a map is made, the float64 copy of the keys or the map before its softmax exists.
         scratch = max(alive[node], keys // blocks) if node.operation.reads_queries else 0
         peak = max(peak, sum(alive.values()) + scratch)
-        for done in [each for each in alive if last.get(each, math.inf) <= place]:
-            del alive[done]
+        for unused in [value for value in alive if last_use.get(value, math.inf) <= place]:
+            del alive[unused]
     return int(peak)
 
 
@@ -316,11 +319,11 @@ def decode_cost(bound: Bound, prompt: int) -> dict[str, float]:
     rules = bound.lowered.decode
     if rules is None:
         return {}
-    always = dict.fromkeys(nodes_of(state_roots(rules.states)))
-    leaving = nodes_of([rules.keep, *merge_roots(rules.merge)])
-    every = sum(sizes.work(node).operations for node in always)
-    costs = {"at every step": every} if every else {}
+    step_nodes = dict.fromkeys(nodes_of(state_roots(rules.states)))
+    leaving_nodes = nodes_of([rules.keep, *merge_roots(rules.merge)])
+    step_operations = sum(sizes.work(node).operations for node in step_nodes)
+    costs = {"at every step": step_operations} if step_operations else {}
     costs["where entries leave"] = sum(
-        sizes.work(node).operations for node in leaving if node not in always
+        sizes.work(node).operations for node in leaving_nodes if node not in step_nodes
     )
     return costs

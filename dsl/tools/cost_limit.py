@@ -20,17 +20,17 @@ def check_cost(bound: Bound, config: ModelConfig, length: int, most: float, opti
     Raises:
         PolicyError: it takes more; the message names the most expensive expression and its place.
     """
-    found = cost(bound, config, length, attended=False)
-    if found.share <= most:
+    costs = cost(bound, config, length, attended=False)
+    if costs.share <= most:
         return
-    program, dearest = bound.program, found.parts[0]
+    program, dearest = bound.program, costs.parts[0]
     reason = f": {dearest.squared}" if dearest.squared else ""
     message = (
-        f"`{program.name}` takes {_percent(found.share)} of the time of a prefill of {length:,} "
+        f"`{program.name}` takes {_percent(costs.share)} of the time of a prefill of {length:,} "
         f"tokens, more than the {_percent(most)} that are allowed; `{dearest.name}` takes "
-        f"{_percent(found.share_of(dearest))}{reason}"
+        f"{_percent(costs.share_of(dearest))}{reason}"
     )
-    advice = f"allow it with `{option} {int(100 * found.share) + 1}`, or compute less here"
+    advice = f"allow it with `{option} {int(100 * costs.share) + 1}`, or compute less here"
     if dearest.squared:
         advice += ", for example the attention of `recent(64)` alone"
     raise program.refused("cost", message, dearest.span, advice)

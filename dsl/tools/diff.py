@@ -46,8 +46,8 @@ def difference(
     yield from _section("Parameters", _parameters(first, second))
     yield from _section("Entries kept per KV head, at most", _entries(first, second, length))
     reached = [lengths(bound, length)[-1][1] for bound in (first, second)]
-    most = _change(reached, "at most {} -> {}", "{:,}".format)
-    yield from _section("Tokens that reach the last layer", most)
+    change = _change(reached, "at most {} -> {}", "{:,}".format)
+    yield from _section("Tokens that reach the last layer", change)
     words = [decode_words(bound) for bound in (first, second)]
     yield from _section("While decoding", _change(words))
     sizes = [config.kv_size(max_entries(bound, length)) for bound in (first, second)]
@@ -90,10 +90,10 @@ def _entries(first: Bound, second: Bound, length: int) -> Iterator[str]:
 
 
 def _change(
-    values: Sequence[object], text: str = "{} -> {}", shown: Callable[[Any], str] = str
+    values: Sequence[object], text: str = "{} -> {}", as_text: Callable[[Any], str] = str
 ) -> Iterator[str]:
     if values[0] != values[1]:
-        yield text.format(*map(shown, values))
+        yield text.format(*map(as_text, values))
 
 
 def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:

@@ -67,13 +67,13 @@ def _sections() -> Iterator[str]:
 def _rows(keys: tuple[Key, ...], path: str) -> Iterator[tuple[str, str, str]]:
     for key in keys:
         name = f"{path}{key.name}"
-        inner, below = key.keys, f"{name}."
+        children, prefix = key.keys, f"{name}."
         if key.item is not None:
-            inner, below = key.item.keys, f"{name}.NAME."
+            children, prefix = key.item.keys, f"{name}.NAME."
         meaning = key.meaning + ("; required" if key.required else "")
         yield f"`{name}`", _form(key), meaning
         if path != "decode.":  # its sections are those of the file
-            yield from _rows(inner, below)
+            yield from _rows(children, prefix)
 
 
 def _form(key: Key) -> str:

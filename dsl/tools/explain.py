@@ -69,16 +69,16 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
     from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Load, forecast, pool_of
 
     gpu = GPUS[args.gpu]
-    asked = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
+    server_load = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
     program = checked.executable()
     served = bind(program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
-    found = forecast(served, config, gpu, asked, pool_of(config, gpu))
+    prediction = forecast(served, config, gpu, server_load, pool_of(config, gpu))
     if args.json:
-        print(explain_gpu.document(found, served, config, gpu, asked))
+        print(explain_gpu.document(prediction, served, config, gpu, server_load))
         return 0
     print("\n".join(explanation(checked, bound, config, args.length, gpu)))
     print(f"\nExpected on {gpu.name} (estimated; see docs/performance/README.md)")
-    print("\n".join(explain_gpu.expected(found, asked.batch)))
+    print("\n".join(explain_gpu.expected(prediction, server_load.batch)))
     return 0
 
 
@@ -195,18 +195,18 @@ def _parameters(bound: Bound) -> Iterator[str]:
 def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
     """Named values and sections by the moment at which they are known."""
     phases = Phases(bound.propagates)
-    known: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
+    by_phase: dict[Phase, list[tuple[str, Node]]] = {phase: [] for phase in Phase}
     rules = bound.folded.prefill
     decides = (rules.keep, rules.budget, rules.score, *state_roots(rules.states))
     for node in nodes_of([*decides, *propagate_roots(bound.folded.propagate)]):
         if node.name is not None and bound.static.needs(node) != frozenset():
-            known[_phase(bound, phases, node)].append((node.name, node))
-    known[phases.of(keep_of(bound.lowered.prefill))].append(("keep", keep_of(rules)))
-    width = max(len(name) for named in known.values() for name, _ in named)
-    for phase, named in known.items():
-        if named:
+            by_phase[_phase(bound, phases, node)].append((node.name, node))
+    by_phase[phases.of(keep_of(bound.lowered.prefill))].append(("keep", keep_of(rules)))
+    width = max(len(name) for pairs in by_phase.values() for name, _ in pairs)
+    for phase, pairs in by_phase.items():
+        if pairs:
             yield f"  {_WHEN[phase]}"
-        for name, node in named:
+        for name, node in pairs:
             yield f"    {name:<{width}}  {_written(checked, node)}  : {node.type}"
 
 
@@ -252,8 +252,8 @@ def _is_exact(bound: Bound, length: int) -> bool:
 def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
     """Bounds on one KV head and on one layer, if a layer's is below the prompt's length."""
     shares = [n / kv_heads for n in size.layer]
-    for what, most in (("one KV head", size.head), ("one layer, per KV head,", shares)):
-        low, high = min(most), max(most)
+    for what, bounds in (("one KV head", size.head), ("one layer, per KV head,", shares)):
+        low, high = min(bounds), max(bounds)
         if low < length:
             text = f"{high:,.1f}" if low == high else f"{low:,.1f} to {high:,.1f} by layer"
             yield f"  - {what} keeps at most {text}"
@@ -262,28 +262,28 @@ def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
 def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
     full = bound.shape.layers * bound.shape.kv_heads * length
     kept = max_entries(bound, length)
-    most = "" if _is_exact(bound, length) else "at most "
+    note = "" if _is_exact(bound, length) else "at most "
     yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
     share = kept / full if full else 1
-    yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {most}{kept:,} ({share:.2%})"
+    yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {note}{kept:,} ({share:.2%})"
     if bound.upper_layers:
         yield f"  {'':27}  layers that share a direction hold less, as their data say"
 
 
 def _cost(bound: Bound, config: ModelConfig, length: int, gpu: Gpu) -> Iterator[str]:
-    found = cost(bound, config, length, gpu)
-    noted = [part for part in found.parts if found.share_of(part) >= _NOTED * found.share]
-    for part in noted:
-        yield _costs(part.name, part.work.operations, found.share_of(part), part.squared)
-    if len(noted) < len(found.parts):
-        rest = found.parts[len(noted) :]
+    costs = cost(bound, config, length, gpu)
+    large_parts = [part for part in costs.parts if costs.share_of(part) >= _NOTED * costs.share]
+    for part in large_parts:
+        yield _costs(part.name, part.work.operations, costs.share_of(part), part.squared)
+    if len(large_parts) < len(costs.parts):
+        rest = costs.parts[len(large_parts) :]
         operations = sum(part.work.operations for part in rest)
-        yield _costs("other expressions", operations, sum(map(found.share_of, rest)))
-    yield _costs("in all", found.operations, found.share)
-    yield f"  {'reads':<26} {size_text(found.bytes_read):>12}  per layer"
-    yield f"  {'memory at once':<26} {size_text(found.peak):>12}  within a layer, then freed"
-    if found.held:
-        yield f"  {'held until the end':<26} {size_text(found.held):>12}  for all layers"
+        yield _costs("other expressions", operations, sum(map(costs.share_of, rest)))
+    yield _costs("in all", costs.operations, costs.share)
+    yield f"  {'reads':<26} {size_text(costs.bytes_read):>12}  per layer"
+    yield f"  {'memory at once':<26} {size_text(costs.peak):>12}  within a layer, then freed"
+    if costs.held:
+        yield f"  {'held until the end':<26} {size_text(costs.held):>12}  for all layers"
     queries = bound.queries(length)
     if queries:
         noun = "query" if queries == 1 else "queries"

@@ -26,10 +26,10 @@ def expected(found: Forecast, batch: int) -> Iterator[str]:
         ("requests at once, at most", "at_once", "{:,}".format, True),
         ("throughput then, tokens/s", "throughput", "{:,.0f}".format, True),
     ):
-        full, own = getattr(found.full, figure), getattr(found.policy, figure)
-        over, under = (own, full) if more_is_better else (full, own)
+        full, policy = getattr(found.full, figure), getattr(found.policy, figure)
+        over, under = (policy, full) if more_is_better else (full, policy)
         # No ratio if full KV does not fit.
-        yield _row(name, text(full), text(own), f"{over / under:.2f} x" if under else "")
+        yield _row(name, text(full), text(policy), f"{over / under:.2f} x" if under else "")
     yield from _work(found, batch)
     for sentence in found.assumptions:
         yield from textwrap.wrap(
@@ -41,14 +41,14 @@ def _row(name: str, full: str, policy: str, ratio: str) -> str:
     return f"  {name:<30} {full:>12} {policy:>12}  {ratio}".rstrip()
 
 
-def _work(found: Forecast, batch: int) -> Iterator[str]:
-    share = f"per prompt, {found.share:.2%} of its prefill"
-    yield _row("scoring and compaction", "", seconds_text(found.scoring), share)
-    yield _row("arithmetic of scoring", "", flops_text(found.operations), "per prompt")
-    yield _row("operations and launches", "", f"{found.prefill_asks:,.0f}", "per prompt")
-    if found.fold is None:
+def _work(forecast: Forecast, batch: int) -> Iterator[str]:
+    share = f"per prompt, {forecast.share:.2%} of its prefill"
+    yield _row("scoring and compaction", "", seconds_text(forecast.scoring), share)
+    yield _row("arithmetic of scoring", "", flops_text(forecast.operations), "per prompt")
+    yield _row("operations and launches", "", f"{forecast.prefill_asks:,.0f}", "per prompt")
+    if forecast.fold is None:
         return
-    fold = found.fold
+    fold = forecast.fold
     yield _row("host time where entries leave", "", seconds_text(fold.host), f"{batch:,} requests")
     yield _row("operations and launches", "", f"{fold.device:,.0f}", "where entries leave")
 
@@ -65,7 +65,7 @@ def document(found: Forecast, bound: Bound, config: ModelConfig, gpu: Gpu, asked
             "length": asked.prompt,
             "batch": asked.batch,
             "max_new_tokens": asked.new,
-            **{name: _facts(own) for name, own in ways.items()},
+            **{name: _facts(serving) for name, serving in ways.items()},
             "scoring_seconds": found.scoring,
             "scoring_share": found.share,
             "scoring_operations": found.operations,
@@ -77,11 +77,11 @@ def document(found: Forecast, bound: Bound, config: ModelConfig, gpu: Gpu, asked
     )
 
 
-def _facts(own: Serving) -> dict[str, float]:
+def _facts(serving: Serving) -> dict[str, float]:
     return {
-        "prompt_bytes": own.prompt_bytes,
-        "ttft_seconds": own.ttft,
-        "tpot_seconds": own.tpot,
-        "requests_at_once": own.at_once,
-        "tokens_per_second": own.throughput,
+        "prompt_bytes": serving.prompt_bytes,
+        "ttft_seconds": serving.ttft,
+        "tpot_seconds": serving.tpot,
+        "requests_at_once": serving.at_once,
+        "tokens_per_second": serving.throughput,
     }

@@ -26,8 +26,8 @@ _LONGEST = 88
 def kernels(bound: Bound) -> Iterator[str]:
     """Lines on kernels of the prefill, then of decode steps."""
     program = Compiled(bound)
-    of_prefill, *of_steps = program.fusions
-    yield from (f"  {line}" for line in (*_passes(of_prefill), *reasons([of_prefill])))
+    prefill_fusion, *step_fusions = program.fusions
+    yield from (f"  {line}" for line in (*_passes(prefill_fusion), *reasons([prefill_fusion])))
     if bound.folded.prefill.merge is not None:
         yield f"  {_MERGE}"
     if bound.lowered.share is not None:
@@ -35,9 +35,9 @@ def kernels(bound: Bound) -> Iterator[str]:
     if program.steps is None:
         return
     yield f"  {_while_decoding(program.steps)}"
-    for each in of_steps:
-        yield from (f"    {line}" for line in _passes(each))
-    yield from (f"    {line}" for line in reasons(of_steps))
+    for fusion in step_fusions:
+        yield from (f"    {line}" for line in _passes(fusion))
+    yield from (f"    {line}" for line in reasons(step_fusions))
     if program.steps.rules.merge is not None:
         yield f"    {_MERGE}"
 
@@ -52,34 +52,34 @@ def _while_decoding(steps: Steps) -> str:
     return f"while decoding, states {how}"
 
 
-def _passes(found: Fusion) -> Iterator[str]:
-    for bundle in found.bundles:
-        yield _pass(bundle, found.steps)
+def _passes(fusion: Fusion) -> Iterator[str]:
+    for bundle in fusion.bundles:
+        yield _pass(bundle, fusion.steps)
         for node in _named(bundle):
             yield f"  kernel  {_short(node)}"
 
 
 def reasons(found: Sequence[Fusion]) -> Iterator[str]:
     """What stays with torch and why, then the operations on small tensors."""
-    for each in found:
-        for node, reason in each.reasons.items():
+    for fusion in found:
+        for node, reason in fusion.reasons.items():
             yield f"torch   {_short(node)}: {reason}"
-    names = {pair for each in found for pair in _small(each)}
-    for by, has_kernel in (("kernel  hand-written,", True), ("torch  ", False)):
-        chosen = sorted(name for name, own in names if own == has_kernel)
-        if chosen:
-            yield f"{by} on small tensors: {', '.join(chosen)}"
+    names = {pair for fusion in found for pair in _small(fusion)}
+    for label, has_kernel in (("kernel  hand-written,", True), ("torch  ", False)):
+        matches = sorted(name for name, hand_written in names if hand_written == has_kernel)
+        if matches:
+            yield f"{label} on small tensors: {', '.join(matches)}"
 
 
-def _small(found: Fusion) -> set[tuple[str, bool]]:
+def _small(fusion: Fusion) -> set[tuple[str, bool]]:
     """Operations outside the generated kernels, and whether each has a hand-written one.
 
     Nodes that one kernel computes together are one operation.
     """
-    left = [node for node in found.left() if node.when >= When.LAYER]
-    read = {x for node in left if not reduces_past(node) for x in node.args}
+    torch_nodes = [node for node in fusion.left() if node.when >= When.LAYER]
+    arguments = {x for node in torch_nodes if not reduces_past(node) for x in node.args}
     names = set()
-    for node in left:
+    for node in torch_nodes:
         row = node.operation
         if distribution(node) is not None:
             names.add(("entropy", True))
@@ -92,7 +92,7 @@ def _small(found: Fusion) -> set[tuple[str, bool]]:
             or _LARGE & set(node.args[0].type.axes)  # listed with its reason
         ):
             continue
-        elif node.op != "past" or node in read:
+        elif node.op != "past" or node in arguments:
             names.add((node.op, row.has_small_kernel))
     return names
 
@@ -108,15 +108,15 @@ _COUNTS = ("", "one pass", "two passes", "three passes")
 
 def _pass(bundle: Bundle, steps: bool) -> str:
     """How often a bundle reads the layer's tensors, in a prefill or at decode steps."""
-    roles = {each.role for each in bundle.reductions}
-    rows = [node.operation for each in bundle.reductions for node in each.node.walk()]
-    read = {name for row in rows for name in row.tensors}
+    roles = {reduction.role for reduction in bundle.reductions}
+    rows = [node.operation for reduction in bundle.reductions for node in reduction.node.walk()]
+    tensors = {name for row in rows for name in row.tensors}
     if bundle.window is None:
-        names = " and ".join(f"{name}s" for name in ("key", "value") if name in read)
+        names = " and ".join(f"{name}s" for name in ("key", "value") if name in tensors)
         return f"one pass over the {names}"
     passes, softmax = len(roles - {"vectors"}), any(row.softmax for row in rows)
     count = _COUNTS[passes + (softmax and steps)]
-    also = ", values read once," if "value" in read else ""
+    also = ", values read once," if "value" in tensors else ""
     text = f"{count} over the keys{also} for {written_window(bundle.window)}"
     if not softmax or steps:
         return text
@@ -124,7 +124,7 @@ def _pass(bundle: Bundle, steps: bool) -> str:
 
 
 def _named(bundle: Bundle) -> list[Node]:
-    nodes = [*(each.node for each in bundle.reductions), *bundle.outputs]
+    nodes = [*(reduction.node for reduction in bundle.reductions), *bundle.outputs]
     return list(dict.fromkeys(nodes))
 
 

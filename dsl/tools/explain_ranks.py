@@ -41,13 +41,13 @@ def exchanged(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
         yield f"  {'fold':<10} {size_text(fold):>10}  {_share(fold, model)} a decode step"
     prompt, step = query_bytes(bound, length, config.element_bytes)
     if prompt or step:
-        more = f", and {size_text(step)} of a decode step that it reads" if step else ""
-        why = f"of a prefill besides, where there are more ranks than KV heads{more}"
+        suffix = f", and {size_text(step)} of a decode step that it reads" if step else ""
+        why = f"of a prefill besides, where there are more ranks than KV heads{suffix}"
         yield f"  {'queries':<10} {size_text(prompt):>10}  {why}"
 
 
-def _share(own: int, model: int) -> str:
-    return f"{own / model:.3%} of what the model itself exchanges in"
+def _share(policy: int, model: int) -> str:
+    return f"{policy / model:.3%} of what the model itself exchanges in"
 
 
 def prefill_bytes(bound: Bound, length: int, element: int) -> int:
@@ -81,17 +81,17 @@ def fold_bytes(bound: Bound, length: int, element: int) -> int:
     if rules is None:
         return 0
     nodes = _across(rules_roots(rules))
-    among = _competing(bound, rules.keep, length)
+    candidates = _competing(bound, rules.keep, length)
     kept = Bounds(bound, length).kept.head
     columns = _columns(bound)
     # Heads that hold different entries: a layer has at most so many times more columns.
-    apart = bound.shape.kv_heads if columns else 1
+    factor = bound.shape.kv_heads if columns else 1
     total = bound.shape.layers * bound.shape.kv_heads * _said(bound, nodes)
     for layer, most in enumerate(kept):
-        held = min(most * apart, length) + bound.fold_interval
+        held = min(most * factor, length) + bound.fold_interval
         total += held * columns
         for node in nodes:
-            tokens = min(among.get(id(node), held), held)
+            tokens = min(candidates.get(id(node), held), held)
             sizes = Sizes(bound, length, layer, tokens, most, element, step=True)
             total += _bytes([node], sizes)
     return total
@@ -111,14 +111,14 @@ def _columns(bound: Bound) -> int:
 
 def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
     """Node id -> number of entries, for nodes across KV heads that read few entries."""
-    found: dict[int, int] = {}
+    candidates: dict[int, int] = {}
     for node in nodes_of([keep]):
         stage = KeepStage.of(node)
-        among = None if stage is None else stage.competing(bound, [length])
-        if stage is not None and among is not None:
+        span = None if stage is None else stage.competing(bound, [length])
+        if stage is not None and span is not None:
             across = (x for x in _across([stage.score]) if "token" not in x.axes)
-            found |= {id(x): max(among[0] - among[1], 0) for x in across}
-    return found
+            candidates |= {id(x): max(span[0] - span[1], 0) for x in across}
+    return candidates
 
 
 def query_bytes(bound: Bound, length: int, element: int) -> tuple[int, int]:
@@ -140,10 +140,10 @@ def _bytes(nodes: list[Node], sizes: Sizes) -> int:
 
     At a decode step each has a mask, and selections are told which entries there are.
     """
-    given = [each for node in nodes for each in node.args if "kv" in each.type.axes]
-    each = (sizes.elements(x) * (_size(x) + _TRUTH * sizes.step) for x in given)
-    chosen = (node for node in nodes if sizes.step and node.operation.kind is Kind.SELECTION)
-    return int(sum(each) + sum(sizes.elements(node) * _TRUTH for node in chosen))
+    arguments = [argument for node in nodes for argument in node.args if "kv" in argument.type.axes]
+    argument_bytes = (sizes.elements(x) * (_size(x) + _TRUTH * sizes.step) for x in arguments)
+    selections = (node for node in nodes if sizes.step and node.operation.kind is Kind.SELECTION)
+    return int(sum(argument_bytes) + sum(sizes.elements(node) * _TRUTH for node in selections))
 
 
 def _size(x: Node) -> int:

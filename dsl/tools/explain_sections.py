@@ -69,7 +69,7 @@ def merging(merge: Merge, written: Written) -> Iterator[str]:
     for name, state in merge.states.items():
         if state.next is not None:
             yield f"  {'state':<8} {name}: {written(state.next)}"
-    yield f"  {'apply':<8} {' and '.join(f'{each}s' for each in merge.apply)}"
+    yield f"  {'apply':<8} {' and '.join(f'{tensor}s' for tensor in merge.apply)}"
 
 
 def decode(
@@ -105,7 +105,7 @@ def reported(bound: Bound, written: Written) -> Iterator[str]:
     names = bound.program.report
     width = max(map(len, names))
     for name in names:
-        nodes = {phase: known[name] for phase, known in lets.items() if name in known}
+        nodes = {phase: values[name] for phase, values in lets.items() if name in values}
         moments = " and ".join(nodes) or "not computed with these parameters"
         text = "".join(f"  {written(node)}  : {node.type}" for node in [*nodes.values()][:1])
         yield f"  {name:<{width}}  {moments:<7}{text}"

@@ -123,16 +123,16 @@ def forecast(bound: Bound, config: ModelConfig, gpu: Gpu, load: Load, pool: floa
         PolicyError: no server carries the policy out.
     """
     full = _Way(config, gpu, load, pool)
-    own = _WithPolicy(config, gpu, load, pool, bound, launches(bound, load.prompt))
+    policy = _WithPolicy(config, gpu, load, pool, bound, launches(bound, load.prompt))
     return Forecast(
         full.serving(),
-        own.serving(),
-        own.scoring,
-        own.scoring / full.prefill,
-        own.operations,
-        own.prefill_asks,
-        own.fold(load.batch),
-        tuple(_assumptions(full, own)),
+        policy.serving(),
+        policy.scoring,
+        policy.scoring / full.prefill,
+        policy.operations,
+        policy.prefill_asks,
+        policy.fold(load.batch),
+        tuple(_assumptions(full, policy)),
     )
 
 
@@ -153,13 +153,13 @@ class _Way:
         """All figures."""
         at_once = self.at_once
         tpot = self.step(max(at_once, 1))
-        each = self.prefill + self.new * tpot / max(at_once, 1)
+        seconds = self.prefill + self.new * tpot / max(at_once, 1)
         return Serving(
             self.config.kv_size(int(self.entries)),
             self.prefill,
             self.step(self.load.batch),
             at_once,
-            self.new / each if at_once else 0.0,
+            self.new / seconds if at_once else 0.0,
         )
 
     @property
@@ -184,8 +184,8 @@ class _Way:
     @property
     def at_once(self) -> int:
         """Number of requests that fit, one of them with its whole prompt during its prefill."""
-        beside = self.config.kv_size(self.token * self.prompt) - self.request_bytes
-        return min(MOST_AT_ONCE, max(0, int((self.pool - max(beside, 0)) / self.request_bytes)))
+        extra = self.config.kv_size(self.token * self.prompt) - self.request_bytes
+        return min(MOST_AT_ONCE, max(0, int((self.pool - max(extra, 0)) / self.request_bytes)))
 
     def step(self, requests: int) -> float:
         """Seconds of a decode step of `requests` requests, in the middle of their answers."""
@@ -210,11 +210,11 @@ class _WithPolicy(_Way):
         self.bound, self.asked = bound, asked
         self.entries = max_entries(bound, load.prompt)
         self.steady = is_steady(bound)
-        found = cost(bound, config, load.prompt, gpu)
+        costs = cost(bound, config, load.prompt, gpu)
         # Compaction reads and writes what stays once.
-        moved = Work(moved=2.0 * config.kv_size(int(self.entries)))
-        self.operations = found.operations
-        self.scoring = sum(part.seconds for part in found.parts) + gpu.seconds(moved)
+        compaction = Work(moved=2.0 * config.kv_size(int(self.entries)))
+        self.operations = costs.operations
+        self.scoring = sum(part.seconds for part in costs.parts) + gpu.seconds(compaction)
 
     @property
     def prefill_asks(self) -> float:
@@ -250,8 +250,8 @@ class _WithPolicy(_Way):
 
     def step(self, requests: int) -> float:
         fold = self.fold(requests)
-        between = super().step(requests)
-        return between if fold is None else between + fold.host * fold.times / self.new
+        seconds = super().step(requests)
+        return seconds if fold is None else seconds + fold.host * fold.times / self.new
 
 
 def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
@@ -264,37 +264,39 @@ def fold_host(asked: float, requests: int, shape: ModelShape) -> float:
     return FOLD_ASK * asked + requests * (FOLD_REQUEST + shape.layers * layer)
 
 
-def _assumptions(full: _Way, own: _WithPolicy) -> list[str]:
-    gpu, bound = own.gpu, own.bound
-    found = [
+def _assumptions(full: _Way, policy: _WithPolicy) -> list[str]:
+    gpu, bound = policy.gpu, policy.bound
+    sentences = [
         f"{gpu.name}: {MATRIX_REACHED:.0%} of {gpu.matrix / 1e12:,.0f} TFLOP/s and "
         f"{MEMORY_REACHED:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s are reached; "
         f"{1e6 * gpu.gap:.1f} us between kernels of a graph, {LAYER_KERNELS} per layer",
         f"{MEMORY_SHARE:.0%} of {gpu.memory / 2**30:.0f} GiB for weights and KV cache; weights of "
-        f"{own.config.element_bytes} bytes, {own.config.weights_size / 2**30:.1f} GiB",
+        f"{policy.config.element_bytes} bytes, {policy.config.weights_size / 2**30:.1f} GiB",
         "TTFT: one request on an idle server, its prompt not in the radix cache; without HTTP, "
         "tokenizer and queue",
-        f"answers of {own.new:,} tokens; a decode step reads weights and entries once, and takes "
-        f"{1e3 * STEP_HOST:.1f} ms at least for SGLang's host",
+        f"answers of {policy.new:,} tokens; a decode step reads weights and entries once, and "
+        f"takes {1e3 * STEP_HOST:.1f} ms at least for SGLang's host",
         "the prefill's attention hands over its log-sum-exp (FlashInfer, FlashAttention 3); with "
         "another one scoring goes over the keys once more",
         "throughput: as many requests as fit, prefills and decode steps one after the other, no "
         "prompt shared",
     ]
-    if own.load.batch > full.at_once:
-        fit = f"{full.at_once:,} with full KV, {own.at_once:,} with the policy"
-        found.append(f"TPOT is of {own.load.batch:,} requests whether they fit or not ({fit})")
-    decode, fold = bound.folded.decode, own.fold(1)
+    if policy.load.batch > full.at_once:
+        fit = f"{full.at_once:,} with full KV, {policy.at_once:,} with the policy"
+        sentences.append(
+            f"TPOT is of {policy.load.batch:,} requests whether they fit or not ({fit})"
+        )
+    decode, fold = bound.folded.decode, policy.fold(1)
     if decode is not None and fold is not None:
         when = f"every {bound.fold_interval}"
         if decode.when is not None:
-            when = f"{fold.times:,} of {own.new:,}"
-        found.append(
+            when = f"{fold.times:,} of {policy.new:,}"
+        sentences.append(
             f"entries leave at {when} steps, all requests at one step, which "
-            "waits for the host; " + ("the size is held" if own.steady else "answers stay whole")
+            "waits for the host; " + ("the size is held" if policy.steady else "answers stay whole")
         )
     if bound.upper_layers:
-        found.append("layers that share a direction are counted as if each held its own")
-    if not own.steady and fold is None:
-        found.append("nothing leaves while decoding: what is generated stays")
-    return found
+        sentences.append("layers that share a direction are counted as if each held its own")
+    if not policy.steady and fold is None:
+        sentences.append("nothing leaves while decoding: what is generated stays")
+    return sentences

@@ -154,9 +154,9 @@ class Watch:
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, each call of which is a launch."""
 
-        def run(*args: Any, **more: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with self.observed.launch():
-                return function(*args, **more)
+                return function(*args, **kwargs)
 
         return run
 
@@ -175,7 +175,7 @@ class Watch:
             make, keys_stay, deferred_bytes: a `TorchProgram`, and as of `Compiled`.
         """
         watched: Mapping[str, Callable[..., Any]] = {
-            **{name: self.kernel(each) for name, each in table.items()},
+            **{name: self.kernel(function) for name, function in table.items()},
             "generated": lambda name, text: None,
         }
         program = make(bound, kernels=watched, keys_stay=keys_stay, deferred_bytes=deferred_bytes)
@@ -185,27 +185,27 @@ class Watch:
             program.steps.leaving = self._zeros(program.steps.leaving)
         return program
 
-    def _zeros(self, made: Generated | None) -> Generated | None:
+    def _zeros(self, generated: Generated | None) -> Generated | None:
         return (
             None
-            if made is None
-            else _ZeroKernels(made.bound, made.fusion, made.compiled, watch=self)
+            if generated is None
+            else _ZeroKernels(generated.bound, generated.fusion, generated.compiled, watch=self)
         )
 
 
 class _ZeroKernels(Generated):
     """Generated kernels that are not compiled and give zeros."""
 
-    def __init__(self, *given: Any, watch: Watch) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any, watch: Watch) -> None:
+        super().__init__(*args)
         self._watch = watch
 
     def _run(self, bundle: Bundle, float32: bool) -> Run:
         source, steps, shape = self._file(bundle, float32), self.fusion.steps, self.bound.shape
 
-        def run(*given: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-            (q, *_), (keys, rows, _) = given[:2]
-            lists, tokens = rows.shape if steps else (len(keys) * keys.shape[2], given[4])
+        def run(*args: Any, **options: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+            (q, *_), (keys, rows, _) = args[:2]
+            lists, tokens = rows.shape if steps else (len(keys) * keys.shape[2], args[4])
             sizes = {
                 "kv": lists, "group": shape.group, "token": tokens,
                 "query": 0 if q is None else q.shape[1],
@@ -213,11 +213,11 @@ class _ZeroKernels(Generated):
             with self._watch.observed.launch():
                 results = tuple(
                     torch.zeros(
-                        [1] * each.splits + [sizes[axis] for axis in each.axes],
-                        dtype=torch.int8 if each.truth else torch.float64,
+                        [1] * output.splits + [sizes[axis] for axis in output.axes],
+                        dtype=torch.int8 if output.truth else torch.float64,
                     )
-                    for each in source.results
-                    if not each.stage
+                    for output in source.results
+                    if not output.stage
                 )
                 finite = torch.ones(lists, dtype=torch.bool) if steps else torch.tensor(True)
                 return results, [finite]
@@ -228,8 +228,8 @@ class _ZeroKernels(Generated):
 class _InGroups(TorchProgram):
     """A policy's program that scores at most so many layers together, whatever the prompt."""
 
-    def __init__(self, most: int, bound: Bound, **given: Any) -> None:
-        super().__init__(bound, **given)
+    def __init__(self, most: int, bound: Bound, **options: Any) -> None:
+        super().__init__(bound, **options)
         self._most = most
 
     def layers_together(self, prompt: int) -> int:
@@ -326,48 +326,50 @@ class _Counting:
 
     def launches(self) -> Launches:
         layers = self.bound.shape.layers
-        run, by_layer, together, end = self._prefill()
-        in_one, copied = self._compaction(run)
-        each, group = sum([*by_layer, *copied], Asked()), sum(together, Asked())
+        run, by_layer, groups, end = self._prefill()
+        in_one, copies = self._compaction(run)
+        layer, group = sum([*by_layer, *copies], Asked()), sum(groups, Asked())
         memory = Memory.after(run)
         fold, one_by_one = None, False
         if memory is not None and self.bound.folded.decode is not None:
             one_by_one = memory.steps.rule(self.case.tokens) is None
             fold = _mean(self._fold(memory), layers if one_by_one else 1)
-        number = len(together)
+        number = len(groups)
         return Launches(
-            _mean(each, layers), _mean(group, max(number, 1)), number, _mean(end + in_one, 1),
+            _mean(layer, layers), _mean(group, max(number, 1)), number, _mean(end + in_one, 1),
             fold, one_by_one,
         )  # fmt: skip
 
-    def _made(self, heads: int, tokens: int) -> torch.Tensor:
+    def _tensor(self, heads: int, tokens: int) -> torch.Tensor:
         shape = self.bound.shape
         sizes = (shape.layers, heads, tokens, shape.head_dim)
         return torch.randn(sizes, generator=self.random)
 
     @contextmanager
-    def _counted(self, into: list[Asked]) -> Iterator[None]:
+    def _counted(self, counts: list[Asked]) -> Iterator[None]:
         self.watch.observed = Observed(counting=True)
         with self.watch.observed:
             yield
-        into.append(self.watch.observed.asked)
+        counts.append(self.watch.observed.asked)
 
     def _prefill(self) -> tuple[PrefillRun, list[Asked], list[Asked], Asked]:
         """A finished prefill; what was asked at layers, of several together, and at the end."""
-        asked: list[Asked] = []
+        layer_counts: list[Asked] = []
         end: list[Asked] = []
-        q = self._made(self.bound.shape.heads, self.case.tokens)
+        q = self._tensor(self.bound.shape.heads, self.case.tokens)
         k, v = (
-            self._made(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
+            self._tensor(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
         )
-        shown = _Shown(self.watch, InPools(q, k, v))
-        run = drive(self.program, self.case.tokens, shown, within=lambda: self._counted(asked)).run
+        prompt = _Shown(self.watch, InPools(q, k, v))
+        run = drive(
+            self.program, self.case.tokens, prompt, within=lambda: self._counted(layer_counts)
+        ).run
         with self._counted(end):
             run.finish(wait=False)
         run.settle(finite=True)
-        layers = [before or whole for whole, before in zip(asked, shown.noted, strict=True)]
+        layers = [noted or total for total, noted in zip(layer_counts, prompt.noted, strict=True)]
         groups = [
-            whole - before for whole, before in zip(asked, shown.noted, strict=True) if before
+            total - noted for total, noted in zip(layer_counts, prompt.noted, strict=True) if noted
         ]
         return run, layers, groups, end[0]
 
@@ -381,13 +383,13 @@ class _Counting:
         if bound.folded.prefill.merge is None and not slots:
             return Asked(launches=1), []
         # Each layer is gathered, rotated (slot positions) and placed.
-        asked = [Asked(operations=1, launches=1 + slots)] * shape.layers
+        layer_counts = [Asked(operations=1, launches=1 + slots)] * shape.layers
         if bound.folded.prefill.merge is not None:
-            k, v = (self._made(shape.kv_heads, run.size) for _ in range(2))
+            k, v = (self._tensor(shape.kv_heads, run.size) for _ in range(2))
             for layer in range(shape.layers):
-                with self._counted(asked):
+                with self._counted(layer_counts):
                     run.merged(layer, k[layer], v[layer], len(run.there(layer)))
-        return Asked(), asked
+        return Asked(), layer_counts
 
     def _fold(self, memory: Memory) -> Asked:
         """What the last of `_FOLDS` folds asks; every later one asks the same.
@@ -395,35 +397,35 @@ class _Counting:
         Moving lists that outgrow their pages is not counted.
         """
         bound, shape, prompt = self.bound, self.bound.shape, self.case.tokens
-        pool = self._made(shape.kv_heads, 1).flatten(0, 2)
-        leaving = (step for step in range(1, _STEPS) if bound.leaves_at(step, prompt))
-        observed: list[Asked] = []
-        found, done = Asked(), 0
+        pool = self._tensor(shape.kv_heads, 1).flatten(0, 2)
+        fold_steps = (step for step in range(1, _STEPS) if bound.leaves_at(step, prompt))
+        counts: list[Asked] = []
+        last_fold, last_step = Asked(), 0
 
-        def read(there: torch.Tensor) -> tuple[Entries, Entries]:
+        def read(present: torch.Tensor) -> tuple[Entries, Entries]:
             with self.watch.observed.launch():  # the kernel `entry_ids`
-                ids = torch.zeros(there.shape, dtype=torch.int64)
+                ids = torch.zeros(present.shape, dtype=torch.int64)
             return Entries(pool, ids), Entries(pool, ids)
 
         def queries() -> torch.Tensor:
-            observed.append(Asked(operations=1))  # queries of all steps are joined
+            counts.append(Asked(operations=1))  # queries of all steps are joined
             if not memory.steps.advancing_reads_queries:  # which were not noted step by step
-                observed.append(Asked(operations=1))
-            return asked
+                counts.append(Asked(operations=1))
+            return q
 
-        for step in islice(leaving, _FOLDS):
-            new = range(prompt + done, prompt + step)
-            asked = self._made(shape.heads, len(new)).flatten(0, 1)
+        for step in islice(fold_steps, _FOLDS):
+            new = range(prompt + last_step, prompt + step)
+            q = self._tensor(shape.heads, len(new)).flatten(0, 1)
             newest = torch.tensor([new[-1]])
-            observed.clear()
-            with self._counted(observed):
+            counts.clear()
+            with self._counted(counts):
                 staying = follow_together([memory], [new], newest, queries, read, leaves=True)
                 if staying is not None:
                     staying.merge(staying.proceed)
             if staying is not None:
-                found = sum([*observed, self._written()], Asked())
-            done = step
-        return found
+                last_fold = sum([*counts, self._written()], Asked())
+            last_step = step
+        return last_fold
 
     def _written(self) -> Asked:
         """What moving entries within pages asks (sglang_ext/forward/group_fold.py)."""
@@ -431,5 +433,5 @@ class _Counting:
         return Asked(launches=1 + (self.bound.positions == "slots"), transfers=2)
 
 
-def _mean(asked: Asked, number: int) -> Mean:
-    return Mean(asked.device / number, (asked.device + asked.views) / number)
+def _mean(total: Asked, number: int) -> Mean:
+    return Mean(total.device / number, (total.device + total.views) / number)

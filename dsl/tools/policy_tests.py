@@ -58,9 +58,9 @@ def _trial(program: Program, cases: Sequence[PolicyTest]) -> PolicyError | None:
     from kvpolicy.dsl.tools.trial import trial
 
     settings = [(USUAL, {}), *((x.shape, overrides(x.settings)) for x in cases if not x.refused)]
-    for shape, given in settings:
+    for shape, values in settings:
         try:
-            bound = bind(program, shape, given)
+            bound = bind(program, shape, values)
         except PolicyError:
             continue
         try:
@@ -80,10 +80,10 @@ def _test_files(files: Sequence[str]) -> Iterator[tuple[Path, Path]]:
     paths = [Path(file) for file in files] or list(shipped().values())
     for path in paths:
         if os.path.isdir(path):
-            found = _in_folder(path)
-            if not found:
+            tests = _in_folder(path)
+            if not tests:
                 raise refused(str(path), "file", f"no file *{TEST_SUFFIX} in this folder")
-            yield from ((test, _beside(test)) for test in found)
+            yield from ((test, _beside(test)) for test in tests)
             continue
         if path.name.endswith(TEST_SUFFIX):
             test, policy = path, _beside(path)
@@ -123,21 +123,23 @@ def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
         )
         if case.refused is not None:
             return [f"should be refused with `{case.refused}`, but is accepted"]
-        given = recording(case)
-        result = execute(bound, execution, given.q, given.k, given.v, given.steps, given.inv_freq)
+        inputs = recording(case)
+        result = execute(
+            bound, execution, inputs.q, inputs.k, inputs.v, inputs.steps, inputs.inv_freq
+        )
     except PolicyError as error:
         message = str(error)
         if case.refused is not None and case.refused in message:
             return []
         return [f"refused: {message}"]
     output = {**report(result), **propagation(result)}
-    add_merged(output, result, given)
+    add_merged(output, result, inputs)
     if result.budgets is None:
         del output["budgets"]
     problems = list(_differences(case.expected, output))
     for step, expected in case.after.items():
-        found = _differences(expected, output["steps"][step - 1])
-        problems += [f"after step {step}: {problem}" for problem in found]
+        differences = _differences(expected, output["steps"][step - 1])
+        problems += [f"after step {step}: {problem}" for problem in differences]
     total = sum(int(layer.sum()) for layer in result.kept)
     if total > max_entries(bound, case.tokens):
         problems.append(
@@ -159,25 +161,25 @@ def _differences(expected: Mapping[str, Any], output: Mapping[str, Any]) -> Iter
             yield f"{name} {are} {output[name]}, not {value}"
 
 
-def _equal(expected: object, found: object) -> bool:
+def _equal(expected: object, actual: object) -> bool:
     """Whether JSON values are equal, numbers to 1e-5."""
-    if isinstance(expected, float) and isinstance(found, int | float):
-        return abs(found - expected) <= 1e-5 * max(1.0, abs(expected))
-    if isinstance(expected, list) and isinstance(found, list):
-        pairs = zip(expected, found, strict=False)
-        return len(expected) == len(found) and all(_equal(a, b) for a, b in pairs)
-    if isinstance(expected, dict) and isinstance(found, dict):
-        return expected.keys() == found.keys() and all(
-            _equal(expected[key], found[key]) for key in expected
+    if isinstance(expected, float) and isinstance(actual, int | float):
+        return abs(actual - expected) <= 1e-5 * max(1.0, abs(expected))
+    if isinstance(expected, list) and isinstance(actual, list):
+        pairs = zip(expected, actual, strict=False)
+        return len(expected) == len(actual) and all(_equal(a, b) for a, b in pairs)
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return expected.keys() == actual.keys() and all(
+            _equal(expected[key], actual[key]) for key in expected
         )
-    return expected == found
+    return expected == actual
 
 
-def _kept_differences(expected: list[Any], found: list[Any]) -> Iterator[str]:
+def _kept_differences(expected: list[Any], actual: list[Any]) -> Iterator[str]:
     for layer, heads in enumerate(expected):
         for head, positions in enumerate(heads):
-            if found[layer][head] != positions:
-                problem = _difference(found[layer][head], positions)
+            if actual[layer][head] != positions:
+                problem = _difference(actual[layer][head], positions)
                 yield f"layer {layer}, KV head {head}: {problem}"
 
 
@@ -199,41 +201,41 @@ def recording(case: PolicyTest) -> Recording:
     Raises:
         PolicyError: numbers that do not fit the model's sizes.
     """
-    shape, made = case.shape, {}
+    shape, tensors = case.shape, {}
     for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
         size = (shape.layers, heads, case.tokens, shape.head_dim)
-        made[name] = _tensor(name, case, size)
+        tensors[name] = _tensor(name, case, size)
         size = (case.steps, shape.layers, heads, shape.head_dim)
-        made[f"{name}_step"] = _tensor(f"{name}_step", case, size)
+        tensors[f"{name}_step"] = _tensor(f"{name}_step", case, size)
     inv_freq = None if case.inv_freq is None else np.asarray(case.inv_freq)
     if inv_freq is not None and 2 * len(inv_freq) != shape.head_dim:
         raise refused("inv_freq", "test", f"it has half the head size, {shape.head_dim}, numbers")
-    steps = (made["q_step"], made["k_step"], made["v_step"]) if case.steps else None
-    return Recording(case.name, made["q"], made["k"], made["v"], steps, inv_freq)
+    steps = (tensors["q_step"], tensors["k_step"], tensors["v_step"]) if case.steps else None
+    return Recording(case.name, tensors["q"], tensors["k"], tensors["v"], steps, inv_freq)
 
 
 def _tensor(name: str, case: PolicyTest, size: tuple[int, ...]) -> np.ndarray:
-    given = case.tensors[name]
-    if not isinstance(given, Seed):
-        return _written(name, given, size)
+    spec = case.tensors[name]
+    if not isinstance(spec, Seed):
+        return _written(name, spec, size)
     if not name.endswith("_step"):
-        return _seeded(given, size)
-    steps = [_seeded(replace(given, seed=given.seed + step), size[1:]) for step in range(size[0])]
+        return _seeded(spec, size)
+    steps = [_seeded(replace(spec, seed=spec.seed + step), size[1:]) for step in range(size[0])]
     return np.stack(steps) if steps else np.zeros(size, np.float32)
 
 
-def _seeded(given: Seed, size: tuple[int, ...]) -> np.ndarray:
+def _seeded(seed: Seed, size: tuple[int, ...]) -> np.ndarray:
     layers = [
-        generated(given.seed + given.stride * layer, size[1:])
-        * np.float32(given.scale + given.step * layer)
+        generated(seed.seed + seed.stride * layer, size[1:])
+        * np.float32(seed.scale + seed.step * layer)
         for layer in range(size[0])
     ]
     return np.stack(layers)
 
 
-def _written(name: str, given: Numbers | None, size: tuple[int, ...]) -> np.ndarray:
+def _written(name: str, numbers: Numbers | None, size: tuple[int, ...]) -> np.ndarray:
     try:
-        values = np.asarray(0.0 if given is None else given, dtype=np.float32)
+        values = np.asarray(0.0 if numbers is None else numbers, dtype=np.float32)
         return np.ascontiguousarray(np.broadcast_to(values, size))
     except ValueError:
         message = f"`{name}` does not have the sizes {list(size)}, nor the last of them"

@@ -221,19 +221,19 @@ class _TestReader:
         if not isinstance(node, yaml_nodes.Mapping):
             raise self.defect("`after` says by step what is cached", node)
         self.filled(node, "after")
-        found: dict[int, dict[str, object]] = {}
+        by_step: dict[int, dict[str, object]] = {}
         for key, value in node.entries:
             step = self.whole(key)
             if not 1 <= step <= steps:
                 message = f"`{key.text}` is no step; the test has {steps}"
                 raise self.defect(message, key, _STEPS)
-            if step in found:
+            if step in by_step:
                 raise self.defect(f"step {step} is given twice", key)
             entry = {"kept": value}
             if isinstance(value, yaml_nodes.Mapping):
                 entry = self.mapping(self.filled(value, f"after.{step}"), _AFTER_KEYS)
-            found[step] = self.expected(entry, shape)
-        return found
+            by_step[step] = self.expected(entry, shape)
+        return by_step
 
     def propagated(self, node: YamlNode) -> object:
         """Positions; for `propagate.every`, layer -> positions; None for `none`."""
@@ -297,17 +297,17 @@ class _TestReader:
 
     def positions(self, node: YamlNode) -> list[int]:
         """Positions such as `0 3-5 11`."""
-        found: list[int] = []
+        positions: list[int] = []
         for word in self.text(node).split():
             match = _RANGE.fullmatch(word)
             if not match:
                 raise self.defect(f"`{word}` is no position; write for example `0 3-5 11`", node)
             first = int(match[1])
             last = int(match[2] or first)
-            if last - first > MAX_VALUES or (found and first <= found[-1]) or last < first:
+            if last - first > MAX_VALUES or (positions and first <= positions[-1]) or last < first:
                 raise self.defect("positions are written in ascending order", node)
-            found.extend(range(first, last + 1))
-        return found
+            positions.extend(range(first, last + 1))
+        return positions
 
     # YAML values.
 

@@ -21,15 +21,17 @@ from kvpolicy.dsl.tools.commands import execute, overrides
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
     program = load(args.file).executable()
-    given = read_recording(args.tensors)
-    bound = bind(program, given.shape, overrides(args.set), fold_interval=args.fold_interval)
-    given.check_queries(bound)
-    result = execute(bound, args.execution, given.q, given.k, given.v, given.steps, given.inv_freq)
+    inputs = read_recording(args.tensors)
+    bound = bind(program, inputs.shape, overrides(args.set), fold_interval=args.fold_interval)
+    inputs.check_queries(bound)
+    result = execute(
+        bound, args.execution, inputs.q, inputs.k, inputs.v, inputs.steps, inputs.inv_freq
+    )
     output = report(result, args.scores)
     if bound.propagates:
         output.update(propagation(result))
     if args.merged:
-        add_merged(output, result, given)
+        add_merged(output, result, inputs)
     text = json.dumps(output, separators=(",", ":")) + "\n"
     if args.out == "-":
         sys.stdout.write(text)
@@ -47,11 +49,11 @@ def report(result: Result, scores: bool = False) -> dict[str, Any]:
     budgets = result.budgets or [layer.sum(-1) for layer in result.kept]
     output: dict[str, Any] = {
         "kept": kept,
-        "budgets": [[_number(each) for each in layer.tolist()] for layer in budgets],
+        "budgets": [[_number(budget) for budget in layer.tolist()] for layer in budgets],
     }
     if scores and result.scores is not None:
         output["scores"] = [
-            [[_number(each) for each in head] for head in layer.astype(np.float32).tolist()]
+            [[_number(score) for score in head] for head in layer.astype(np.float32).tolist()]
             for layer in result.scores
         ]
     output.update(_values(result))
@@ -101,9 +103,9 @@ def add_merged(output: dict[str, Any], result: Result, given: Recording) -> None
             np.concatenate([x, step.transpose(1, 2, 0, 3)], 2)
             for x, step in zip((keys, values), given.steps[1:], strict=True)
         )
-    for step, shown in zip(result.steps, output.get("steps", ()), strict=True):
+    for step, step_output in zip(result.steps, output.get("steps", ()), strict=True):
         if step.merged is not None:
-            shown["merged"] = _differences(step.merged, step.kept, keys, values)
+            step_output["merged"] = _differences(step.merged, step.kept, keys, values)
 
 
 def _differences(
@@ -113,9 +115,9 @@ def _differences(
     result = []
     for layer, (heads, places) in enumerate(zip(pairs, kept, strict=True)):
         largest = {"key": 0.0, "value": 0.0}
-        for head, ((k, v), at) in enumerate(zip(heads, places, strict=True)):
+        for head, ((k, v), place) in enumerate(zip(heads, places, strict=True)):
             for name, x, recorded in (("key", k, keys), ("value", v, values)):
-                difference = np.abs(x - recorded[layer, head][at])
+                difference = np.abs(x - recorded[layer, head][place])
                 largest[name] = float(np.maximum(largest[name], difference.max(initial=0.0)))
         result.append({name: _number(x) for name, x in largest.items()})
     return result

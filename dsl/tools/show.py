@@ -29,11 +29,11 @@ def main(args: argparse.Namespace) -> int:
 
 def sources(bound: Bound) -> Iterator[str]:
     """The texts of the generated files, the prefill's first; if none, a comment that says why."""
-    found = Compiled(bound).fusions
-    for each in found:
-        for bundle in each.bundles:
-            yield generate(bundle, bound, steps=each.steps).text
-    if not any(each.bundles for each in found):
-        lines = [f"# {line}" for line in dict.fromkeys(reasons(found))]
+    fusions = Compiled(bound).fusions
+    for fusion in fusions:
+        for bundle in fusion.bundles:
+            yield generate(bundle, bound, steps=fusion.steps).text
+    if not any(fusion.bundles for fusion in fusions):
+        lines = [f"# {line}" for line in dict.fromkeys(reasons(fusions))]
         first = "# This policy reduces no attention and no vectors in a kernel."
         yield "\n".join([first, *lines]) + "\n"

@@ -51,8 +51,8 @@ def trial(bound: Bound) -> None:
     """
     with torch.no_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tried = _carried_out(bound, "the bound on its entries", "", lambda: list(cases(bound)))
-        for number, case in enumerate(tried):
+        prompts = _carried_out(bound, "the bound on its entries", "", lambda: list(cases(bound)))
+        for number, case in enumerate(prompts):
             _Attempt(bound, case, number).go()
 
 
@@ -81,48 +81,50 @@ class _Attempt:
         case = self.case
         expected = self._result("the interpreter", interpret)
         actual = self._result("the torch program", partial(apply, report=False))
-        found = difference(expected, actual)
-        if found is not None:
-            found = self._cause(expected, found)
-            after = f" after decode step {found.step}" if found.step else ""
+        mismatch = difference(expected, actual)
+        if mismatch is not None:
+            mismatch = self._cause(expected, mismatch)
+            moment = f" after decode step {mismatch.step}" if mismatch.step else ""
             message = (
                 f"is not the same in the interpreter and in the torch program{self.prompt}: "
-                f"`{found.section}`{after}, {found.text}"
+                f"`{mismatch.section}`{moment}, {mismatch.text}"
             )
-            raise _refused(self.bound, message, self._deciding(found))
+            raise _refused(self.bound, message, self._deciding(mismatch))
         kept = sum(int(x.sum()) for x in actual.kept)
-        most = self._made("the bound on its entries", lambda: max_entries(case.bound, case.tokens))
+        most = self._run("the bound on its entries", lambda: max_entries(case.bound, case.tokens))
         if kept > most:
             message = f"keeps {kept} entries{self.prompt}, but {most} are reserved for it"
             raise _refused(self.bound, message, case.bound.folded.prefill.keep)
 
     def _result(self, who: str, execution: Callable[..., Result]) -> Result:
         run = partial(execution, self.case.bound, *self.tensors, self.steps, self.inv_freq)
-        return self._made(who, run)
+        return self._run(who, run)
 
-    def _made(self, who: str, make: Callable[[], T]) -> T:
+    def _run(self, who: str, make: Callable[[], T]) -> T:
         return _carried_out(self.bound, who, self.prompt, make)
 
-    def _cause(self, expected: Result, found: Difference) -> Difference:
+    def _cause(self, expected: Result, mismatch: Difference) -> Difference:
         """The difference in a budget or score behind one in entries after the prefill, if any.
 
         The torch program runs again, as its first result has no budgets and no scores.
         """
-        if found.section != "keep" or found.step:
-            return found
-        return difference(expected, self._result("the torch program", apply)) or found
+        if mismatch.section != "keep" or mismatch.step:
+            return mismatch
+        return difference(expected, self._result("the torch program", apply)) or mismatch
 
-    def _deciding(self, found: Difference) -> Node | None:
+    def _deciding(self, mismatch: Difference) -> Node | None:
         """The value of the policy that decides what differs."""
         bound = self.case.bound
-        rules = (bound.folded.decode if found.step else None) or bound.folded.prefill
-        if found.section == "propagate":
+        rules = (bound.folded.decode if mismatch.step else None) or bound.folded.prefill
+        if mismatch.section == "propagate":
             return None if bound.folded.propagate is None else bound.folded.propagate.tokens
-        if found.section == "merge" and rules.merge is not None:
+        if mismatch.section == "merge" and rules.merge is not None:
             return rules.merge.into
-        if found.section == "merge" and bound.lowered.share is not None:
+        if mismatch.section == "merge" and bound.lowered.share is not None:
             return bound.lowered.share.direction
-        return {"budget": rules.budget, "score": rules.score, "keep": rules.keep}.get(found.section)
+        return {"budget": rules.budget, "score": rules.score, "keep": rules.keep}.get(
+            mismatch.section
+        )
 
 
 def _carried_out(bound: Bound, who: str, prompt: str, make: Callable[[], T]) -> T:
@@ -162,12 +164,12 @@ def _tensors(case: TrialCase, seed: int) -> tuple[Tensors, Tensors]:
     different = min(total, max(2, 1 + total // 4))
     tokens = rng.integers(0, different, total) if case.ties else np.arange(total)
 
-    def made(heads: int) -> np.ndarray:
+    def random(heads: int) -> np.ndarray:
         numbers = rng.standard_normal((shape.layers, heads, total, shape.head_dim))
         return numbers.astype(np.float32)
 
-    q, k, v = made(shape.heads), made(shape.kv_heads), made(shape.kv_heads)
-    q[:, :, case.tokens :] += 3 * made(shape.heads)[:, :, :1]
+    q, k, v = random(shape.heads), random(shape.kv_heads), random(shape.kv_heads)
+    q[:, :, case.tokens :] += 3 * random(shape.heads)[:, :, :1]
     k, v = k[:, :, tokens], v[:, :, tokens]
 
     def first(x: np.ndarray) -> np.ndarray:
@@ -181,9 +183,9 @@ def _tensors(case: TrialCase, seed: int) -> tuple[Tensors, Tensors]:
 
 def _node_of(error: Exception) -> Node | None:
     """The innermost value of the policy that was being computed when an exception was raised."""
-    found = None
+    innermost = None
     for frame, _ in walk_tb(error.__traceback__):
         nodes = [frame.f_locals.get("node"), *frame.f_locals.values()]
-        placed = (x for x in nodes if isinstance(x, Node) and x.span is not None)
-        found = next(placed, found)
-    return found
+        candidates = (x for x in nodes if isinstance(x, Node) and x.span is not None)
+        innermost = next(candidates, innermost)
+    return innermost

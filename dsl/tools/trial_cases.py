@@ -55,9 +55,9 @@ def cases(bound: Bound) -> Iterator[TrialCase]:
     of these, the same is tried with all layers of the model; else it stays as it is bound. Numbers
     written out in the file do not change: a policy with `budget: 2048` drops nothing in its trial.
     """
-    whole = _rebound(bound, min(bound.shape.layers, LAYERS), lambda value: value)
-    if whole is not None:
-        yield TrialCase(whole, 2, 0, ties=False)
+    scaled = _rebound(bound, min(bound.shape.layers, LAYERS), lambda value: value)
+    if scaled is not None:
+        yield TrialCase(scaled, 2, 0, ties=False)
     yield from _small_cases(_small(bound, min(bound.shape.layers, LAYERS)))
 
 
@@ -81,10 +81,12 @@ def _small_cases(small: Bound) -> Iterator[TrialCase]:
 def _small(bound: Bound, layers: int) -> Bound:
     """The policy with so many layers and small numbers of tokens, if it accepts them."""
     ways: list[Callable[[int], int]] = [_by_doublings]
-    ways += [partial(_divided, by) for by in (64, 16, 4, 1)]
-    tried = ((each, way) for each in dict.fromkeys((layers, bound.shape.layers)) for way in ways)
-    found = (_rebound(bound, each, way) for each, way in tried)
-    return next((each for each in found if each is not None), bound)
+    ways += [partial(_divided, divisor) for divisor in (64, 16, 4, 1)]
+    attempts = (
+        (number, way) for number in dict.fromkeys((layers, bound.shape.layers)) for way in ways
+    )
+    candidates = (_rebound(bound, number, way) for number, way in attempts)
+    return next((candidate for candidate in candidates if candidate is not None), bound)
 
 
 def _by_doublings(value: int) -> int:
@@ -92,8 +94,8 @@ def _by_doublings(value: int) -> int:
     return value if value <= 4 else value.bit_length() + 1
 
 
-def _divided(by: int, value: int) -> int:
-    return -(-value // by)
+def _divided(divisor: int, value: int) -> int:
+    return -(-value // divisor)
 
 
 def _rebound(
@@ -108,8 +110,8 @@ def _rebound(
     )
     share = Fraction(layers, bound.shape.layers)
     try:
-        given = _values(bound, share, tokens)
-        return bind(bound.program, shape, given, fold_interval=fold_interval)
+        values = _values(bound, share, tokens)
+        return bind(bound.program, shape, values, fold_interval=fold_interval)
     except PolicyError:
         return None
 
@@ -117,18 +119,18 @@ def _rebound(
 def _values(bound: Bound, share: Fraction, tokens: Callable[[int], int]) -> Mapping[str, str]:
     """Values for `bind`: of the parameters that were set, and of all that count tokens."""
     usual = parameter_values(bound.program, bound.shape, {})
-    given = {}
+    values = {}
     for name, param in bound.program.params.items():
         value = bound.params[name]
         if param.unit == "tokens" and value > 0:
-            given[name] = _text(param, Fraction(tokens(int(value))))
+            values[name] = _text(param, Fraction(tokens(int(value))))
         elif value == usual[name]:
             continue
         elif param.unit == "layers":
-            given[name] = _text(param, Fraction(int(value * share)))
+            values[name] = _text(param, Fraction(int(value * share)))
         else:
-            given[name] = _text(param, value)
-    return given
+            values[name] = _text(param, value)
+    return values
 
 
 def _text(param: Param, value: Fraction | bool | float) -> str:
@@ -144,8 +146,8 @@ def _text(param: Param, value: Fraction | bool | float) -> str:
 
 def _window(bound: Bound) -> int:
     """Number of last queries that the policy reads; 5 if it reads all, one or none."""
-    found = max(bound.queries(_FEW), bound.step_queries(_FEW))
-    return found if 1 < found < _FEW else 5
+    queries = max(bound.queries(_FEW), bound.step_queries(_FEW))
+    return queries if 1 < queries < _FEW else 5
 
 
 def _long(bound: Bound) -> int:
@@ -177,5 +179,5 @@ def _steps(bound: Bound, tokens: int, folds: int = 2) -> int:
     """Decode steps until entries have left `folds` times, or as often as within `_STEPS`."""
     if bound.folded.decode is None:
         return 0
-    leaving = [step for step in range(1, _STEPS + 1) if bound.leaves_at(step, tokens)]
-    return leaving[:folds][-1] if leaving else folds
+    fold_steps = [step for step in range(1, _STEPS + 1) if bound.leaves_at(step, tokens)]
+    return fold_steps[:folds][-1] if fold_steps else folds

@@ -18,9 +18,9 @@ def flops_text(operations: float) -> str:
 def _in_largest(number: float, step: int, units: Sequence[str]) -> str:
     """A number in the largest unit in which it is at least 1; `step` units make the next."""
     (unit, *larger), digits = units, 0
-    for each in larger:
+    for larger_unit in larger:
         if number >= step:
-            number, unit, digits = number / step, each, 1
+            number, unit, digits = number / step, larger_unit, 1
     return f"{number:,.{digits}f} {unit}"
 
 
