@@ -49,18 +49,18 @@ def apply(
         PolicyError: tensors hold NaN or infinity, or lack queries that the policy reads.
     """
     tokens = k.shape[2]
-    made = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
-    run, chosen = made.run, made.chosen
-    if made.first_run.not_finite or run.not_finite:
+    prefill = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
+    run, chosen = prefill.run, prefill.chosen
+    if prefill.first_run.not_finite or run.not_finite:
         raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
     result = Result([x.numpy() for x in run.finish()], None, None)
     if tokens:
-        result = _result(run, chosen, made.vectors, tokens)
-        result = _propagated(result, made.first_run, len(chosen))
+        result = _result(run, chosen, prefill.vectors, tokens)
+        result = _propagated(result, prefill.first_run, len(chosen))
     if steps is not None:
         if not all(np.isfinite(x).all() for x in steps):
             raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
-        cache = _Cache(run, made.vectors, torch.tensor(k[:0]).dtype)
+        cache = _Cache(run, prefill.vectors, torch.tensor(k[:0]).dtype)
         names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
         result = replace(result, steps=_decode(cache, steps, inv_freq, names))
     return result
@@ -96,11 +96,11 @@ def prefilled(
         q, k, v, inv_freq: as in `interpret`, but of the program's layers only.
     """
     recording = _Recording(program, *(torch.tensor(x) for x in (q, k, v)))
-    made = drive(program, k.shape[2], recording)
-    made.run.finish()
-    keys, values = (x[:, :, made.tokens] for x in (recording.k, recording.v))
-    vectors = _stored(made.run, keys, values, inv_freq)
-    return Prefilled(made.run, made.first_run, made.tokens, vectors)
+    prefill = drive(program, k.shape[2], recording)
+    prefill.run.finish()
+    keys, values = (x[:, :, prefill.tokens] for x in (recording.k, recording.v))
+    vectors = _stored(prefill.run, keys, values, inv_freq)
+    return Prefilled(prefill.run, prefill.first_run, prefill.tokens, vectors)
 
 
 @dataclass(frozen=True)
@@ -114,16 +114,16 @@ class _Recording:
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
         """As in `PromptTensors`; gives all queries that are recorded."""
-        first, prompt = self.k.shape[2] - self.q.shape[2], self.k.shape[2]
-        asking = tokens[tokens >= first] - first
-        check_layer_queries(self.program.bound, prompt, layer, len(asking), len(tokens))
-        return self.q[layer - self.program.layers.start][:, asking]
+        first_token, prompt = self.k.shape[2] - self.q.shape[2], self.k.shape[2]
+        query_rows = tokens[tokens >= first_token] - first_token
+        check_layer_queries(self.program.bound, prompt, layer, len(query_rows), len(tokens))
+        return self.q[layer - self.program.layers.start][:, query_rows]
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As in `PromptTensors`."""
-        first = self.program.layers.start
-        own = slice(layers.start - first, layers.stop - first)
-        k, v = (x[own][:, :, tokens].flatten(0, 1) for x in (self.k, self.v))
+        first_layer = self.program.layers.start
+        layer_rows = slice(layers.start - first_layer, layers.stop - first_layer)
+        k, v = (x[layer_rows][:, :, tokens].flatten(0, 1) for x in (self.k, self.v))
         return k, v
 
 
@@ -156,14 +156,14 @@ def _stored(
         if place:
             pairs = run.shared(layer, *(x.double() for x in (*stored[place - 1], keys, values)))
             if pairs is not None:
-                both = [
+                vectors = [
                     _read_back(*parts)
                     for parts in (
                         (stored[place - 1][0], keys, pairs.direction_k, pairs.except_k),
                         (stored[place - 1][1], values, pairs.direction_v, pairs.except_v),
                     )
                 ]
-                stored[place - 1 : place + 1] = list(zip(*both, strict=True))
+                stored[place - 1 : place + 1] = list(zip(*vectors, strict=True))
     return stored
 
 
@@ -171,13 +171,13 @@ def _read_back(
     below: torch.Tensor,
     own: torch.Tensor,
     direction: torch.Tensor | None,
-    apart: torch.Tensor | None,
+    excepted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both layers' vectors as they read back; where `apart`, they are unchanged."""
-    if direction is None or apart is None:
+    """Both layers' vectors as they read back, unchanged where `excepted`."""
+    if direction is None or excepted is None:
         return below, own
     below, own = (
-        torch.where(apart[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
+        torch.where(excepted[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
         for x in (below, own)
     )
     return below, own
@@ -196,9 +196,9 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
     if report and rules.score is not None:
         scores = []
         for layer, x in enumerate(run.result(rules.score)):
-            there = run.there(layer)
-            own = _spread(x, ("kv", "token"), (kv, len(there)))
-            scores.append(_on_prompt(own, chosen[there], tokens, np.nan))
+            places = run.there(layer)
+            layer_scores = _spread(x, ("kv", "token"), (kv, len(places)))
+            scores.append(_on_prompt(layer_scores, chosen[places], tokens, np.nan))
     merged = None
     if bound.prefill_changes_vectors:
         merged = [
@@ -234,12 +234,12 @@ def _propagated(result: Result, first_run: Run, tokens: int) -> Result:
     result = replace(result, named={**result.named, **lets})
     if propagate is None or not first_run.propagated:
         return result
-    acted = {layer: x.tolist() for layer, x in first_run.propagated.items()}
-    positions = list(acted.values())[-1]
+    by_layer = {layer: x.tolist() for layer, x in first_run.propagated.items()}
+    positions = list(by_layer.values())[-1]
     return replace(
         result,
         selected_layer=first_run.selected_layer,
-        propagated=acted if propagate.repeats else positions,
+        propagated=by_layer if propagate.repeats else positions,
         positions=list(range(tokens)) if bound.restarts else positions,
     )
 
@@ -247,9 +247,9 @@ def _propagated(result: Result, first_run: Run, tokens: int) -> Result:
 def _on_prompt(
     x: torch.Tensor, chosen: torch.Tensor, tokens: int, filler: float | bool
 ) -> np.ndarray:
-    placed = torch.full((x.shape[0], tokens, *x.shape[2:]), filler, dtype=x.dtype)
-    placed[:, chosen] = x
-    return placed.numpy()
+    prompt_values = torch.full((x.shape[0], tokens, *x.shape[2:]), filler, dtype=x.dtype)
+    prompt_values[:, chosen] = x
+    return prompt_values.numpy()
 
 
 def _spread(x: Value, axes: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -280,28 +280,28 @@ class _Cache:
         self.changes = run.program.bound.changes_vectors
         self.position = run.size
         self.dtype = dtype
-        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions [M], there [G, M]
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions [M], held [G, M]
         self.rows: Vectors = []
         for kept, (k, v) in zip(run.finish(), vectors, strict=True):
-            some = kept.any(0)
-            self.held.append((some.nonzero()[:, 0], kept[:, some]))
-            self.rows.append((k[:, some].to(dtype), v[:, some].to(dtype)))
+            columns = kept.any(0)
+            self.held.append((columns.nonzero()[:, 0], kept[:, columns]))
+            self.rows.append((k[:, columns].to(dtype), v[:, columns].to(dtype)))
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Adds the key and value [G, D] of the step's token."""
-        positions, there = self.held[layer]
-        new = torch.tensor([self.position])
-        one = torch.ones(len(k), 1, dtype=torch.bool)
-        self.held[layer] = (torch.cat([positions, new]), torch.cat([there, one], 1))
-        own = zip(self.rows[layer], (k, v), strict=True)
-        keys, values = (torch.cat([x, y[:, None].to(self.dtype)], 1) for x, y in own)
+        positions, held = self.held[layer]
+        new_position = torch.tensor([self.position])
+        new_column = torch.ones(len(k), 1, dtype=torch.bool)
+        self.held[layer] = (torch.cat([positions, new_position]), torch.cat([held, new_column], 1))
+        pairs = zip(self.rows[layer], (k, v), strict=True)
+        keys, values = (torch.cat([x, y[:, None].to(self.dtype)], 1) for x, y in pairs)
         self.rows[layer] = (keys, values)
 
     def leave(self, layer: int, kept: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Drops all entries but `kept` [G, M], which get the rows `k` and `v` [G, M, D]."""
-        some = kept.any(0)
-        self.held[layer] = (self.held[layer][0][some], kept[:, some])
-        self.rows[layer] = (k[:, some].to(self.dtype), v[:, some].to(self.dtype))
+        columns = kept.any(0)
+        self.held[layer] = (self.held[layer][0][columns], kept[:, columns])
+        self.rows[layer] = (k[:, columns].to(self.dtype), v[:, columns].to(self.dtype))
 
 
 def _decode(
@@ -336,12 +336,12 @@ def _follow(
     staying = follow_together(
         [memory], [range(cache.position - len(queries), cache.position)],
         torch.tensor([cache.position - 1]), lambda: queries.permute(1, 2, 0, 3).flatten(0, 1),
-        lambda there: in_one_pool(cache.rows, there), leaves=True,
+        lambda held: in_one_pool(cache.rows, held), leaves=True,
     )  # fmt: skip
     if staying is None or not memory.numbers().finite:
         return
     slots = memory.bound.positions == "slots"
-    choices = staying.choices(0, lambda layer, there: cache.rows[layer], slots=slots)
+    choices = staying.choices(0, lambda layer, held: cache.rows[layer], slots=slots)
     for layer, choice in enumerate(choices):
         k, v = cache.rows[layer]
         merged_k, merged_v = choice.rows
@@ -359,23 +359,25 @@ def in_one_pool(rows: Vectors, there: torch.Tensor) -> tuple[Entries, Entries]:
         there: bool [L * G, M], entries of each list; the m rows of a layer are its last m columns.
     """
     ids = torch.zeros(there.shape, dtype=torch.int64)
-    first = 0
-    for own, (k, _) in zip(ids.split(len(rows[0][0])), rows, strict=True):
+    first_row = 0
+    for layer_ids, (k, _) in zip(ids.split(len(rows[0][0])), rows, strict=True):
         heads, number = k.shape[:2]
-        places = torch.arange(first, first + heads * number).view(heads, number)
-        own[:, ids.shape[1] - number :] = places
-        first += heads * number
-    keys, values = (torch.cat([x.flatten(0, 1) for x in each]) for each in zip(*rows, strict=True))
+        places = torch.arange(first_row, first_row + heads * number).view(heads, number)
+        layer_ids[:, ids.shape[1] - number :] = places
+        first_row += heads * number
+    keys, values = (
+        torch.cat([x.flatten(0, 1) for x in vectors]) for vectors in zip(*rows, strict=True)
+    )
     return Entries(keys, ids), Entries(values, ids)
 
 
 def _step_result(cache: _Cache, names: torch.Tensor, followed: bool) -> StepResult:
     kept, vectors = [], []
-    for (positions, there), (k, v) in zip(cache.held, cache.rows, strict=True):
-        kept.append([names[positions[held]].tolist() for held in there])
-        rows = zip(k, v, there, strict=True)
+    for (positions, held), (k, v) in zip(cache.held, cache.rows, strict=True):
+        kept.append([names[positions[columns]].tolist() for columns in held])
+        rows = zip(k, v, held, strict=True)
         vectors.append(
-            [(x[held].double().numpy(), y[held].double().numpy()) for x, y, held in rows]
+            [(x[columns].double().numpy(), y[columns].double().numpy()) for x, y, columns in rows]
         )
     memory, layers = cache.memory, range(len(cache.held))
     if memory is None:

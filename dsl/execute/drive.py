@@ -42,8 +42,8 @@ class InPools(NamedTuple):
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
         """As in `PromptTensors`."""
-        own = self.q[layer]
-        return own if len(tokens) == own.shape[1] else own[:, tokens]
+        q = self.q[layer]
+        return q if len(tokens) == q.shape[1] else q[:, tokens]
 
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
         """As in `PromptTensors`."""
@@ -82,9 +82,9 @@ def drive(
     """
     first_run = run = program.start(prompt)
     chosen = torch.arange(prompt, device=device)
-    there = _observed(run, shown, chosen, within)
+    places = _observed(run, shown, chosen, within)
     if run.restarted:
-        chosen = chosen[there]
+        chosen = chosen[places]
         run = run.again(len(chosen))
         _observed(run, shown, chosen, within)
     return Driven(run, first_run, chosen)
@@ -97,7 +97,7 @@ def _observed(
     within: Callable[[], AbstractContextManager[None]],
 ) -> torch.Tensor:
     """Shows a run its layers; int64 [m], which of its tokens pass the last one, or begin again."""
-    there = torch.arange(run.size, device=chosen.device)
+    places = torch.arange(run.size, device=chosen.device)
     needs_values = run.program.bound.needs_values
 
     def entries(layers: range, tokens: torch.Tensor) -> KeysValues:
@@ -105,13 +105,13 @@ def _observed(
         return k, v if needs_values else None
 
     for layer in run.program.layers:
-        everywhere = len(there) == run.size
-        tokens = chosen if everywhere else chosen[there]
+        all_tokens = len(places) == run.size
+        tokens = chosen if all_tokens else chosen[places]
         with within():
-            q = shown.queries(layer, tokens, min(run.queries, len(there)))
-            own = partial(entries, tokens=tokens)
-            deeper = run.show(layer, q, own, None if everywhere else there)
-        there = there if deeper is None else there[deeper]
+            q = shown.queries(layer, tokens, min(run.queries, len(places)))
+            read_entries = partial(entries, tokens=tokens)
+            deeper_places = run.show(layer, q, read_entries, None if all_tokens else places)
+        places = places if deeper_places is None else places[deeper_places]
         if run.restarted:
             break
-    return there
+    return places

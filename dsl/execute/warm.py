@@ -32,9 +32,9 @@ _LATEST = 1024  # decode steps that are searched for those at which entries may 
 def prompts(bound: Bound) -> list[int]:
     """Lengths of prompts that need every kernel; entries of the last one leave, if any ever do."""
     lists = bound.shape.layers * bound.shape.kv_heads
-    longer = (2**n + 8 for n in range(4, _LONGEST.bit_length()))
-    leaving = next((n for n in longer if max_entries(bound, n) < lists * n), 0)
-    return [*_PROMPTS, *([leaving] if leaving > _PROMPTS[-1] else [])]
+    lengths = (2**n + 8 for n in range(4, _LONGEST.bit_length()))
+    leaving_length = next((n for n in lengths if max_entries(bound, n) < lists * n), 0)
+    return [*_PROMPTS, *([leaving_length] if leaving_length > _PROMPTS[-1] else [])]
 
 
 def programs(program: TorchProgram) -> Iterator[TorchProgram]:
@@ -101,14 +101,14 @@ def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
     if memory is not None:
         folding, bound = _Folding(run, like, queries), run.program.bound
         steps, prompt = range(bound.fold_interval, _LATEST), memory.prompt
-        staying = next((n for n in steps if not bound.leaves_at(n, prompt)), None)
-        if staying is not None:
-            folding.go(memory, staying, leaves=False)
-        leaving = bound.next_leaving(1, prompt, _LATEST)
+        staying_step = next((n for n in steps if not bound.leaves_at(n, prompt)), None)
+        if staying_step is not None:
+            folding.go(memory, staying_step, leaves=False)
+        leaving_step = bound.next_leaving(1, prompt, _LATEST)
         for _ in range(_FOLDS):
-            if leaving is not None:
-                folding.go(memory, leaving, leaves=True)
-                leaving = bound.next_leaving(leaving + 1, prompt, _LATEST)
+            if leaving_step is not None:
+                folding.go(memory, leaving_step, leaves=True)
+                leaving_step = bound.next_leaving(leaving_step + 1, prompt, _LATEST)
 
 
 class _Folding:
@@ -155,14 +155,14 @@ class _Folding:
         return self.query_rows.new_zeros(lists, steps, shape.head_dim)
 
     def _read(
-        self, block: RequestBlock, layer: int, there: torch.Tensor | None
+        self, block: RequestBlock, layer: int, held: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size = (self.kv, block.lengths[layer], self.bound.shape.head_dim)
         return self.pool.new_zeros(size), self.pool.new_zeros(size)
 
-    def _entries(self, there: torch.Tensor) -> tuple[Entries, Entries]:
+    def _entries(self, held: torch.Tensor) -> tuple[Entries, Entries]:
         """Keys and values of [lists, M] entries, all the same row of a pool."""
-        ids = torch.zeros(there.shape, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(held.shape, dtype=torch.int64, device=self.device)
         scale = None
         if self.scale is not None:
             scale = self.scale.repeat(len(ids) // len(self.scale))

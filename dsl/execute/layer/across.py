@@ -53,15 +53,15 @@ def widened(x: Value, frame: Frame, prompt: int) -> Value:
     data = x.tensor.new_zeros(shape).index_copy(dim, frame.positions, x.tensor)
     if data.dtype == torch.bool and x.mask is None:
         return Value(data, x.axes, finite=True)
-    own = torch.ones((), dtype=torch.bool, device=frame.device) if x.mask is None else x.mask
-    own = aligned(own, x.mask_axes, x.axes).expand(x.tensor.shape)
-    mask = own.new_zeros(shape).index_copy(dim, frame.positions, own)
+    present = torch.ones((), dtype=torch.bool, device=frame.device) if x.mask is None else x.mask
+    present = aligned(present, x.mask_axes, x.axes).expand(x.tensor.shape)
+    mask = present.new_zeros(shape).index_copy(dim, frame.positions, present)
     return Value(data, x.axes, mask, x.axes, finite=x.finite)
 
 
 def narrowed(x: Value, places: torch.Tensor) -> Value:
     """The value at the tokens with the indices `places`, int64."""
-    return x.along("token", lambda own, at: own.index_select(at, places))
+    return x.along("token", lambda data, dim: data.index_select(dim, places))
 
 
 def nowhere(x: Value, frame: Frame) -> Value:
@@ -83,10 +83,10 @@ class PastValues:
     def record(self, node: Node, evaluation: Evaluation, layers: int | None) -> None:
         """Stores a node's value; of the newest `layers` layers only, or of all if None."""
         frame = evaluation.frame
-        own = self.values.setdefault(node, {})
-        own[frame.layer] = (evaluation.value(node), frame.positions)
+        by_layer = self.values.setdefault(node, {})
+        by_layer[frame.layer] = (evaluation.value(node), frame.positions)
         if layers is not None:
-            own.pop(frame.layer - layers, None)
+            by_layer.pop(frame.layer - layers, None)
 
     def read(self, node: Node, layer: int, frame: Frame) -> Value:
         """The value at an earlier layer, at the tokens that reached the frame's layer."""
@@ -126,14 +126,14 @@ def _look(
     if node.op != "at":
         x, number = (node if node.op == "past" else node.args[0]).args
         size = counts.whole(evaluation.number(number), frame.bound.shape.layers)
-        before = (max(0, frame.layer - i) for i in reversed(range(size)))
-        return _past(node, [read(x, each) for each in before], frame)
-    wanted, x = node.args
-    mask = evaluation.value(wanted).mask
-    at = None
+        past_layers = (max(0, frame.layer - i) for i in reversed(range(size)))
+        return _past(node, [read(x, past_layer) for past_layer in past_layers], frame)
+    layer_node, x = node.args
+    mask = evaluation.value(layer_node).mask
+    layer = None
     if mask is None or mask.all():
-        at = counts.index(evaluation.number(wanted), layers)
-    return nowhere(evaluation.value(x), frame) if at is None else read(x, at)
+        layer = counts.index(evaluation.number(layer_node), layers)
+    return nowhere(evaluation.value(x), frame) if layer is None else read(x, layer)
 
 
 def _past(node: Node, values: list[Value], frame: Frame) -> Value:
@@ -147,35 +147,35 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     sizes = sizes_of(*values)
     shape = [sizes[axis] for axis in axes]
 
-    def whole(data: torch.Tensor | Scalar, own: tuple[str, ...]) -> torch.Tensor:
-        return aligned(as_tensor(data, frame), own, axes).expand(shape)
+    def spread(data: torch.Tensor | Scalar, data_axes: tuple[str, ...]) -> torch.Tensor:
+        return aligned(as_tensor(data, frame), data_axes, axes).expand(shape)
 
-    there = None
+    masks = None
     if any(x.mask is not None for x in values):
-        there = [whole(True if x.mask is None else x.mask, x.mask_axes) for x in values]
+        masks = [spread(True if x.mask is None else x.mask, x.mask_axes) for x in values]
     first = max(0, len(values) - 1 - frame.layer)
-    made = frame.kernels[name]([whole(x.data, x.axes) for x in values], there, first)
-    return Value(made, axes, finite=all(x.finite for x in values))
+    result = frame.kernels[name]([spread(x.data, x.axes) for x in values], masks, first)
+    return Value(result, axes, finite=all(x.finite for x in values))
 
 
 def _along_past(values: list[Value], frame: Frame) -> Value:
     size = len(values)
     x = over_layers(stacked(values, frame.device), size, frame.device)
-    there = torch.arange(size, device=frame.device) >= size - 1 - frame.layer
+    present = torch.arange(size, device=frame.device) >= size - 1 - frame.layer
     axes = ("past", *x.axes[1:])
     if x.mask is None:
-        return Value(x.data, axes, there, ("past",), finite=x.finite)
-    own = x.mask if x.mask_axes[:1] == ("layer",) else x.mask[None]
+        return Value(x.data, axes, present, ("past",), finite=x.finite)
+    mask = x.mask if x.mask_axes[:1] == ("layer",) else x.mask[None]
     mask_axes = ("past", *(axis for axis in x.mask_axes if axis != "layer"))
-    return Value(x.data, axes, own & aligned(there, ("past",), mask_axes), mask_axes)
+    return Value(x.data, axes, mask & aligned(present, ("past",), mask_axes), mask_axes)
 
 
 def known_before(node: Node, evaluation: Evaluation) -> Value:
     """A node that looks at other layers but needs no data, at the evaluation's layer."""
     frame = evaluation.frame
     layers = range(frame.bound.shape.layers)
-    each = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
-    return Layers(each, frame.prompt).part(node, each[frame.layer])
+    evaluations = [replace(evaluation, frame=replace(frame, layer=i), known={}) for i in layers]
+    return Layers(evaluations, frame.prompt).part(node, evaluations[frame.layer])
 
 
 class Layers(Evaluation):
@@ -208,21 +208,23 @@ class Layers(Evaluation):
             finite_checks=first.finite_checks,
         )  # fmt: skip
         if not alike:
-            held = [x.frame.tokens for x in evaluations]
-            frame.held = Value(sent(torch.tensor(held, device=HOST), first.device), ("layer",))
+            token_counts = [x.frame.tokens for x in evaluations]
+            frame.held = Value(
+                sent(torch.tensor(token_counts, device=HOST), first.device), ("layer",)
+            )
         super().__init__(frame, unheld_nodes=unheld_nodes if alike else frozenset(), whole=False)
         self.evaluations, self.model = evaluations, model
         self._first = first.layer
         self._together = later if alike else frozenset()
         # No reference cycle: tensors are freed with the run that holds this object.
-        own = weakref.proxy(self)
-        for each in evaluations:
-            each.others = lambda node, evaluation: own.part(node, evaluation)
+        proxy = weakref.proxy(self)
+        for layer_evaluation in evaluations:
+            layer_evaluation.others = lambda node, evaluation: proxy.part(node, evaluation)
 
     def of_each(self, node: Node) -> list[Value]:
         """A node's value at every layer."""
         if node not in self._together:
-            return [each.value(node) for each in self.evaluations]
+            return [evaluation.value(node) for evaluation in self.evaluations]
         x = self.value(node)
         return [of_layer(x, layer) for layer in range(len(self.evaluations))]
 
@@ -232,29 +234,30 @@ class Layers(Evaluation):
         if self.model is not None:
             return self.model.part(node, self.model.evaluations[frame.layer])
         if not _compares(node):
-            most = frame.layer + 1 if node.when <= When.LAYER else layers
-            return _look(node, evaluation, most, lambda x, layer: self._at(x, layer, frame))
+            limit = frame.layer + 1 if node.when <= When.LAYER else layers
+            return _look(node, evaluation, limit, lambda x, layer: self._at(x, layer, frame))
         x = of_layer(self.value(node), frame.layer)
         return x if frame.positions is None else narrowed(x, frame.positions)
 
     def _find(self, node: Node) -> Value:
         if _compares(node):
-            return self._compared(node) if self.model is None else self._own(self.model.value(node))
+            return self._compared(node) if self.model is None else self._cut(self.model.value(node))
         if self._is_found_here(node):
             return super()._find(node)
-        own = self.evaluations
-        made = stacked(
-            [widened(x.value(node), x.frame, self.frame.tokens) for x in own], self.frame.device
+        evaluations = self.evaluations
+        result = stacked(
+            [widened(x.value(node), x.frame, self.frame.tokens) for x in evaluations],
+            self.frame.device,
         )
         if self._together:  # layers hold views, so that values are held once
-            for layer, each in enumerate(own):
-                each.known[node] = of_layer(made, layer)
-        return made
+            for layer, evaluation in enumerate(evaluations):
+                evaluation.known[node] = of_layer(result, layer)
+        return result
 
-    def _own(self, x: Value) -> Value:
+    def _cut(self, x: Value) -> Value:
         """A value of all layers of the model, cut to the layers here."""
         number = len(self.evaluations)
-        return x.along("layer", lambda every, at: every.narrow(at, self._first, number))
+        return x.along("layer", lambda data, dim: data.narrow(dim, self._first, number))
 
     def _compared(self, node: Node) -> Value:
         if node.operation.kind is Kind.PARTITION:
@@ -289,8 +292,8 @@ class Layers(Evaluation):
             return self._by_kernel(node)
         numbers = [self.numbers(x) for x in node.args]
         if node.op != "cluster":
-            most = numbers[2] if len(numbers) == 3 else None
-            parts = counts.split(numbers[0][0], numbers[1], most, cascade=node.op == "cascade")
+            maxima = numbers[2] if len(numbers) == 3 else None
+            parts = counts.split(numbers[0][0], numbers[1], maxima, cascade=node.op == "cascade")
         else:
             number = counts.whole(float(numbers[1][0]), len(self.evaluations))
             parts = counts.cluster([float(x) for x in numbers[0]], number)
@@ -299,22 +302,22 @@ class Layers(Evaluation):
     def _by_kernel(self, node: Node) -> torch.Tensor:
         """`split` or `cascade` by computed weights, without waiting for the device."""
         device, layers = self.frame.device, len(self.evaluations)
-        whole = counts.whole(self.numbers(node.args[0])[0], MOST)
+        total = counts.whole(self.numbers(node.args[0])[0], MOST)
         weights = over_layers(self.value(node.args[1]), layers, device).tensor.double()
         maxima: torch.Tensor | int | None = None
         if len(node.args) == 3:
-            most = [counts.whole(x, MOST) for x in self.numbers(node.args[2])]
-            maxima = most[0]
-            if any(x != maxima for x in most):
-                maxima = sent(torch.tensor(most, device=HOST), device)
+            limits = [counts.whole(x, MOST) for x in self.numbers(node.args[2])]
+            maxima = limits[0]
+            if any(x != maxima for x in limits):
+                maxima = sent(torch.tensor(limits, device=HOST), device)
         kernel = self.frame.kernels["split"]
-        made: torch.Tensor = kernel(whole, weights, maxima, cascade=node.op == "cascade")
-        return made
+        parts: torch.Tensor = kernel(total, weights, maxima, cascade=node.op == "cascade")
+        return parts
 
     def numbers(self, node: Node) -> list[Number]:
         """A scalar of every layer as the host's number; waits for the device at most once."""
         if self.frame.bound.static.needs(node) is not None:
-            return [each.number(node) for each in self.evaluations]
+            return [evaluation.number(node) for evaluation in self.evaluations]
         data = self.value(node).data
         listed = data.tolist() if isinstance(data, torch.Tensor) else data
         return listed if isinstance(listed, list) else [listed] * len(self.evaluations)

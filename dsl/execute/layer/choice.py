@@ -22,8 +22,8 @@ def shift_of(kept: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
         int64 [G, n]; 0 where the entry is not kept.
     """
     dropped = (there & ~kept).long()
-    after = dropped.flip(-1).cumsum(-1).flip(-1)
-    return after * kept
+    dropped_after = dropped.flip(-1).cumsum(-1).flip(-1)
+    return dropped_after * kept
 
 
 @dataclass(frozen=True)

@@ -30,22 +30,22 @@ def is_combination(node: Node, side: Side) -> bool:
         side: as in `Combinations`.
     """
 
-    def number(each: Node) -> bool:
-        return "dim" not in each.type.axes
+    def number(operand: Node) -> bool:
+        return "dim" not in operand.type.axes
 
-    def vector(each: Node) -> bool:
-        return is_combination(each, side)
+    def vector(operand: Node) -> bool:
+        return is_combination(operand, side)
 
     if number(node) or node.type.absent:
         return False
     if side(node) is not None:
         return True
     if node.operation.sums:
-        return all(vector(each) for each in node.args)
+        return all(vector(operand) for operand in node.args)
     if node.operation.scales:
         x, y = node.args
-        turned = node.operation.commutative and number(x) and vector(y)
-        return turned or (vector(x) and number(y))
+        number_first = node.operation.commutative and number(x) and vector(y)
+        return number_first or (vector(x) and number(y))
     if node.op == "choose":
         x, condition, y = node.args
         return vector(x) and number(condition) and vector(y)
@@ -56,11 +56,15 @@ def is_product(node: Node, side: Side) -> bool:
     """Whether a node is the inner product of two combinations."""
     if node.op != "sum" or node.axes != ("dim",):
         return False
-    inside = node.args[0]
-    if inside.op == "power":
-        by = inside.args[1]
-        return by.op == "number" and by.value == 2 and is_combination(inside.args[0], side)
-    return inside.op == "multiply" and all(is_combination(x, side) for x in inside.args)
+    operand = node.args[0]
+    if operand.op == "power":
+        exponent = operand.args[1]
+        return (
+            exponent.op == "number"
+            and exponent.value == 2
+            and is_combination(operand.args[0], side)
+        )
+    return operand.op == "multiply" and all(is_combination(x, side) for x in operand.args)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Combinations:
     evaluation: Evaluation
     side: Side
     inner: Callable[[], Sequence[Value]]
-    _made: Sequence[Value] | None = None
+    _inner_products: Sequence[Value] | None = None
     _known: dict[Node, Combination] = field(default_factory=dict)
 
     def prepare(self, nodes: Iterable[Node]) -> None:
@@ -102,8 +106,8 @@ class Combinations:
         """a and b of a vector; None if it is no combination."""
         if not is_combination(node, self.side):
             return None
-        found = self._vector(node)
-        return found.a or _ZERO, found.b or _ZERO
+        combination = self._vector(node)
+        return combination.a or _ZERO, combination.b or _ZERO
 
     def _vector(self, node: Node) -> Combination:
         if node not in self._known:
@@ -121,17 +125,17 @@ class Combinations:
             return self._vector(x).each(lambda value: self._call(node, value))
         if node.operation.sums:
             return self._joined(node, self._vector(x), self._vector(*rest))
-        vector, by = (x, *rest) if "dim" in x.type.axes else (*rest, x)
-        number = self.evaluation.value(by)
+        vector, factor = (x, *rest) if "dim" in x.type.axes else (*rest, x)
+        number = self.evaluation.value(factor)
         return self._vector(vector).each(lambda value: self._call(node, value, number))
 
     def _joined(self, node: Node, x: Combination, y: Combination) -> Combination:
-        def both(one: Value | None, other: Value | None) -> Value | None:
-            if one is None and other is None:
+        def combined(x_weight: Value | None, y_weight: Value | None) -> Value | None:
+            if x_weight is None and y_weight is None:
                 return None
-            return self._call(node, one or _ZERO, other or _ZERO)
+            return self._call(node, x_weight or _ZERO, y_weight or _ZERO)
 
-        return Combination(both(x.a, y.a), both(x.b, y.b))
+        return Combination(combined(x.a, y.a), combined(x.b, y.b))
 
     def _chosen(self, node: Node) -> Combination:
         x, y = self._vector(node.args[0]), self._vector(node.args[2])
@@ -141,7 +145,10 @@ class Combinations:
         axes = tuple(axis for axis in node.type.axes if axis != "dim")
         node = replace(node, type=replace(node.type, axes=axes))
         return Combination(
-            *(self._call(node, one or _ZERO, condition, other or _ZERO) for one, other in pairs)
+            *(
+                self._call(node, x_weight or _ZERO, condition, y_weight or _ZERO)
+                for x_weight, y_weight in pairs
+            )
         )
 
     def _product(self, node: Node) -> Value:
@@ -149,10 +156,10 @@ class Combinations:
         x = y = self._vector(node.args[0])
         if node.op == "multiply":
             y = self._vector(node.args[1])
-        if self._made is None:
-            self._made = self.inner()
-        own, cross, other, *_ = self._made
-        terms = ((x.a, y.a, own), (x.a, y.b, cross), (x.b, y.a, cross), (x.b, y.b, other))
+        if self._inner_products is None:
+            self._inner_products = self.inner()
+        first, cross, second, *_ = self._inner_products
+        terms = ((x.a, y.a, first), (x.a, y.b, cross), (x.b, y.a, cross), (x.b, y.b, second))
         total = None
         for a, b, inner in terms:
             if a is not None and b is not None:

@@ -106,12 +106,12 @@ class Evaluation:
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
-        found = self.known.get(node)
-        if found is None:
-            found = self._masked(node, self._find(node))
+        x = self.known.get(node)
+        if x is None:
+            x = self._masked(node, self._find(node))
             if node not in self.unheld_nodes:
-                self.known[node] = found
-        return found
+                self.known[node] = x
+        return x
 
     def set_value(self, node: Node, x: Value) -> None:
         """Sets the value of a node that has been computed elsewhere."""
@@ -129,14 +129,14 @@ class Evaluation:
         return self.frame.present(x)
 
     def _of_dropped(self, x: Value, dropped: torch.Tensor) -> Value:
-        own: tuple[str, ...] = ("kv", "dropped")
+        dropped_axes: tuple[str, ...] = ("kv", "dropped")
         if x.mask is dropped:
             return x
         if isinstance(x.data, torch.Tensor) and x.data.dtype == torch.bool:
-            return replace(x, data=x.data & aligned(dropped, own, x.axes))
-        mask, mask_axes = dropped, own
+            return replace(x, data=x.data & aligned(dropped, dropped_axes, x.axes))
+        mask, mask_axes = dropped, dropped_axes
         if x.mask is not None:
-            mask, mask_axes = self.frame.conjunction(x.mask, x.mask_axes, mask, own)
+            mask, mask_axes = self.frame.conjunction(x.mask, x.mask_axes, mask, dropped_axes)
         return replace(x, mask=mask, mask_axes=mask_axes, zero_where_absent=False)
 
     def number(self, node: Node) -> Fraction | float | bool:
@@ -151,8 +151,8 @@ class Evaluation:
         needs, join = self.frame.bound.static.needs, {"and": all, "or": any}.get(node.op)
         if join is None or needs(node) is not None:
             return bool(self.number(node))
-        known_first = sorted(node.args, key=lambda each: needs(each) is None)
-        return join(self.holds(each) for each in known_first)
+        known_first = sorted(node.args, key=lambda operand: needs(operand) is None)
+        return join(self.holds(operand) for operand in known_first)
 
     def tensor(self, node: Node, axes: tuple[str, ...]) -> torch.Tensor:
         """A node's data, repeated as by `spread`."""
@@ -163,12 +163,12 @@ class Evaluation:
             return scalar(self.frame.number(node))
         if self.frame.heads.divided and self.reaches(node):
             return self.of_ranks(node)
-        found = self._named(node)
-        if found is not None:
-            return found
-        taken = self._taken(node)
-        if taken is not None or node.op == "broadcast":
-            return self.broadcast(self.value(taken or node.args[0]), node.type)
+        x = self._named(node)
+        if x is not None:
+            return x
+        branch = self._branch(node)
+        if branch is not None or node.op == "broadcast":
+            return self.broadcast(self.value(branch or node.args[0]), node.type)
         if node.left_over and self.frame.there is not None:
             return self._rest(node)
         if node.across_layers or reduces_past(node):
@@ -177,9 +177,9 @@ class Evaluation:
 
     def _named(self, node: Node) -> Value | None:
         """The value of a name that this evaluation defines; None for any other node."""
-        made = self.extra[node.op](node, self) if node.op in self.extra else None
-        if made is not None:
-            return made
+        x = self.extra[node.op](node, self) if node.op in self.extra else None
+        if x is not None:
+            return x
         if node.op == "state":
             return self.state(node.symbol)
         if node.op == "before":
@@ -198,12 +198,12 @@ class Evaluation:
                 self.known.update(self.generated.values(bundle, self.frame, self.value))
                 return self.known[node]
         if self.whole and not self._by_kernels(node):
-            done = in_blocks(node, self.frame, self.value, self._within)
-            if done is not None:
-                return done
+            x = in_blocks(node, self.frame, self.value, self._within)
+            if x is not None:
+                return x
         return operation(node)(node, self.frame, *self.given(node))
 
-    def _taken(self, node: Node) -> Node | None:
+    def _branch(self, node: Node) -> Node | None:
         """The branch that a choice takes, if the host knows its condition; None otherwise."""
         if node.op != "choose" or self.frame.bound.static.needs(node.args[1]) is None:
             return None
@@ -238,11 +238,11 @@ class Evaluation:
         if node in self.known or self.frame.bound.static.needs(node) is not None:
             return True
         if node not in done:
-            taken = self._taken(node)
-            read = operands(node) if taken is None else (taken,)
-            below = [self.ask_below(x, done) for x in read]
-            done[node] = all(below) and not across_heads(node)
-            if all(below):
+            branch = self._branch(node)
+            operand_nodes = operands(node) if branch is None else (branch,)
+            independent = [self.ask_below(x, done) for x in operand_nodes]
+            done[node] = all(independent) and not across_heads(node)
+            if all(independent):
                 self._ask([node])
         return done[node]
 
@@ -272,15 +272,15 @@ class Evaluation:
     def _rest(self, node: Node) -> Value:
         """`x where not taken`: each KV head chooses among the entries that it holds."""
         free = spread(self.value(node.args[1]), ("kv", "token"), self.frame)
-        left = self.frame.present(Value(free, ("kv", "token"), finite=True))
-        return mask(node, self.frame, self.value(node.args[0]), left)
+        free_set = self.frame.present(Value(free, ("kv", "token"), finite=True))
+        return mask(node, self.frame, self.value(node.args[0]), free_set)
 
     def state(self, name: str) -> Value:
         """A state's value after this step."""
         if name not in self.after:
             state = self.updates[name]
-            made = self._begin(name) if state.next is None else self.value(state.next)
-            self.after[name] = self._whole(made, state)
+            x = self._begin(name) if state.next is None else self.value(state.next)
+            self.after[name] = self._with_all_axes(x, state)
         return self.after[name]
 
     def _begin(self, name: str) -> Value:
@@ -288,32 +288,32 @@ class Evaluation:
         old, state = self.before.get(name), self.updates[name]
         if old is not None and sizes_of(old).get("token") == self.frame.tokens:
             return old
-        first = Value(0.0, finite=True) if state.start is None else self.value(state.start)
-        first = self.broadcast(first, state.type)
+        start = Value(0.0, finite=True) if state.start is None else self.value(state.start)
+        start = self.broadcast(start, state.type)
         if old is None:
-            return first
+            return start
         if "token" in old.axes:
-            return self._longer(old, first)
+            return self._longer(old, start)
         if not isinstance(old.data, torch.Tensor):
-            return first if math.isnan(old.data) else old
+            return start if math.isnan(old.data) else old
         # A state of several layers, NaN at those where it has not begun.
-        data = torch.where(old.data.isnan(), aligned(first.data, first.axes, old.axes), old.data)
-        return Value(data, old.axes, finite=first.finite and old.finite)
+        data = torch.where(old.data.isnan(), aligned(start.data, start.axes, old.axes), old.data)
+        return Value(data, old.axes, finite=start.finite and old.finite)
 
-    def _longer(self, old: Value, first: Value) -> Value:
-        """A state, with first values appended for new entries."""
-        frame, at, rows = self.frame, old.axes.index("token"), old.tensor
-        missing = frame.tokens - rows.shape[at]
-        shape = [*rows.shape[:at], frame.tokens, *rows.shape[at + 1 :]]
-        data = as_tensor(first.data, frame).double()
+    def _longer(self, old: Value, start: Value) -> Value:
+        """A state, with start values appended for new entries."""
+        frame, dim, rows = self.frame, old.axes.index("token"), old.tensor
+        missing = frame.tokens - rows.shape[dim]
+        shape = [*rows.shape[:dim], frame.tokens, *rows.shape[dim + 1 :]]
+        data = as_tensor(start.data, frame).double()
         fresh = (
-            aligned(data, first.axes, old.axes)
+            aligned(data, start.axes, old.axes)
             .expand(shape)
-            .narrow(at, frame.tokens - missing, missing)
+            .narrow(dim, frame.tokens - missing, missing)
         )
-        return Value(torch.cat([rows, fresh], at), old.axes, finite=old.finite)
+        return Value(torch.cat([rows, fresh], dim), old.axes, finite=old.finite)
 
-    def _whole(self, x: Value, state: State) -> Value:
+    def _with_all_axes(self, x: Value, state: State) -> Value:
         """A state in float64 with all its axes, so that it can follow its entries."""
         frame = self.frame
         axes = union(x.axes, state.type.axes)

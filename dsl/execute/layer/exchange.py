@@ -33,9 +33,9 @@ def encoded(nodes: Sequence[Node], here: Sequence[Evaluation]) -> torch.Tensor:
 
 def _bits(x: Value, evaluation: Evaluation) -> torch.Tensor:
     number = as_tensor(x.data, evaluation.frame).double()
-    there = torch.ones_like(number, dtype=torch.bool) if x.mask is None else x.mask
+    present = torch.ones_like(number, dtype=torch.bool) if x.mask is None else x.mask
     bits = number.contiguous().view(torch.int64)
-    return torch.stack([there.long(), (bits >> _HALF) & _LOW, bits & _LOW])
+    return torch.stack([present.long(), (bits >> _HALF) & _LOW, bits & _LOW])
 
 
 def decoded(
@@ -48,18 +48,18 @@ def decoded(
         own: evaluation of a layer here, for axes and masks.
     """
     numbers = numbers.to(own.frame.device)
-    there = numbers[..., 0].bool()
+    present = numbers[..., 0].bool()
     data = ((numbers[..., 1] << _HALF) | numbers[..., 2]).contiguous().view(torch.float64)
-    found: list[dict[Node, Value]] = [{} for _ in numbers]
+    values: list[dict[Node, Value]] = [{} for _ in numbers]
     for place, node in enumerate(nodes):
         like = own.value(node)
         mask = like.mask is not None
         column = data[:, place].bool() if node.type.kind == "truth" else data[:, place]
-        for layer, known in enumerate(found):
+        for layer, known in enumerate(values):
             known[node] = replace(
-                like, data=column[layer], mask=there[layer, place] if mask else None
+                like, data=column[layer], mask=present[layer, place] if mask else None
             )
-    return found
+    return values
 
 
 def entries_of_layers(bound: Bound, prompt: int, model: Layers) -> list[int]:

@@ -30,46 +30,46 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
     masked = [_with_mask(x, frame) for x in values]
     if wanted is not None:
         masked = [x.along("token", partial(_some, wanted)) for x in masked]
-    there = None
+    held = None
     if frame.step is not None and selects:
-        there = frame.there
-        if there is None:
-            there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
+        held = frame.there
+        if held is None:
+            held = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     parts = [part for x in masked for part in _parts(x)]
-    parts += [] if there is None else [(there, 0)]
-    exchanged = frame.heads.gathered_later(parts)
+    parts += [] if held is None else [(held, 0)]
+    exchange = frame.heads.gathered_later(parts)
     frame.finite_checks.ask(frame.heads, frame.kv)
 
-    def found() -> Value:
-        gathered = iter(exchanged())
-        whole = [x.along("kv", lambda part, at: next(gathered)) for x in masked]
-        of_all = _of_all(frame, wanted, None if there is None else next(gathered))
-        made = operation(node)(node, of_all, *whole).along("kv", frame.heads.part)
+    def gathered_value() -> Value:
+        gathered = iter(exchange())
+        operands = [x.along("kv", lambda part, dim: next(gathered)) for x in masked]
+        model_frame = _of_all(frame, wanted, None if held is None else next(gathered))
+        result = operation(node)(node, model_frame, *operands).along("kv", frame.heads.part)
         return (
-            made
+            result
             if wanted is None
-            else made.along("token", partial(_among_all, wanted, frame.tokens))
+            else result.along("token", partial(_among_all, wanted, frame.tokens))
         )
 
-    return found
+    return gathered_value
 
 
-def _of_all(frame: Frame, wanted: slice | None, there: torch.Tensor | None) -> Frame:
+def _of_all(frame: Frame, wanted: slice | None, held: torch.Tensor | None) -> Frame:
     """The frame with all KV heads of the model and the wanted tokens only."""
     kv = frame.kv // frame.heads.number(frame.bound.shape.kv_heads) * frame.bound.shape.kv_heads
     return replace(
-        frame, kv=kv, kv_start=0, vectors={}, there=there, heads=ALL, fixed={}, memo={},
+        frame, kv=kv, kv_start=0, vectors={}, there=held, heads=ALL, fixed={}, memo={},
         tokens=frame.tokens if wanted is None else wanted.stop - wanted.start,
     )  # fmt: skip
 
 
-def _some(wanted: slice, x: torch.Tensor, at: int) -> torch.Tensor:
-    return x.narrow(at, wanted.start, wanted.stop - wanted.start)
+def _some(wanted: slice, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.narrow(dim, wanted.start, wanted.stop - wanted.start)
 
 
-def _among_all(wanted: slice, tokens: int, x: torch.Tensor, at: int) -> torch.Tensor:
+def _among_all(wanted: slice, tokens: int, x: torch.Tensor, dim: int) -> torch.Tensor:
     """The tensor padded from the wanted tokens to all of them, with 0 or false."""
-    ends = (*[0] * 2 * (x.dim() - 1 - at), wanted.start, tokens - wanted.stop)
+    ends = (*[0] * 2 * (x.dim() - 1 - dim), wanted.start, tokens - wanted.stop)
     return functional.pad(x, ends)
 
 
@@ -77,8 +77,8 @@ def _with_mask(x: Value, frame: Frame) -> Value:
     """The value with a mask at a decode step: every rank sends one, whether it needs it or not."""
     if frame.step is None or "kv" not in x.axes:
         return x
-    own = torch.ones((), dtype=torch.bool, device=x.tensor.device) if x.mask is None else x.mask
-    mask = aligned(own, x.mask_axes, x.axes).expand(x.tensor.shape)
+    present = torch.ones((), dtype=torch.bool, device=x.tensor.device) if x.mask is None else x.mask
+    mask = aligned(present, x.mask_axes, x.axes).expand(x.tensor.shape)
     return replace(x, mask=mask, mask_axes=x.axes)
 
 

@@ -58,53 +58,53 @@ class Generated:
     @cached_property
     def reads_lse(self) -> bool:
         """Whether kernels need the log-sum-exp of queries' logits."""
-        given = [x for each in self.fusion.bundles for x in each.outputs]
-        return any(node.operation.softmax for x in given for node in x.walk())
+        outputs = [x for bundle in self.fusion.bundles for x in bundle.outputs]
+        return any(node.operation.softmax for x in outputs for node in x.walk())
 
     @cached_property
     def token_bytes(self) -> int:
         """Bytes that the kernels write per token and KV head."""
-        return sum(self._file(each, False).token_bytes for each in self.fusion.bundles)
+        return sum(self._file(bundle, False).token_bytes for bundle in self.fusion.bundles)
 
     def bundle(self, node: Node, frame: Frame) -> Bundle | None:
         """The bundle that computes a node; None if there is none, or it cannot serve the frame."""
-        found = self.fusion.bundle_of.get(node)
-        return found if found is not None and self.serves(found, frame) else None
+        bundle = self.fusion.bundle_of.get(node)
+        return bundle if bundle is not None and self.serves(bundle, frame) else None
 
     def covers(self, node: Node, frame: Frame) -> bool:
         """Whether kernels do all that a node's operands read of queries, keys and values."""
-        found = self._all_of(node)
-        return bool(found) and all(self.serves(each, frame) for each in found)
+        bundles = self._all_of(node)
+        return bool(bundles) and all(self.serves(bundle, frame) for bundle in bundles)
 
     @once
     def _all_of(self, node: Node) -> list[Bundle]:
         """The bundles that do all of these reads; empty if torch has to read as well."""
-        found: list[Bundle] = []
+        bundles: list[Bundle] = []
         waiting, seen = list(operands(node)), set()
         while waiting:
-            each = waiting.pop()
-            if each in seen:
+            operand = waiting.pop()
+            if operand in seen:
                 continue
-            seen.add(each)
-            if each in self.fusion.bundle_of:
-                found.append(self.fusion.bundle_of[each])
-            elif each.operation.reads_tensors:
+            seen.add(operand)
+            if operand in self.fusion.bundle_of:
+                bundles.append(self.fusion.bundle_of[operand])
+            elif operand.operation.reads_tensors:
                 return []
             else:
-                waiting.extend(operands(each))
-        return found
+                waiting.extend(operands(operand))
+        return bundles
 
     def serves(self, bundle: Bundle, frame: Frame) -> bool:
         """Whether kernels can serve a frame: its phase, all its queries at once, its dtypes."""
         if (frame.step is not None) != self.fusion.steps or frame.rows is not None:
             return False
-        needed = ["key"]
+        names = ["key"]
         if bundle.reads_values:
-            needed.append("value")
+            names.append("value")
         if bundle.window is not None:
-            needed.append("query")
-        found = [frame.vectors[name].dtype for name in needed if name in frame.vectors]
-        return bool(frame.tokens) and len(found) == len(needed) and set(found) <= _TYPES
+            names.append("query")
+        dtypes = [frame.vectors[name].dtype for name in names if name in frame.vectors]
+        return bool(frame.tokens) and len(dtypes) == len(names) and set(dtypes) <= _TYPES
 
     def values(
         self, bundle: Bundle, frame: Frame, value: Callable[[Node], Value], **options: int
@@ -119,12 +119,14 @@ class Generated:
         vectors = frame.vectors
         float32 = any(vectors[x].dtype == torch.float32 for x in ("query", "key") if x in vectors)
         source, run = self._file(bundle, float32), self._run(bundle, float32)
-        inputs = [_tensor(value(node), axes, frame, there) for node, axes, there in source.tensors]
+        inputs = [
+            _tensor(value(node), axes, frame, of_mask) for node, axes, of_mask in source.tensors
+        ]
         numbers = [_number(how, node, frame) for how, node in source.numbers]
-        given = _given(bundle, frame, source.order)
-        made, checks = run(*given, inputs, numbers, **options)
+        arguments = _given(bundle, frame, source.order)
+        tensors, checks = run(*arguments, inputs, numbers, **options)
         frame.finite_checks.extend(checks)
-        return _completed(bundle, source.results, made, frame)
+        return _completed(bundle, source.results, tensors, frame)
 
     def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
         """Compiles the kernels before a request waits for them, by a run on dummy queries.
@@ -167,9 +169,9 @@ def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) ->
     for name, x in (("key", keys), ("value", values)):
         ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
         vectors[name] = Entries(x.pool[0].view(-1, x.shape[2]), ids, x.scale)
-    made = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
-    there = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
-    return [made, replace(made, there=there)]
+    step_frame = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
+    held = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
+    return [step_frame, replace(step_frame, there=held)]
 
 
 def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
@@ -195,7 +197,7 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
     """
     step, vectors = frame.step, frame.vectors
     rows = _in_slots if step is None else _by_id
-    q = asked = lse = None
+    q = query_positions = lse = None
     if bundle.window is not None:
         window = frame.window(bundle.window)
         q = _last(frame.read("query"), 1, window)
@@ -203,7 +205,7 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
             lse = frame.read("lse")
             lse = lse.narrow(1, lse.shape[1] - window, window)
             lse = lse.clone(memory_format=torch.contiguous_format)
-        asked = None if step is None else _last(step.places, -1, window).contiguous()
+        query_positions = None if step is None else _last(step.places, -1, window).contiguous()
     values = rows(vectors["value"]) if bundle.reads_values else (None, None, None)
     holds = ranks = order = None
     if step is not None and frame.there is not None:
@@ -211,10 +213,10 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
         if ordered:
             ranks = frame.there.cumsum(-1, dtype=torch.int32)
             if any(node.operation.kind is Kind.POOL for node in bundle.tail):
-                held = holds.sort(dim=-1, descending=True, stable=True)
-                order = held.indices.int()
+                sorted_holds = holds.sort(dim=-1, descending=True, stable=True)
+                order = sorted_holds.indices.int()
     marks = (frame.positions, holds, ranks, order)
-    return (q, asked, lse), rows(vectors["key"]), values, marks, frame.tokens
+    return (q, query_positions, lse), rows(vectors["key"]), values, marks, frame.tokens
 
 
 def _last(x: torch.Tensor, dim: int, number: int) -> torch.Tensor:
@@ -238,16 +240,16 @@ def _by_id(x: Keys) -> _Vectors:
     return _unit(dense(x)), None, None
 
 
-def _tensor(x: Value, to: tuple[str, ...], frame: Frame, there: bool) -> torch.Tensor:
-    """An input with all axes of `to`: float32 or int8 data, or with `there` its mask as int8."""
+def _tensor(x: Value, to: tuple[str, ...], frame: Frame, of_mask: bool) -> torch.Tensor:
+    """An input with all axes of `to`: float32 or int8 data, or with `of_mask` its mask as int8."""
     sizes = {
         "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
     }  # fmt: skip
     shape = [sizes[axis] for axis in to]
-    own, axes = x.data, x.axes
-    if there:
-        own, axes = (True if x.mask is None else x.mask), x.mask_axes
-    data = aligned(as_tensor(own, frame), axes, to).expand(shape)
+    source, axes = x.data, x.axes
+    if of_mask:
+        source, axes = (True if x.mask is None else x.mask), x.mask_axes
+    data = aligned(as_tensor(source, frame), axes, to).expand(shape)
     return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
 
 
@@ -271,24 +273,24 @@ def _number(how: str, node: Node, frame: Frame) -> float | int:
 
 
 def _completed(
-    bundle: Bundle, results: tuple[Output, ...], made: tuple[torch.Tensor, ...], frame: Frame
+    bundle: Bundle, results: tuple[Output, ...], tensors: tuple[torch.Tensor, ...], frame: Frame
 ) -> dict[Node, Value]:
     parts: dict[Node, dict[str, torch.Tensor]] = {}
-    for result, data in zip(results, made, strict=True):
+    for result, data in zip(results, tensors, strict=True):
         data = data.view(torch.bool) if result.truth else data
         if result.splits:
             data = _joined(result.node.operation, data)
         parts.setdefault(result.node, {})[result.part] = data
     axes = {result.node: result.axes for result in results}
-    reductions = {each.node: each for each in bundle.reductions}
+    reductions = {reduction.node: reduction for reduction in bundle.reductions}
     values = {}
     for node in bundle.outputs:
-        own = parts[node]
-        each, bounded = reductions.get(node), node in bundle.finite
-        if each is not None and (each.rest or "count" in own):
-            x = _rest(node, each.rest, own, axes[node], frame, bounded=bounded)
+        node_parts = parts[node]
+        reduction, bounded = reductions.get(node), node in bundle.finite
+        if reduction is not None and (reduction.rest or "count" in node_parts):
+            x = _rest(node, reduction.rest, node_parts, axes[node], frame, bounded=bounded)
         else:
-            x = _value(own, axes[node], bounded=bounded)
+            x = _value(node_parts, axes[node], bounded=bounded)
         values[node] = frame.present(x) if {"kv", "token"} <= set(x.axes) else x
     return values
 
@@ -303,9 +305,9 @@ def _joined(row: Operation, parts: torch.Tensor) -> torch.Tensor:
 
 
 def _value(parts: dict[str, torch.Tensor], axes: tuple[str, ...], *, bounded: bool) -> Value:
-    there = parts.get("there")
-    mask_axes = axes if there is not None else ()
-    return Value(parts["value"], axes, there, mask_axes, finite=bounded)
+    mask = parts.get("there")
+    mask_axes = axes if mask is not None else ()
+    return Value(parts["value"], axes, mask, mask_axes, finite=bounded)
 
 
 def _rest(
@@ -319,29 +321,29 @@ def _rest(
 ) -> Value:
     """The reduction over the axes that the kernel left, in float64."""
     # KV heads per layer, where each layer is reduced apart.
-    apart = frame.bound.shape.kv_heads if frame.layered and "kv" in rest else None
+    kv_heads = frame.bound.shape.kv_heads if frame.layered and "kv" in rest else None
     over = tuple(axis for axis in rest if axis in axes)
     dims = [axes.index(axis) for axis in over]
-    left = tuple(axis for axis in axes if axis not in over)
+    remaining = tuple(axis for axis in axes if axis not in over)
     if node.op in ("mean", "count"):
         # Kernels stored 0 for entries that a KV head does not hold.
         total = torch.stack(list(parts.values()))
-        if apart is not None:
-            total = total.unflatten(1, (-1, apart))
+        if kv_heads is not None:
+            total = total.unflatten(1, (-1, kv_heads))
             dims = [2, *(dim + 2 for dim in dims if dim)]
-            left = ("kv", *left)
+            remaining = ("kv", *remaining)
         else:
             dims = [dim + 1 for dim in dims]
         total = total.sum(dims) if dims else total
-        if apart is not None:
-            total = total.unsqueeze(2).expand(-1, -1, apart, *total.shape[2:])
+        if kv_heads is not None:
+            total = total.unsqueeze(2).expand(-1, -1, kv_heads, *total.shape[2:])
         if node.op == "count":
             (data,) = total
         else:
             by_name = dict(zip(parts, total, strict=True))
             data = by_name["sum"] / by_name["count"]
             data = data.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        data = data if apart is None else data.flatten(0, 1)
-        return Value(data, left, finite=node.op == "count" or bounded)
+        data = data if kv_heads is None else data.flatten(0, 1)
+        return Value(data, remaining, finite=node.op == "count" or bounded)
     x = Value(parts["value"], axes, finite=bounded)
     return reduce(replace(node, axes=over), frame, frame.present(x) if "token" in axes else x)

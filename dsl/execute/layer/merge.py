@@ -87,8 +87,8 @@ class Merging:
             before: their values before this step; states that have not begun are left out.
             most: P, an upper bound of the entries that a KV head drops.
         """
-        made = cls(merge, evaluation, kept)
-        made.evaluation = replace(
+        merging = cls(merge, evaluation, kept)
+        merging.evaluation = replace(
             evaluation,
             updates={**evaluation.updates, **updates},
             before={**evaluation.before, **before},
@@ -96,18 +96,18 @@ class Merging:
             known=dict(evaluation.known),
             extra={
                 **evaluation.extra,
-                "dropped": made._read_dropped,
-                "target": made._read_target,
-                "special": made._sum,
-                "mean": made._mean,
+                "dropped": merging._read_dropped,
+                "target": merging._read_target,
+                "special": merging._sum,
+                "mean": merging._mean,
             },
         )
-        made._find(most)
-        made.evaluation.dropped = made._present
-        made._compare()
+        merging._find(most)
+        merging.evaluation.dropped = merging._present
+        merging._compare()
         decide = [node for node in (merge.accept, merge.weight) if node is not None]
-        made.evaluation.ask([*decide, *state_roots(updates)])
-        return made
+        merging.evaluation.ask([*decide, *state_roots(updates)])
+        return merging
 
     def waiting(self) -> Merging:
         """Releases keys, values and other vectors until the merge is `finished`; returns it."""
@@ -138,13 +138,13 @@ class Merging:
             before: the same before the merge, which stay in layers that nothing leaves.
             heads: KV heads per layer.
         """
-        kernel, made = self.evaluation.frame.kernels["updated_where_left"], {}
+        kernel, states = self.evaluation.frame.kernels["updated_where_left"], {}
         for name, old in before.items():
             new = self.states[name]
             numbers = (self._spread(x, ("kv",), math.nan).double() for x in (new, old))
             data = kernel(*numbers, self._present, heads)
-            made[name] = Value(data, ("kv",), finite=new.finite and old.finite)
-        return made
+            states[name] = Value(data, ("kv",), finite=new.finite and old.finite)
+        return states
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values after the merge: float64 [G, n, D] from [G, n, D]."""
@@ -164,26 +164,26 @@ class Merging:
 
     def of_some(self, heads: slice, first: int) -> Merging:
         """The merge of some KV heads, without the columns before `first`, which hold no entry."""
-        made = Merging(self.merge, self.evaluation, self.kept[heads, first:])
+        merging = Merging(self.merge, self.evaluation, self.kept[heads, first:])
         sources, weights, offsets = (x[heads] for x in self._links)
-        made._links = sources - first, weights, offsets[:, first:]
-        made._own, made._divide = (
+        merging._links = sources - first, weights, offsets[:, first:]
+        merging._own, merging._divide = (
             None if x is None else x[heads, first:] for x in (self._own, self._divide)
         )
-        return made
+        return merging
 
     # Who receives.
 
     def _find(self, most: int) -> None:
         frame, into = self.evaluation.frame, self.merge.into
-        there = torch.ones_like(self.kept) if frame.there is None else frame.there
+        held = torch.ones_like(self.kept) if frame.there is None else frame.there
         steps = 0
         if into.op == "next":
             steps = counts.whole(self.evaluation.number(into.args[0]), frame.tokens)
-        self._index, self._present, *found = frame.kernels["following"](
-            self.kept, there, most, steps
+        self._index, self._present, *receivers = frame.kernels["following"](
+            self.kept, held, most, steps
         )
-        self._receivers = Receivers(*found)
+        self._receivers = Receivers(*receivers)
         if into.op == "nearest":
             self._receivers = self._nearest(into.args[0])
 
@@ -202,9 +202,9 @@ class Merging:
         cached = node.operation.kind is Kind.VECTOR
         x = frame.vectors[node.op] if cached else self._vectors(node)
         vectors, ids = _vectors(x)
-        given = (vectors, self._index, self._present, self.kept, ids)
-        index, there = frame.kernels["nearest"](*given)
-        return Receivers(index[..., None], there[..., None])
+        arguments = (vectors, self._index, self._present, self.kept, ids)
+        index, present = frame.kernels["nearest"](*arguments)
+        return Receivers(index[..., None], present[..., None])
 
     # What the expressions of a merge read.
 
@@ -228,34 +228,34 @@ class Merging:
 
     def _inner(self, x: Keys) -> list[Value]:
         """What the kernel "inner_products" gives for dropped entries and their receivers."""
-        ((to, there),) = self._receivers
+        ((receivers, present),) = self._receivers
         vectors, ids = _vectors(x)
-        given = (vectors, self._index, self._present, to, there, ids)
-        made = self.evaluation.frame.kernels["inner_products"](*given)
+        arguments = (vectors, self._index, self._present, receivers, present, ids)
+        products = self.evaluation.frame.kernels["inner_products"](*arguments)
         if isinstance(x, Entries) and x.scale is not None:
             # The kernel reads numbers without their scale, which a cosine does not depend on.
-            made[:3] *= (x.scale.double() ** 2)[:, None]
-        return [Value(each, _DROPPED, finite=True) for each in made]
+            products[:3] *= (x.scale.double() ** 2)[:, None]
+        return [Value(product, _DROPPED, finite=True) for product in products]
 
     def _read(
-        self, x: Value, index: torch.Tensor, there: torch.Tensor
+        self, x: Value, index: torch.Tensor, present: torch.Tensor
     ) -> tuple[Value, torch.Tensor]:
         """A value per token, read at columns `index`, and its mask with a dimension per axis."""
         frame = self.evaluation.frame
         axes = union(x.axes, ("kv",))
         sizes = {**sizes_of(x), "kv": frame.kv}
         shape = [sizes[axis] for axis in axes]
-        at = axes.index("token")
-        wide = tuple("dropped" if axis == "token" else axis for axis in axes)
-        places = aligned(index, _DROPPED, wide)
-        places = places.expand([*shape[:at], index.shape[1], *shape[at + 1 :]])
-        data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(at, places)
-        present = aligned(there, _DROPPED, wide)
+        dim = axes.index("token")
+        dropped_axes = tuple("dropped" if axis == "token" else axis for axis in axes)
+        places = aligned(index, _DROPPED, dropped_axes)
+        places = places.expand([*shape[:dim], index.shape[1], *shape[dim + 1 :]])
+        data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(dim, places)
+        aligned_present = aligned(present, _DROPPED, dropped_axes)
         if x.mask is None or x.mask is frame.there:  # entries that are dropped or receive are there
-            return Value(data, wide, there, _DROPPED, finite=x.finite), present
-        mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(at, places)
-        mask = mask & present
-        return Value(data, wide, mask, wide, finite=x.finite), mask
+            return Value(data, dropped_axes, present, _DROPPED, finite=x.finite), aligned_present
+        mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(dim, places)
+        mask = mask & aligned_present
+        return Value(data, dropped_axes, mask, dropped_axes, finite=x.finite), mask
 
     def _read_dropped(self, node: Node, evaluation: Evaluation) -> Value:
         x = evaluation.value(node.args[0])
@@ -263,23 +263,23 @@ class Merging:
 
     def _read_target(self, node: Node, evaluation: Evaluation) -> Value:
         """The mean over the receivers of each dropped entry."""
-        x, to = evaluation.value(node.args[0]), self._receivers
+        x, receivers = evaluation.value(node.args[0]), self._receivers
         frame = evaluation.frame
-        whole = x.mask is None or x.mask is frame.there
-        if x.axes == _TOKENS and whole:
-            data = frame.kernels["target"](x.tensor.double(), to.index, to.there)
+        complete = x.mask is None or x.mask is frame.there
+        if x.axes == _TOKENS and complete:
+            data = frame.kernels["target"](x.tensor.double(), receivers.index, receivers.there)
             return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
-        parts = [(to.index, to.there)]
-        if to.index.shape[2] > 1 and not set(x.axes) <= {"kv", "token"}:
+        parts = [(receivers.index, receivers.there)]
+        if receivers.index.shape[2] > 1 and not set(x.axes) <= {"kv", "token"}:
             # Vectors of one receiver at a time, so that P * S of them are never held.
-            parts = [(index[..., None], there[..., None]) for index, there in to]
+            parts = [(index[..., None], present[..., None]) for index, present in receivers]
         totals, numbers = [], []
-        for index, there in parts:
-            part, present = self._read(x, index.flatten(1), there.flatten(1))
-            at, shape = part.axes.index("dropped"), index.shape[1:]
-            totals.append(filled(part, 0.0).unflatten(at, shape).sum(at + 1))
-            numbers.append(present.unflatten(at, shape).sum(at + 1))
-        total, number = (sum(each[1:], each[0]) for each in (totals, numbers))
+        for index, present in parts:
+            part, mask = self._read(x, index.flatten(1), present.flatten(1))
+            dim, shape = part.axes.index("dropped"), index.shape[1:]
+            totals.append(filled(part, 0.0).unflatten(dim, shape).sum(dim + 1))
+            numbers.append(mask.unflatten(dim, shape).sum(dim + 1))
+        total, number = (sum(terms[1:], terms[0]) for terms in (totals, numbers))
         data = (total / number).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, part.axes, self._present, _DROPPED, finite=x.finite)
 
@@ -297,8 +297,8 @@ class Merging:
             return None
         kv_heads = frame.bound.shape.kv_heads if "kv" in node.axes else 1
         kernel = frame.kernels["means_of_columns" if columns else "means"]
-        made = kernel(self._of_each(x, _DROPPED, self._present), self._present, kv_heads)
-        return Value(made, _DROPPED if columns else ("kv",), finite=x.finite)
+        means = kernel(self._of_each(x, _DROPPED, self._present), self._present, kv_heads)
+        return Value(means, _DROPPED if columns else ("kv",), finite=x.finite)
 
     def _sum(self, node: Node, evaluation: Evaluation) -> Value:
         """`mass` and `members` of the receivers."""
@@ -317,10 +317,10 @@ class Merging:
         if merge.accept is not None:
             accepted = self._spread(self.evaluation.value(merge.accept), _DROPPED, False)
         weight = Value(1.0) if merge.weight is None else self.evaluation.value(merge.weight)
-        to = self._receivers
+        receivers = self._receivers
         weights = self._of_each(weight, _DROPPED, self._present)
-        given = (self._index, to.index, to.there, accepted, weights)
-        self._links = frame.kernels["links"](*given, frame.tokens)
+        arguments = (self._index, receivers.index, receivers.there, accepted, weights)
+        self._links = frame.kernels["links"](*arguments, frame.tokens)
         self._own = self._of_kept(merge.own)
         self._divide = self._of_kept(merge.divide)  # may name `mass`, which `own` is part of
 
@@ -329,9 +329,11 @@ class Merging:
             return None
         return self._of_each(self.evaluation.value(node), _TOKENS, self.evaluation.frame.there)
 
-    def _of_each(self, x: Value, axes: tuple[str, ...], there: torch.Tensor | None) -> torch.Tensor:
+    def _of_each(
+        self, x: Value, axes: tuple[str, ...], present: torch.Tensor | None
+    ) -> torch.Tensor:
         """A number per entry, [G, n] or [G, P]: 0 where absent, undefined where no entry is."""
-        if x.mask is there:
+        if x.mask is present:
             x = replace(x, mask=None, mask_axes=())
         return self._spread(x, axes, 0.0)
 
@@ -368,8 +370,8 @@ def _is_cosine(node: Node, side: Callable[[Node], int | None]) -> bool:
     if product.op != "sum" or product.axes != ("dim",) or product.args[0].op != "multiply":
         return False
     vectors = product.args[0].args
-    own = [_measured(each) for each in lengths.args]
-    same = all(x is y for x, y in zip(own, vectors, strict=True))
+    norm_vectors = [_measured(length) for length in lengths.args]
+    same = all(x is y for x, y in zip(norm_vectors, vectors, strict=True))
     return same and {side(x) for x in vectors} == {0, 1}
 
 
@@ -378,5 +380,5 @@ def _measured(length: Node) -> Node | None:
     if length.op != "sqrt" or length.args[0].op != "sum" or length.args[0].axes != ("dim",):
         return None
     square = length.args[0].args[0]
-    twice = square.op == "power" and square.args[1].op == "number" and square.args[1].value == 2
-    return square.args[0] if twice else None
+    is_square = square.op == "power" and square.args[1].op == "number" and square.args[1].value == 2
+    return square.args[0] if is_square else None

@@ -58,9 +58,9 @@ def shared(
     share = bound.lowered.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
         return None
-    made: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    results: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
     for name, under, upper in zip(("key", "value"), below, own, strict=True):
-        made[name] = (None, None)
+        results[name] = (None, None)
         if name not in share.apply:
             continue
         frame = Frame(
@@ -68,8 +68,8 @@ def shared(
             vectors={"key": own[0], "value": own[1]}, kernels=kernels, heads=heads,
         )  # fmt: skip
         vectors = {"below": under, "own": upper}
-        made[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
-    return Shared(made["key"][0], made["value"][0], made["key"][1], made["value"][1])
+        results[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
+    return Shared(results["key"][0], results["value"][0], results["key"][1], results["value"][1])
 
 
 def side_of_share(node: Node) -> int | None:
@@ -103,7 +103,7 @@ def _one(
         data = as_tensor(x.data, evaluation.frame) if x.mask is None else filled(x, 0.0)
         data = aligned(data, x.axes, (*_AXES, "dim"))
         data = data.double().expand(vectors["own"].shape)
-    apart = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
+    excepted = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
     if exceptions is not None:
-        apart = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
-    return torch.where(finite, data, 0.0), apart | ~finite
+        excepted = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
+    return torch.where(finite, data, 0.0), excepted | ~finite

@@ -19,10 +19,10 @@ def cumsum(node: Node, frame: Frame, x: Value) -> Value:
 
 def sort(node: Node, frame: Frame, x: Value) -> Value:
     """The present values in ascending order, at the places of present values."""
-    along = x.axes.index(node.axes[0])
-    data = filled(x, math.inf).sort(dim=along).values
+    dim = x.axes.index(node.axes[0])
+    data = filled(x, math.inf).sort(dim=dim).values
     if x.mask is not None and set(node.axes) <= set(x.mask_axes):
-        there = aligned(x.mask, x.mask_axes, x.axes)
-        nth = (there.cumsum(along) - 1).clamp(min=0)
-        data = data.gather(along, nth.expand(data.shape))
+        present = aligned(x.mask, x.mask_axes, x.axes)
+        nth = (present.cumsum(dim) - 1).clamp(min=0)
+        data = data.gather(dim, nth.expand(data.shape))
     return Value(data, x.axes, x.mask, x.mask_axes, finite=x.finite)

@@ -97,11 +97,11 @@ def _floor_divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _power(a: Any, b: Any) -> torch.Tensor:
     """Powers; NaN for a negative base and an exponent that is not whole."""
-    made = binary(lambda x, y: torch.pow(x + 0.0, y))(a, b)
+    powers = binary(lambda x, y: torch.pow(x + 0.0, y))(a, b)
     if not isinstance(b, torch.Tensor):
-        whole = math.isinf(b) or float(b).is_integer()
-        return made if whole else made.masked_fill(a < 0, math.nan)
-    return torch.where((a < 0) & (b != b.floor()), math.nan, made)
+        is_whole = math.isinf(b) or float(b).is_integer()
+        return powers if is_whole else powers.masked_fill(a < 0, math.nan)
+    return torch.where((a < 0) & (b != b.floor()), math.nan, powers)
 
 
 _POWER = elementwise(_power)
@@ -151,10 +151,12 @@ def logic(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
 
     def apply(node: Node, frame: Frame, *args: Value) -> Value:
         present = [Value(x.data if x.mask is None else filled(x, False), x.axes) for x in args]
-        made, first = plain(node, frame, *present), args[0]
+        result, first = plain(node, frame, *present), args[0]
         if len(args) > 1 and all(x.zero_where_absent and x.mask is first.mask for x in args):
-            return replace(made, mask=first.mask, mask_axes=first.mask_axes, zero_where_absent=True)
-        return made
+            return replace(
+                result, mask=first.mask, mask_axes=first.mask_axes, zero_where_absent=True
+            )
+        return result
 
     return apply
 
@@ -167,16 +169,16 @@ def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
         if holds and condition.mask is None:
             return x
         holds = as_tensor(holds, frame)
-    kept, kept_axes = holds, condition.axes
+    present, present_axes = holds, condition.axes
     if condition.mask is not None:
-        kept = filled(condition, False)
+        present = filled(condition, False)
     data = aligned(as_tensor(x.data, frame), x.axes, axes)
     if axes != x.axes:
         sizes = sizes_of(x, condition)
         data = data.expand(tuple(sizes[axis] for axis in axes))
     if x.mask is not None and not (condition.zero_where_absent and condition.mask is x.mask):
-        kept, kept_axes = frame.conjunction(x.mask, x.mask_axes, kept, kept_axes)
-    return Value(data, axes, kept, kept_axes, finite=x.finite)
+        present, present_axes = frame.conjunction(x.mask, x.mask_axes, present, present_axes)
+    return Value(data, axes, present, present_axes, finite=x.finite)
 
 
 def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Value:
@@ -185,17 +187,18 @@ def choose(node: Node, frame: Frame, x: Value, condition: Value, y: Value) -> Va
         return broadcast(x if condition.data else y, node.type, frame)
     chosen = filled(condition, False)
     axes = union(x.axes, condition.axes, y.axes)
-    at = aligned(chosen, condition.axes, axes)
-    data = _where(at, aligned(x.data, x.axes, axes), aligned(y.data, y.axes, axes), frame)
+    holds = aligned(chosen, condition.axes, axes)
+    data = _where(holds, aligned(x.data, x.axes, axes), aligned(y.data, y.axes, axes), frame)
     finite = x.finite and y.finite
     if x.mask is y.mask:
         zero = x.zero_where_absent and y.zero_where_absent
         return Value(data, axes, x.mask, x.mask_axes, zero_where_absent=zero, finite=finite)
     in_x, in_y = (
-        aligned(True if each.mask is None else each.mask, each.mask_axes, axes) for each in (x, y)
+        aligned(True if value.mask is None else value.mask, value.mask_axes, axes)
+        for value in (x, y)
     )
-    there = _where(at, in_x, in_y, frame)
-    return Value(data, axes, there.expand(data.shape), axes, finite=finite)
+    present = _where(holds, in_x, in_y, frame)
+    return Value(data, axes, present.expand(data.shape), axes, finite=finite)
 
 
 def repeated(node: Node, frame: Frame, x: Value) -> Value:
@@ -204,6 +207,6 @@ def repeated(node: Node, frame: Frame, x: Value) -> Value:
 
 
 def _where(
-    at: torch.Tensor, a: torch.Tensor | Scalar, b: torch.Tensor | Scalar, frame: Frame
+    condition: torch.Tensor, a: torch.Tensor | Scalar, b: torch.Tensor | Scalar, frame: Frame
 ) -> torch.Tensor:
-    return torch.where(at, as_tensor(a, frame), as_tensor(b, frame))
+    return torch.where(condition, as_tensor(a, frame), as_tensor(b, frame))

@@ -73,25 +73,25 @@ class Region:
         outside: dict[Node, None] = {}
         waiting = [node.args[0]]
         while waiting:
-            each = waiting.pop()
-            known = inside if _LONG & set(each.type.axes) else outside
-            if each not in known:
-                known[each] = None
-                waiting.extend(operands(each) if known is inside else ())
+            operand = waiting.pop()
+            known = inside if _LONG & set(operand.type.axes) else outside
+            if operand not in known:
+                known[operand] = None
+                waiting.extend(operands(operand) if known is inside else ())
         nodes = list(inside)
-        if not nodes or any("kv" in each.axes or not _fits(each) for each in nodes):
+        if not nodes or any("kv" in member.axes or not _fits(member) for member in nodes):
             return None
-        headless = [each for each in nodes if "kv" not in each.type.axes]
+        headless = [member for member in nodes if "kv" not in member.type.axes]
         mixed = any("kv" in x.type.axes and x in inside for n in headless for x in n.args)
         by_query = "query" in node.axes and not any(
-            "query" in each.axes and each.op != "index" for each in nodes
+            "query" in member.axes and member.op != "index" for member in nodes
         )
-        windows = tuple(each for each in nodes if each.operation.is_window)
-        reads = {name for each in nodes for name in each.operation.tensors}
-        vectors = any("dim" in each.type.axes for each in nodes)
+        windows = tuple(member for member in nodes if member.operation.is_window)
+        reads = {name for member in nodes for name in member.operation.tensors}
+        vectors = any("dim" in member.type.axes for member in nodes)
         causal = (
             node.op == "sum" and by_query and not any(window.args for window in windows)
-            and all(_by_token(each) for each in nodes) and nothing_after(node.args[0])
+            and all(_by_token(member) for member in nodes) and nothing_after(node.args[0])
         )  # fmt: skip
         by_head = not mixed and len(headless) < len(nodes)
         return cls(tuple(outside), windows, frozenset(reads), by_head, by_query, vectors, causal)
@@ -127,17 +127,21 @@ def in_blocks(
     heads, rows = _sizes(region, frame)
     if heads == frame.kv and rows is None:
         return None
-    known = {each: value(each) for each in region.outside}
+    known = {operand: value(operand) for operand in region.outside}
     joined: _Partial | None = None
     parts: list[Value] = []
     vectors = {name: frame.read(name) for name in region.reads}
     for part in _heads(replace(frame, vectors=vectors), heads):
-        own = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
+        part_values = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
         for block in _rows(part, region, rows):
-            near = own if block.tokens == frame.tokens else _first_tokens(own, block.tokens)
-            x = within(node.args[0], block, dict(near))
-            made = _Partial.of(node, block, x).of_all(frame.tokens)
-            joined = made if joined is None else joined.with_more(made)
+            block_values = (
+                part_values
+                if block.tokens == frame.tokens
+                else _first_tokens(part_values, block.tokens)
+            )
+            x = within(node.args[0], block, dict(block_values))
+            partial = _Partial.of(node, block, x).of_all(frame.tokens)
+            joined = partial if joined is None else joined.with_more(partial)
         if joined is not None and "kv" not in node.axes:
             parts.append(joined.result())
             joined = None
@@ -147,16 +151,16 @@ def in_blocks(
 def _sizes(region: Region, frame: Frame) -> tuple[int, int | None]:
     """Number of KV heads and of queries of a block; None: all queries."""
     head_dim, group = frame.bound.shape.head_dim, frame.bound.shape.group
-    windows = {frame.window(each) for each in region.windows}
+    windows = {frame.window(window) for window in region.windows}
     longest = max(windows, default=1)
     by_query = region.by_query and len(windows) == 1
     per_head = 8 * max(1, frame.tokens) * max(head_dim, 1)
     per_query = 8 * max(1, frame.tokens) * group * (head_dim if region.vectors and windows else 1)
     if not by_query:
         per_head = max(per_head, per_query * max(1, longest) if windows else 0)
-    most = block_bytes(frame.device)
-    heads = max(1, min(frame.kv, most // per_head)) if region.by_head else frame.kv
-    rows = max(1, min(longest, most // (per_query * heads)))
+    limit = block_bytes(frame.device)
+    heads = max(1, min(frame.kv, limit // per_head)) if region.by_head else frame.kv
+    rows = max(1, min(longest, limit // (per_query * heads)))
     if region.causal and frame.step is None:
         rows = min(rows, max(_LEAST_ROWS, -(-longest // _CAUSAL_BLOCKS)))
     return heads, rows if by_query and rows < longest else None
@@ -168,15 +172,15 @@ def _heads(frame: Frame, size: int) -> Iterator[Frame]:
         return
     for start in range(0, frame.kv, size):
         end = min(start + size, frame.kv)
-        own = {}
+        vectors = {}
         for name in frame.vectors:
             rows = frame.read(name).unflatten(0, (frame.kv, -1))[start:end].flatten(0, 1)
-            own[name] = rows.double() if name == "key" else rows
+            vectors[name] = rows.double() if name == "key" else rows
         yield replace(
             frame,
             kv=end - start,
             kv_start=frame.kv_start + start,
-            vectors=own,
+            vectors=vectors,
             there=None if frame.there is None else frame.there[start:end],
         )
 
@@ -196,14 +200,14 @@ def _rows(frame: Frame, region: Region, size: int | None) -> Iterator[Frame]:
             yield replace(frame, rows=slice(start, end))
 
 
-def _up_to(frame: Frame, later: int, rows: int) -> Frame:
-    """The frame without its last `later` tokens and queries; `rows` queries ask."""
-    tokens = frame.tokens - later
+def _up_to(frame: Frame, number: int, rows: int) -> Frame:
+    """The frame without its last `number` tokens and queries; `rows` queries ask."""
+    tokens = frame.tokens - number
     vectors = {name: frame.read(name) for name in frame.vectors}
     return replace(
         frame,
         tokens=tokens,
-        vectors={name: x[:, : x.shape[1] - later] for name, x in vectors.items()},
+        vectors={name: x[:, : x.shape[1] - number] for name, x in vectors.items()},
         positions=None if frame.positions is None else frame.positions[:tokens],
         last=rows,
     )
@@ -212,7 +216,7 @@ def _up_to(frame: Frame, later: int, rows: int) -> Frame:
 def _first_tokens(values: dict[Node, Value], tokens: int) -> dict[Node, Value]:
     """The values at the first `tokens` tokens."""
     return {
-        node: x.along("token", lambda own, at: own.narrow(at, 0, tokens))
+        node: x.along("token", lambda data, dim: data.narrow(dim, 0, tokens))
         for node, x in values.items()
     }
 
@@ -241,8 +245,8 @@ class _Partial:
             data = (x.tensor if x.zero_where_absent else filled(x, 0.0)).sum(dims)
             return cls("sum", _without(x.axes, node.axes), data, x.finite)
         if not node.operation.averages:
-            made = reduce(node, frame, x)
-            return cls(node.op, made.axes, made.tensor, made.finite)
+            result = reduce(node, frame, x)
+            return cls(node.op, result.axes, result.tensor, result.finite)
         number = reduce(replace(node, op="count"), frame, x).tensor
         if node.op == "mean":
             total = _Partial.of(replace(node, op="sum"), frame, x)
@@ -259,10 +263,10 @@ class _Partial:
         """The same at all `tokens` tokens, 0 at those that the block left out."""
         if "token" not in self.axes or self.data.shape[self.axes.index("token")] == tokens:
             return self
-        at = self.axes.index("token")
-        after = [0, 0] * (len(self.axes) - at - 1)
-        missing = tokens - self.data.shape[at]
-        return replace(self, data=F.pad(self.data, [*after, 0, missing]))
+        dim = self.axes.index("token")
+        padding = [0, 0] * (len(self.axes) - dim - 1)
+        missing = tokens - self.data.shape[dim]
+        return replace(self, data=F.pad(self.data, [*padding, 0, missing]))
 
     def with_more(self, other: _Partial) -> _Partial:
         """The reduction of the values of both."""
@@ -274,9 +278,9 @@ class _Partial:
             data = _joined(self.op, self.data, other.data)
             return replace(self, data=data, finite=finite, number=number)
         share = (other.number / number).nan_to_num(nan=0.0)
-        apart = other.data - self.data
-        spread = self.spread + other.spread + apart**2 * self.number * share
-        data = self.data + apart * share
+        difference = other.data - self.data
+        spread = self.spread + other.spread + difference**2 * self.number * share
+        data = self.data + difference * share
         return replace(self, data=data, finite=finite, number=number, spread=spread)
 
     def result(self) -> Value:
@@ -306,7 +310,7 @@ def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
 def cut_heads(values: dict[Node, Value], start: int, number: int) -> dict[Node, Value]:
     """The values for `number` KV heads, from `start` on."""
     return {
-        node: x.along("kv", lambda own, at: own.narrow(at, start, number))
+        node: x.along("kv", lambda data, dim: data.narrow(dim, start, number))
         for node, x in values.items()
     }
 

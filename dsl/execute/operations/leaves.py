@@ -53,8 +53,8 @@ def distance(node: Node, frame: Frame) -> Value:
 def uniform(node: Node, frame: Frame, _: Value) -> Value:
     """Counter-based random numbers per KV head, position and decode step."""
     seed = counts.seed(frame.number(node.args[0]))  # exact, also beyond what float64 holds
-    first = frame.heads.first + frame.kv_start
-    kv = torch.arange(first, first + frame.kv, device=frame.device)[:, None]
+    first_head = frame.heads.first + frame.kv_start
+    kv = torch.arange(first_head, first_head + frame.kv, device=frame.device)[:, None]
     step = 0 if frame.step is None else frame.step.generated
     data = counts.hashed(seed, frame.layer, kv, frame.places, step)
     return frame.present(Value(data.double() / 2.0**32, ("kv", "token"), finite=True))
@@ -82,9 +82,9 @@ def _cached(vectors: torch.Tensor, frame: Frame) -> Value:
 def _queries(window: int, frame: Frame) -> tuple[slice, torch.Tensor]:
     """The window's queries that are computed now, as a slice from the end, and their positions."""
     rows = range(window)[frame.rows or slice(None)]
-    chosen = slice(rows.start - window, rows.stop - window or None)
+    window_slice = slice(rows.start - window, rows.stop - window or None)
     positions = frame.query_places
-    return chosen, positions[len(positions) - window :][frame.rows or slice(None)]
+    return window_slice, positions[len(positions) - window :][frame.rows or slice(None)]
 
 
 def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
@@ -92,8 +92,8 @@ def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor
     window = frame.window(node)
     keys, queries = frame.read("key"), frame.read("query")
     kv, tokens, size = keys.shape
-    chosen, positions = _queries(window, frame)
-    q = queries[:, chosen] if window else queries[:, :0]
+    window_slice, positions = _queries(window, frame)
+    q = queries[:, window_slice] if window else queries[:, :0]
     group, rows = q.shape[0] // kv, q.shape[1]
     q = q.double().reshape(kv, group * rows, size) * size**-0.5
     logits = torch.matmul(q, keys.double().transpose(1, 2)).view(kv, group, rows, tokens)
@@ -130,12 +130,12 @@ def attn(node: Node, frame: Frame) -> Value:
     data, seen, axes = _window_logits(node, frame)
     data = torch.softmax(data, dim=-1)
     # A NaN or infinity anywhere makes its whole row NaN.
-    first = data[..., :1].sum(-1).isfinite()
+    finite = data[..., :1].sum(-1).isfinite()
     if frame.step is not None:
         # An older query sees nothing where all entries before it have left.
         empty = ~seen.any(-1)
         empty = empty[:, None] if empty.ndim == 2 else empty
-        first = first | empty
+        finite = finite | empty
         data = data.masked_fill(empty[..., None], 0.0)
-    frame.finite_checks.extend([first.all()])
+    frame.finite_checks.extend([finite.all()])
     return Value(data, _ATTENTION_AXES, seen, axes, zero_where_absent=True, finite=True)

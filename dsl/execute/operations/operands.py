@@ -46,9 +46,9 @@ def entropy(node: Node, frame: Frame, x: Value) -> Value:
     """The entropy of x, which is `distribution(node)`."""
     over = node.args[0].axes
 
-    def made(frame: Frame, x: Value) -> Value:
+    def compute(frame: Frame, x: Value) -> Value:
         dims = [x.axes.index(axis) for axis in over]
         axes = tuple(axis for axis in x.axes if axis not in over)
         return Value(frame.kernels["entropy"](x.tensor.double(), there_of(x), dims), axes)
 
-    return layer_by_layer(over, frame, x, made)
+    return layer_by_layer(over, frame, x, compute)

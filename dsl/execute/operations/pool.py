@@ -31,8 +31,8 @@ def pool(node: Node, frame: Frame, x: Value, width: Value) -> Value:
         # Each head's own entries first, in order.
         order = frame.there.logical_not().long().argsort(dim=-1, stable=True)
         order = aligned(order, ("kv", "token"), (*rest, "token")).expand(data.shape)
-        together = _pooled(data.gather(-1, order), size, largest)
-        pooled = torch.empty_like(together).scatter_(-1, order, together)
+        ordered = _pooled(data.gather(-1, order), size, largest)
+        pooled = torch.empty_like(ordered).scatter_(-1, order, ordered)
     return Value(pooled.transpose(-1, dim), x.axes, x.mask, x.mask_axes, finite=x.finite)
 
 
@@ -43,8 +43,8 @@ def _pooled(data: torch.Tensor, size: int, largest: bool) -> torch.Tensor:
         return data
     # Beyond the ends there is nothing, however wide the pool.
     before, after = min((size - 1) // 2, shape[-1]), min(size // 2, shape[-1])
-    nothing = -math.inf if largest else 0.0
-    flat = F.pad(data.reshape(1, -1, shape[-1]), (before, after), value=nothing)
+    filler = -math.inf if largest else 0.0
+    flat = F.pad(data.reshape(1, -1, shape[-1]), (before, after), value=filler)
     reach = before + after + 1
     pooled = F.max_pool1d(flat, reach, 1) if largest else F.avg_pool1d(flat, reach, 1)
     if not largest and reach != size:

@@ -46,19 +46,19 @@ def count(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
     """Number of true values, or of present ones if they are numbers."""
     if x.tensor.dtype == torch.bool:
         return filled(x, False).sum(dims).double()
-    left = [i for i in range(x.tensor.ndim) if i not in dims]
+    rest = [i for i in range(x.tensor.ndim) if i not in dims]
     unmasked = math.prod(x.tensor.shape[i] for i in dims if x.axes[i] not in x.mask_axes)
     mask = x.mask
     if mask is None:
         number = torch.full((), float(unmasked), dtype=torch.float64, device=frame.device)
-        return number.expand([x.tensor.shape[i] for i in left])
+        return number.expand([x.tensor.shape[i] for i in rest])
     inner = [i for i, axis in enumerate(x.mask_axes) if axis in node.axes]
 
     def make() -> torch.Tensor:
         return (mask.sum(inner) if inner else mask).double() * unmasked
 
     number = frame.once(("count", id(mask), tuple(inner), unmasked), (mask,), make)
-    axes = tuple(x.axes[i] for i in left)
-    own = tuple(axis for axis in x.mask_axes if axis not in node.axes)
+    axes = tuple(x.axes[i] for i in rest)
+    number_axes = tuple(axis for axis in x.mask_axes if axis not in node.axes)
     sizes = sizes_of(x)
-    return aligned(number, own, axes).expand([sizes[axis] for axis in axes])
+    return aligned(number, number_axes, axes).expand([sizes[axis] for axis in axes])

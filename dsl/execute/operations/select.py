@@ -33,17 +33,17 @@ def _competing(
         that was applied, and the permuted shape, before it became two dimensions.
     """
     rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
-    turn = rest + [x.axes.index(axis) for axis in axes]
-    data, there = x.tensor.double().permute(turn), there_of(x)
-    keys = frame.kernels["keys"](data, None if there is None else there.permute(turn))
+    permutation = rest + [x.axes.index(axis) for axis in axes]
+    data, present = x.tensor.double().permute(permutation), there_of(x)
+    keys = frame.kernels["keys"](data, None if present is None else present.permute(permutation))
     shape = list(data.shape)
     rows = math.prod(shape[: len(rest)])
-    return keys.view(rows, math.prod(shape[len(rest) :])), turn, shape
+    return keys.view(rows, math.prod(shape[len(rest) :])), permutation, shape
 
 
-def _back(data: torch.Tensor, turn: list[int], shape: list[int]) -> torch.Tensor:
+def _back(data: torch.Tensor, permutation: list[int], shape: list[int]) -> torch.Tensor:
     """Undoes the reshape and permutation of `_competing`."""
-    order = sorted(range(len(turn)), key=turn.__getitem__)
+    order = sorted(range(len(permutation)), key=permutation.__getitem__)
     return data.reshape(shape).permute(order)
 
 
@@ -71,35 +71,35 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
         number = frame.kernels["whole"](number.double())
         missing = [axis for axis in count.axes if axis not in x.axes]
         if missing:
-            wide = union(x.axes, count.axes)
+            all_axes = union(x.axes, count.axes)
             sizes = {**sizes_of(x), **sizes_of(count)}
-            data = aligned(x.tensor, x.axes, wide).expand([sizes[axis] for axis in wide])
-            x = Value(data, wide, x.mask, x.mask_axes)
-            rest = tuple(axis for axis in wide if axis not in axes)
+            data = aligned(x.tensor, x.axes, all_axes).expand([sizes[axis] for axis in all_axes])
+            x = Value(data, all_axes, x.mask, x.mask_axes)
+            rest = tuple(axis for axis in all_axes if axis not in axes)
         number = aligned(number, count.axes, rest) if count.axes else number
         number = number.reshape(*(number.shape or [1] * len(rest)), 1)
     else:
         number = counts.whole(number, 2**31)
-    keys, turn, shape = _competing(x, axes, frame)
+    keys, permutation, shape = _competing(x, axes, frame)
     if isinstance(number, torch.Tensor):
         number = number.expand(*shape[: len(rest)], 1).reshape(len(keys), 1)
-    return Value(_back(frame.kernels["top"](keys, number), turn, shape), x.axes)
+    return Value(_back(frame.kernels["top"](keys, number), permutation, shape), x.axes)
 
 
 def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     """Layers compete; each takes its part of the winners that its own `count` allows."""
     parts = []
     for layer in range(sizes_of(x)["layer"]):
-        made = _top(frame, x, of_layer(count, layer), axes)
-        at = made.axes.index("layer")
-        parts.append(as_tensor(made.data, frame).select(at, layer))
-    return Value(torch.stack(parts, at), made.axes)
+        winners = _top(frame, x, of_layer(count, layer), axes)
+        dim = winners.axes.index("layer")
+        parts.append(as_tensor(winners.data, frame).select(dim, layer))
+    return Value(torch.stack(parts, dim), winners.axes)
 
 
 def rank(node: Node, frame: Frame, x: Value) -> Value:
     """1 for the highest along `node.axes`."""
-    keys, turn, shape = _competing(x, node.axes, frame)
-    places = _back(frame.kernels["rank"](keys), turn, shape)
+    keys, permutation, shape = _competing(x, node.axes, frame)
+    places = _back(frame.kernels["rank"](keys), permutation, shape)
     return Value(places, x.axes, x.mask, x.mask_axes, finite=True)
 
 
@@ -111,7 +111,7 @@ def index(node: Node, frame: Frame, x: Value) -> Value:
     return Value(data, node.axes, finite=True)
 
 
-def _taken(node: Node, x: Value, frame: Frame) -> Value:
+def _set_size(node: Node, x: Value, frame: Frame) -> Value:
     """Number of a set's entries per KV head, among those that the head holds.
 
     The host knows how many the first or last entries are, if it knows how many are asked for.
@@ -145,7 +145,7 @@ def _over(number: Value, node: Node, frame: Frame) -> Value:
         if axis not in node.axes:
             continue
         if axis in number.axes:
-            rest = tuple(each for each in number.axes if each != axis)
+            rest = tuple(name for name in number.axes if name != axis)
             number = Value(number.tensor.sum(number.axes.index(axis)), rest)
         else:
             number = Value(number.data * size, number.axes)
@@ -154,28 +154,30 @@ def _over(number: Value, node: Node, frame: Frame) -> Value:
 
 def missing(node: Node, frame: Frame, budget: Value, taken: Value) -> Value:
     """Number of entries that the budget still has room for."""
-    room = _both(operator.sub, budget, _taken(node.args[1], taken, frame))
+    room = _both(operator.sub, budget, _set_size(node.args[1], taken, frame))
     data = room.data.clamp(min=0) if isinstance(room.data, torch.Tensor) else max(0, room.data)
     return _over(Value(data, room.axes), node, frame)
 
 
 def remaining(node: Node, frame: Frame, taken: Value) -> Value:
     """Number of candidates that are not taken."""
-    left = _both(operator.sub, frame.candidates(), _taken(node.args[0], taken, frame))
-    return _over(left, node, frame)
+    number = _both(operator.sub, frame.candidates(), _set_size(node.args[0], taken, frame))
+    return _over(number, node, frame)
 
 
 def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: Value) -> Value:
     """`taken` and the best of the rest; everything if everything fits."""
-    known = not any(isinstance(each.data, torch.Tensor) for each in (number, left))
+    known = not any(isinstance(value.data, torch.Tensor) for value in (number, left))
     if known and left.data <= number.data:
         data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
         return frame.present(Value(data, ("token",)))
-    own = as_tensor(taken.data, frame)
-    free = frame.present(Value(~own, taken.axes))
+    taken_set = as_tensor(taken.data, frame)
+    free = frame.present(Value(~taken_set, taken.axes))
     chosen = _top(frame, mask(node, frame, x, free), number, node.axes)
-    made = _both(operator.or_, chosen, Value(own, taken.axes))
+    selection = _both(operator.or_, chosen, Value(taken_set, taken.axes))
     if known:
-        return made
+        return selection
     fits = _both(operator.le, left, number)
-    return frame.present(_both(operator.or_, made, Value(as_tensor(fits.data, frame), fits.axes)))
+    return frame.present(
+        _both(operator.or_, selection, Value(as_tensor(fits.data, frame), fits.axes))
+    )

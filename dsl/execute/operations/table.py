@@ -33,9 +33,9 @@ def layer_by_layer(
 def _reduce(node: Node, frame: Frame, x: Value) -> Value:
     row, dims = node.operation, [x.axes.index(axis) for axis in node.axes]
     axes = tuple(axis for axis in x.axes if axis not in node.axes)
-    made: Callable[..., torch.Tensor] = form(str(row.torch), "execute.operations")
+    function: Callable[..., torch.Tensor] = form(str(row.torch), "execute.operations")
     finite = row.always_finite or (x.finite and not (row.infinite_of_none and x.mask is not None))
-    return Value(made(node, frame, x, dims), axes, finite=finite)
+    return Value(function(node, frame, x, dims), axes, finite=finite)
 
 
 def _for_each_head(x: Value, heads: int) -> Value:
@@ -55,11 +55,13 @@ _OF_TENSORS: dict[Kind, Callable[..., Callable[..., Value]]] = {
 def _form(row: Operation, path: str) -> Callable[..., Value]:
     if row.kind is Kind.REDUCTION:
         return reduce
-    found, library = form(path, "execute.operations"), path.rpartition(".")[0]
+    function, library = form(path, "execute.operations"), path.rpartition(".")[0]
     if library not in LIBRARIES:
-        return found
+        return function
     # Python's operators take numbers of the host, which need not be sent to the device.
-    return _OF_TENSORS[row.kind](binary(found) if library == "torch" and row.most == 2 else found)
+    return _OF_TENSORS[row.kind](
+        binary(function) if library == "torch" and row.most == 2 else function
+    )
 
 
 TORCH_FORMS = {

@@ -28,21 +28,21 @@ class FiniteChecks:
 
     def here(self, kv: int) -> torch.Tensor | None:
         """Bool [kv], per KV head here whether what was read is finite; None: nothing was read."""
-        each = [x for x in self.results if x.ndim]
-        whole = [x for x in self.results if not x.ndim]
-        numbers = [x for x in whole if x.is_floating_point()]
-        truths = [x for x in whole if not x.is_floating_point()]
+        by_head = [x for x in self.results if x.ndim]
+        scalars = [x for x in self.results if not x.ndim]
+        numbers = [x for x in scalars if x.is_floating_point()]
+        truths = [x for x in scalars if not x.is_floating_point()]
         if numbers:
             truths.append(torch.stack(numbers).isfinite().all())
         if truths:
-            each.append(torch.stack(truths).all().expand(kv))
-        return reduce(torch.logical_and, each) if each else None
+            by_head.append(torch.stack(truths).all().expand(kv))
+        return reduce(torch.logical_and, by_head) if by_head else None
 
     def ask(self, heads: Heads, kv: int) -> None:
         """Asks other ranks for their checks, in the next exchange."""
-        own = None if self.all_asked else self.here(kv)
-        if own is not None:
-            self._awaited = len(self.results), heads.gathered_later([(own, 0)])
+        finite = None if self.all_asked else self.here(kv)
+        if finite is not None:
+            self._awaited = len(self.results), heads.gathered_later([(finite, 0)])
 
     @property
     def all_asked(self) -> bool:
@@ -61,6 +61,6 @@ class FiniteChecks:
         self.ask(heads, kv)
         if self._awaited is None:
             return None
-        (whole,) = self._awaited[1]()
-        layers = whole.view(-1, total).all(1)
+        (finite,) = self._awaited[1]()
+        layers = finite.view(-1, total).all(1)
         return layers.repeat_interleave(kv // len(layers))

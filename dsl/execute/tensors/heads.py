@@ -60,8 +60,8 @@ class Heads:
         Returns:
             Function that gives a tensor per part; [R, ...] of a part without KV heads.
         """
-        found = [x[None] if at is None else x for x, at in parts]
-        return lambda: found
+        tensors = [x[None] if dim is None else x for x, dim in parts]
+        return lambda: tensors
 
     def gathered(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         """Tensors with the KV heads of all ranks, exchanged at once; see `gathered_later`."""
@@ -118,64 +118,64 @@ class Divided(Heads):
     def __init__(
         self, rank: int, ranks: int, total: int, exchange: Exchange, agree: Callable[[], None]
     ) -> None:
-        self.first, self._own, self._total = rank * total // ranks, max(total // ranks, 1), total
+        self.first, self._number, self._total = rank * total // ranks, max(total // ranks, 1), total
         self._holders = max(ranks // total, 1)  # consecutive ranks per KV head
         self.shared = self._holders > 1
         self._exchange, self._agree = exchange, agree
         self._waiting: list[_Waiting] = []
 
     def number(self, total: int) -> int:
-        return self._own
+        return self._number
 
     def total(self, number: int) -> int:
         return self._total
 
     def joined(self) -> Heads:
-        made = copy(self)
-        made._waiting = []
-        return made
+        heads = copy(self)
+        heads._waiting = []
+        return heads
 
     def gathered_later(self, parts: Sequence[Part]) -> Callable[[], list[torch.Tensor]]:
         waiting = _Waiting(parts)
         self._waiting.append(waiting)
 
-        def found() -> list[torch.Tensor]:
+        def gathered() -> list[torch.Tensor]:
             if waiting.found is None:
                 self._exchange_waiting()
             return waiting.found or []
 
-        return found
+        return gathered
 
     def _exchange_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        parts = [part for each in waiting for part in each.parts]
-        found = iter(self._all([x for x, _ in parts]) if parts else [])
-        for each in waiting:
-            each.found = [self._whole(next(found), at) for _, at in each.parts]
+        parts = [part for item in waiting for part in item.parts]
+        tensors = iter(self._all([x for x, _ in parts]) if parts else [])
+        for item in waiting:
+            item.found = [self._all_heads(next(tensors), dim) for _, dim in item.parts]
 
-    def _whole(self, found: torch.Tensor, at: int | None) -> torch.Tensor:
-        own = found[:: self._holders]
-        if at is None:
-            return own
-        layers = own.unflatten(at + 1, (-1, self._own))  # [R, ..., layers, g, ...]
-        whole: torch.Tensor = layers.movedim(0, at + 1).flatten(at, at + 2)
-        return whole
+    def _all_heads(self, by_rank: torch.Tensor, dim: int | None) -> torch.Tensor:
+        parts = by_rank[:: self._holders]
+        if dim is None:
+            return parts
+        layers = parts.unflatten(dim + 1, (-1, self._number))  # [R, ..., layers, g, ...]
+        heads: torch.Tensor = layers.movedim(0, dim + 1).flatten(dim, dim + 2)
+        return heads
 
     def queries(self, parts: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         if not self.shared:
             return super().queries(parts)
         if not any(x.numel() for x, _ in parts):  # the policy reads no queries
-            return [torch.cat([x] * self._holders, at) for x, at in parts]
-        first = self.first * self._holders  # first rank that holds the same KV head
+            return [torch.cat([x] * self._holders, dim) for x, dim in parts]
+        first_rank = self.first * self._holders  # first rank that holds the same KV head
         return [
-            each[first : first + self._holders].movedim(0, at).flatten(at, at + 1)
-            for (_, at), each in zip(parts, self._all([x for x, _ in parts]), strict=True)
+            by_rank[first_rank : first_rank + self._holders].movedim(0, dim).flatten(dim, dim + 1)
+            for (_, dim), by_rank in zip(parts, self._all([x for x, _ in parts]), strict=True)
         ]
 
     def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
         layers = x.unflatten(at, (-1, self._total))
-        own: torch.Tensor = layers.narrow(at + 1, self.first, self._own).flatten(at, at + 1)
-        return own
+        heads: torch.Tensor = layers.narrow(at + 1, self.first, self._number).flatten(at, at + 1)
+        return heads
 
     def agree(self) -> None:
         self._agree()
@@ -187,8 +187,8 @@ class Divided(Heads):
             x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
             for x in tensors
         ]
-        found = self._exchange(torch.cat(flat))
+        gathered = self._exchange(torch.cat(flat))
         return [
-            part.contiguous().view(x.dtype).view(len(found), *x.shape)
-            for part, x in zip(found.split([x.numel() for x in flat], 1), tensors, strict=True)
+            part.contiguous().view(x.dtype).view(len(gathered), *x.shape)
+            for part, x in zip(gathered.split([x.numel() for x in flat], 1), tensors, strict=True)
         ]

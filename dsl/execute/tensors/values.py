@@ -153,11 +153,11 @@ class Frame:
     def read(self, name: str) -> torch.Tensor:
         """`vectors[name]` as a dense tensor; gathered from a pool once."""
         x = self.vectors[name]
-        made = dense(x)
-        if x is made or self.there is None:
-            return made
+        tensor = dense(x)
+        if x is tensor or self.there is None:
+            return tensor
         # Entries that a KV head does not hold are 0: their rows of the pool may hold NaN.
-        return made.masked_fill(~self.there[..., None], 0)
+        return tensor.masked_fill(~self.there[..., None], 0)
 
     @property
     def places(self) -> torch.Tensor:
@@ -184,10 +184,10 @@ class Frame:
     def _query_number(self, kind: str, count: Node | None) -> int:
         if kind == "new" and self.step is not None:
             return self.step.number
-        most = self.tokens if self.step is None else self.step.places.shape[-1]
+        limit = self.tokens if self.step is None else self.step.places.shape[-1]
         if count is None:
-            return most if self.last is None else self.last
-        return counts.whole(self.number(count), most)
+            return limit if self.last is None else self.last
+        return counts.whole(self.number(count), limit)
 
     def size(self, axis: str, type_: Type) -> int:
         """Length of an axis of a type here; not of `dropped` and `channel`."""
@@ -213,18 +213,18 @@ class Frame:
         positions = self.query_places[self.rows or slice(None)]
         return self._within(x, self.places <= positions[:, None], ("query", "token"))
 
-    def _within(self, x: Value, there: torch.Tensor, own: tuple[str, ...]) -> Value:
-        axes = union(x.axes, own)
+    def _within(self, x: Value, present: torch.Tensor, present_axes: tuple[str, ...]) -> Value:
+        axes = union(x.axes, present_axes)
         sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
         data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
         if data.dtype == torch.bool:
-            data = data & aligned(there, own, axes)
+            data = data & aligned(present, present_axes, axes)
             if x.mask is None:
-                return Value(data, axes, there, own, zero_where_absent=True, finite=True)
+                return Value(data, axes, present, present_axes, zero_where_absent=True, finite=True)
             return Value(data, axes, x.mask, x.mask_axes, finite=True)
-        mask, mask_axes = there, own
-        if x.mask is not None and x.mask is not there:
-            mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, own)
+        mask, mask_axes = present, present_axes
+        if x.mask is not None and x.mask is not present:
+            mask, mask_axes = self.conjunction(x.mask, x.mask_axes, mask, present_axes)
         return Value(data, axes, mask, mask_axes, finite=x.finite)
 
     def candidates(self) -> Value:
@@ -262,8 +262,8 @@ class Frame:
         if not all(id(source) in self.fixed for source in sources):
             return make()
         if key not in self.memo:
-            made = make()
-            self.memo[key] = self.fixed[id(made)] = made
+            result = make()
+            self.memo[key] = self.fixed[id(result)] = result
         return self.memo[key]
 
 
@@ -346,8 +346,8 @@ def there_of(x: Value) -> torch.Tensor | None:
     """The mask of a value with a dimension per axis, to broadcast; None: present everywhere."""
     if x.mask is None:
         return None
-    there = aligned(x.mask, x.mask_axes, x.axes)
-    return there if there.ndim else there.expand([1] * len(x.axes))
+    mask = aligned(x.mask, x.mask_axes, x.axes)
+    return mask if mask.ndim else mask.expand([1] * len(x.axes))
 
 
 def scalar(number: Fraction | float | bool) -> Value:
@@ -373,8 +373,8 @@ def stacked(values: Sequence[Value], device: torch.device) -> Value:
     sizes = sizes_of(*values)
     shape = [sizes[axis] for axis in axes]
 
-    def spread(data: torch.Tensor | Scalar, own: tuple[str, ...]) -> torch.Tensor:
-        return aligned(as_given(data, device), own, axes).expand(shape)
+    def spread(data: torch.Tensor | Scalar, data_axes: tuple[str, ...]) -> torch.Tensor:
+        return aligned(as_given(data, device), data_axes, axes).expand(shape)
 
     data = torch.stack([spread(x.data, x.axes) for x in values])
     mask, mask_axes = first.mask, first.mask_axes
