@@ -70,27 +70,27 @@ class StepInputs:
     @cached_property
     def per_list_values(self) -> dict[Node, Value]:
         """Node -> number of the host per list, where requests or layers differ; sent at once."""
-        found = {}
-        _, apart = self.steps.numbers(self.steps.rule(self.prompts[0]))
-        for node in apart:
-            own = [
-                x
+        by_node = {}
+        _, per_list = self.steps.numbers(self.steps.rule(self.prompts[0]))
+        for node in per_list:
+            numbers = [
+                number
                 for prompt, generated in zip(self.prompts, self.generated, strict=True)
-                for x in self.steps.host_numbers(node, prompt, generated)
+                for number in self.steps.host_numbers(node, prompt, generated)
             ]
-            if any(x != own[0] for x in own):
-                repeats = self.block.layers * len(self.prompts) // len(own)
-                found[node] = [x for x in own for _ in range(repeats)]
-        if not found:
+            if any(number != numbers[0] for number in numbers):
+                repeats = self.block.layers * len(self.prompts) // len(numbers)
+                by_node[node] = [number for number in numbers for _ in range(repeats)]
+        if not by_node:
             return {}
-        numbers = sent(
-            torch.tensor(list(found.values()), dtype=torch.float64), self.block.there.device
+        data = sent(
+            torch.tensor(list(by_node.values()), dtype=torch.float64), self.block.there.device
         )
-        pairs = zip(found, numbers.repeat_interleave(self.block.kv, 1).unbind(0), strict=True)
+        pairs = zip(by_node, data.repeat_interleave(self.block.kv, 1).unbind(0), strict=True)
         return {
             node: Value(
                 x.bool() if node.type.kind == "truth" else x, ("kv",),
-                finite=all(map(math.isfinite, found[node])),
+                finite=all(map(math.isfinite, by_node[node])),
             )
             for node, x in pairs
         }  # fmt: skip
@@ -183,23 +183,23 @@ class ListsAtOnce:
 
     def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
         """The operations `or` and `fill`, where they are a `KeepStage`."""
-        stage, there = KeepStage.of(node), self.inputs.block.there
+        stage, held = KeepStage.of(node), self.inputs.block.there
         if stage is None:
             return None
-        taken = evaluation.tensor(stage.taken, OF_LISTS)
+        selected = evaluation.tensor(stage.taken, OF_LISTS)
         score, present = self._competing(stage.score, self._narrowed(stage, evaluation))
         number = self._number(stage, evaluation)
         kernel = self.inputs.steps.kernels["then"]
-        return self._chosen(kernel(taken, score, present, there, number, in_all=stage.in_all))
+        return self._chosen(kernel(selected, score, present, held, number, in_all=stage.in_all))
 
     def _narrowed(self, stage: KeepStage, evaluation: Evaluation) -> Evaluation:
         """An evaluation of a score for which ranks exchange only tokens that compete."""
-        frame, among = evaluation.frame, None
+        frame, span = evaluation.frame, None
         if frame.heads.divided:
-            among = stage.competing(self.inputs.bound, self.inputs.prompts)
-        if among is None:
+            span = stage.competing(self.inputs.bound, self.inputs.prompts)
+        if span is None:
             return evaluation
-        start, stop = (max(frame.tokens - number, 0) for number in among)
+        start, stop = (max(frame.tokens - distance, 0) for distance in span)
         # A copy of `known`: other nodes may read more tokens.
         frame = replace(frame, wanted=slice(min(start, stop), stop))
         return replace(evaluation, frame=frame, known=dict(evaluation.known))
@@ -258,19 +258,19 @@ class ListsAtOnce:
         """int64 [N, 3], `limits` of the kernel "best"; N is 1, B, B * L or B * L * G."""
         inputs = self.inputs
         block, pairs = inputs.block, zip(rules, inputs.prompts, strict=True)
-        own = [each.rows(inputs.bound, prompt, inputs.steps.layers) for each, prompt in pairs]
-        if any(len(rows) > 1 for rows in own):
-            own = [rows if len(rows) > 1 else rows * block.layers for rows in own]
-        rows = [row for each in own for row in each]
+        all_rows = [rule.rows(inputs.bound, prompt, inputs.steps.layers) for rule, prompt in pairs]
+        if any(len(rows) > 1 for rows in all_rows):
+            all_rows = [rows if len(rows) > 1 else rows * block.layers for rows in all_rows]
+        rows = [row for request_rows in all_rows for row in request_rows]
         rows = rows[:1] if all(row == rows[0] for row in rows) else rows
         limits = sent(torch.tensor(rows), block.there.device)
-        data = rules[0].of_data(inputs.bound)
-        if data:
+        data_nodes = rules[0].of_data(inputs.bound)
+        if data_nodes:
             limits = limits.repeat_interleave(len(block.there) // len(rows), 0)
-        for place, node in data.items():
-            given = inputs.steps.kernels["whole"](evaluation.value(node).tensor.double())
+        for place, node in data_nodes.items():
+            data_limits = inputs.steps.kernels["whole"](evaluation.value(node).tensor.double())
             # Where the rule does not hold, the row says that all entries stay.
-            limits[:, place] = torch.maximum(limits[:, place], given)
+            limits[:, place] = torch.maximum(limits[:, place], data_limits)
         return limits
 
     def part(self, x: Value, newer: int = 0) -> Value:
@@ -278,10 +278,10 @@ class ListsAtOnce:
         if self.layer is None and not newer:
             return x
 
-        def columns(own: torch.Tensor, at: int) -> torch.Tensor:
-            return own.narrow(at, self.first, own.shape[at] - self.first - newer)
+        def columns(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            return tensor.narrow(dim, self.first, tensor.shape[dim] - self.first - newer)
 
-        return x.along("kv", lambda own, at: own[self.heads]).along("token", columns)
+        return x.along("kv", lambda tensor, dim: tensor[self.heads]).along("token", columns)
 
     def _before(self, newer: int = 0) -> dict[str, Value]:
         """The states before the steps; without new entries whose first value is not known.
@@ -298,22 +298,22 @@ class ListsAtOnce:
 
     def _evaluation(self, frame: Frame, generated: Generated | None) -> Evaluation:
         inputs = self.inputs
-        block, whole = inputs.block, self.layer is None
+        block, of_all_lists = inputs.block, self.layer is None
         budget = None
         if block.budgets is not None:
             budget = Value(block.budgets[self.heads], ("kv",))
         extra = {
             "position": self._position,
-            "uniform": self._drawn,
+            "uniform": self._uniform,
             "top": self._top,
             "or": self._then,
             "fill": self._then,
         }
         return Evaluation(
             frame, inputs.steps.updates, budget=budget, generated=generated,
-            known=dict(inputs.per_list_values) if whole else {},
+            known=dict(inputs.per_list_values) if of_all_lists else {},
             decided={name: self.part(x) for name, x in block.decided.items()},
-            others=alone if whole else known_before, extra=extra if whole else {},
+            others=alone if of_all_lists else known_before, extra=extra if of_all_lists else {},
         )  # fmt: skip
 
     def _frame(self, newer: int, steps: int | None = None) -> Frame:
@@ -321,23 +321,23 @@ class ListsAtOnce:
         inputs, block = self.inputs, self.inputs.block
         columns = slice(self.first, block.width - newer)
         tokens = columns.stop - columns.start
-        whole = self.layer is None and not newer  # keeps the tensor: masks are told by identity
-        there: torch.Tensor | None = block.there if whole else block.there[self.heads, columns]
+        uncut = self.layer is None and not newer  # keeps the tensor: masks are told by identity
+        held: torch.Tensor | None = block.there if uncut else block.there[self.heads, columns]
         if self.layer is None:
             # Columns stand for positions: only the order of entries and queries matters.
             positions = inputs.steps.places(block.width, block.there.device)[columns]
         else:
             row = self.request * block.layers + self.layer
             positions = block.positions[row, columns]
-            there = None if block.alike[row] else there
+            held = None if block.alike[row] else held
         vectors: dict[str, Keys] = {
             name: Entries(
-                x.pool,
-                x.ids[self.heads, columns],
-                None if x.scale is None else x.scale[self.heads],
+                entries.pool,
+                entries.ids[self.heads, columns],
+                None if entries.scale is None else entries.scale[self.heads],
             )
-            for name, x in (("key", inputs.k), ("value", inputs.v))
-            if x is not None
+            for name, entries in (("key", inputs.k), ("value", inputs.v))
+            if entries is not None
         }
         prompt = inputs.prompts[self.request]
         number = max(1, inputs.bound.step_queries(prompt)) if steps is None else steps
@@ -348,7 +348,7 @@ class ListsAtOnce:
         return Frame(
             inputs.bound, tokens, block.there.device, self.number, prompt,
             layer=inputs.steps.layers[self.layer or 0], layered=self.layer is None,
-            vectors=vectors, positions=positions, there=there,
+            vectors=vectors, positions=positions, there=held,
             step=Step(inputs.generated[self.request] - newer, places, steps or 1),
             kernels=inputs.steps.kernels, finite_checks=self.finite_checks, heads=inputs.heads,
         )  # fmt: skip
@@ -363,19 +363,19 @@ class ListsAtOnce:
         Args:
             steps: take the queries of these steps alone.
         """
-        q, last, places, heads = self.inputs.q, self.inputs.last_queries, None, self.heads
+        q, last_queries, places, heads = self.inputs.q, self.inputs.last_queries, None, self.heads
         if q is None:
             return None, None
         first, end = 0, q.shape[1] - newer
-        if last is not None and not steps:
-            q = last.queries
+        if last_queries is not None and not steps:
+            q = last_queries.queries
             first, end = 0, q.shape[1] - newer
             if self.layer is None:
-                places = self._columns(last.positions[:, max(first, end - number) : end])
+                places = self._columns(last_queries.positions[:, max(first, end - number) : end])
             else:
                 row = self.request * self.inputs.block.layers + self.layer
-                first = q.shape[1] - last.lengths[row]
-                places = last.positions[row, max(first, end - number) : end]
+                first = q.shape[1] - last_queries.lengths[row]
+                places = last_queries.positions[row, max(first, end - number) : end]
         if self.layer is not None:
             group = self.inputs.bound.shape.group
             q = q[heads.start * group : heads.stop * group]
@@ -392,11 +392,11 @@ class ListsAtOnce:
         block = self.inputs.block
         return Value(block.positions.repeat_interleave(block.kv, 0).double(), OF_LISTS, finite=True)
 
-    def _drawn(self, node: Node, evaluation: Evaluation) -> Value:
+    def _uniform(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `uniform`."""
         block, seed = self.inputs.block, counts.seed(evaluation.frame.number(node.args[0]))
         generated = sent(torch.tensor(list(self.inputs.generated)), block.there.device)
         steps, total = self.inputs.steps, self.inputs.bound.shape.kv_heads
-        given = (seed, block.positions, generated, total, steps.layers.start)
-        data = steps.heads.part(steps.kernels["draws"](*given), 0)
+        arguments = (seed, block.positions, generated, total, steps.layers.start)
+        data = steps.heads.part(steps.kernels["draws"](*arguments), 0)
         return Value(data, OF_LISTS, finite=True)

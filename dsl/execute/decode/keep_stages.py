@@ -36,13 +36,13 @@ class KeepStage:
     @classmethod
     def of(cls, node: Node) -> KeepStage | None:
         """The stage that a node stands for; None if it is no stage."""
-        found = None
+        stage = None
         if node.op == "fill" and node.axes == _TOKEN:
-            found = cls._filled(node)
+            stage = cls._filled(node)
         elif node.op == "or":
-            found = cls._further(*node.args)
-        wide = found is None or set(found.number.type.axes) - {"kv"} or found.number.type.absent
-        return None if wide else found
+            stage = cls._further(*node.args)
+        unfit = stage is None or set(stage.number.type.axes) - {"kv"} or stage.number.type.absent
+        return None if unfit else stage
 
     def competing(self, bound: Bound, prompts: Sequence[int]) -> tuple[int, int] | None:
         """(far, near): the stage chooses among a list's last `far` entries, not the last `near`.
@@ -54,38 +54,38 @@ class KeepStage:
         """
         if heads_differ(bound.lowered):
             return None
-        others = self.taken.args[0] if self.taken.op == "not" else None
-        holds = self.score.args[1] if self.score.op == "mask" else None
-        spans = [_span(x, bound, prompts) for x in (others, holds) if x is not None]
+        candidates = self.taken.args[0] if self.taken.op == "not" else None
+        condition = self.score.args[1] if self.score.op == "mask" else None
+        spans = [_span(x, bound, prompts) for x in (candidates, condition) if x is not None]
         far, near = min((x for x, _ in spans), default=MOST), max((x for _, x in spans), default=0)
         return (far, near) if far < MOST else None
 
     @classmethod
     def _filled(cls, node: Node) -> KeepStage | None:
-        score, taken, budget = filling(node)
+        score, selected, budget = filling(node)
         if node.args[2].axes != _TOKEN:
             return None
-        return cls(taken, score, budget, in_all=True)
+        return cls(selected, score, budget, in_all=True)
 
     @classmethod
-    def _further(cls, taken: Node, top: Node) -> KeepStage | None:
+    def _further(cls, selected: Node, top: Node) -> KeepStage | None:
         if top.op != "top" or top.axes != _TOKEN:
             return None
-        by, number = top.args
-        if not by.left_over or by.args[1].op != "not":
+        masked, number = top.args
+        if not masked.left_over or masked.args[1].op != "not":
             return None
-        (others,) = by.args[1].args
-        return cls(taken, by.args[0], number, in_all=False) if others == taken else None
+        (excluded,) = masked.args[1].args
+        return cls(selected, masked.args[0], number, in_all=False) if excluded == selected else None
 
 
 def _span(node: Node, bound: Bound, prompts: Sequence[int]) -> tuple[int, int]:
     """(far, near): a set lies within a list's last `far` entries, without the last `near`."""
     if node.op == "and":
-        parts = [_span(each, bound, prompts) for each in node.args]
-        return min(far for far, _ in parts), max(near for _, near in parts)
-    turned = node.op == "not"
-    ends = end_of(bound, node.args[0] if turned else node)
+        spans = [_span(argument, bound, prompts) for argument in node.args]
+        return min(far for far, _ in spans), max(near for _, near in spans)
+    negated = node.op == "not"
+    ends = end_of(bound, node.args[0] if negated else node)
     if ends is None or ends.last is None or "layer" in (bound.static.needs(ends.last) or ()):
         return MOST, 0
     numbers = [whole(bound.number(ends.last, prompt), MOST) for prompt in prompts]
-    return (MOST, min(numbers)) if turned else (max(numbers), 0)
+    return (MOST, min(numbers)) if negated else (max(numbers), 0)

@@ -104,42 +104,47 @@ def tally_gathered_later(
         return lambda: (numbers, good, None)
     kv = (numbers.shape[1] - _FIRST) // 2
     if alike:
-        counts = [numbers[:, at, None].expand(-1, heads.total(kv)) for at in (_FIRST, _FIRST + kv)]
+        counts = [
+            numbers[:, column, None].expand(-1, heads.total(kv)) for column in (_FIRST, _FIRST + kv)
+        ]
         return lambda: (torch.cat([numbers[:, :_FIRST], *counts], 1), good, None)
     parts = [(torch.cat([numbers, good[:, None].long()], 1), None)]
     gathered = heads.gathered_later(parts if columns is None else [*parts, (columns, None)])
 
-    def found() -> Tallied:
-        every, *some = gathered()  # [R, S, 4 + 2 * g]
-        finite, all_good = (every[:, :, at].amin(0) for at in (_FIRST - 1, -1))
-        both = every[:, :, _FIRST:-1].split(kv, 2)
-        counts = [x.transpose(0, 1).flatten(1) for x in both]
-        first, of_all = numbers[:, : _FIRST - 1], None
+    def tallied() -> Tallied:
+        rank_numbers, *rank_columns = gathered()  # [R, S, 4 + 2 * g]
+        finite, all_good = (rank_numbers[:, :, column].amin(0) for column in (_FIRST - 1, -1))
+        rank_counts = rank_numbers[:, :, _FIRST:-1].split(kv, 2)
+        counts = [x.transpose(0, 1).flatten(1) for x in rank_counts]
+        first_two, columns_of_all = numbers[:, : _FIRST - 1], None
         if columns is not None:
-            of_all = some[0].any(0)
-            whole = (columns == of_all).all(1)
-            first = torch.stack([of_all.sum(1), first[:, 1] * whole], 1)
-        made = torch.cat([first, finite[:, None], *counts, every[:, :, 0].T], 1)
-        return made, all_good.bool(), of_all
+            columns_of_all = rank_columns[0].any(0)
+            holds_all = (columns == columns_of_all).all(1)
+            first_two = torch.stack([columns_of_all.sum(1), first_two[:, 1] * holds_all], 1)
+        all_numbers = torch.cat([first_two, finite[:, None], *counts, rank_numbers[:, :, 0].T], 1)
+        return all_numbers, all_good.bool(), columns_of_all
 
-    return found
+    return tallied
 
 
 def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
     """The numbers of each request, from `tally_gathered_later`; computed for all at once."""
-    each, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
-    before, stay = each[:, :, _FIRST : _FIRST + kv], each[:, :, _FIRST + kv : end]
-    finite = each[:, :, _FIRST - 1].min(1) > 0
-    after = np.where(finite[:, None, None], stay, before)
-    left = before - after
-    widest = np.maximum(each[:, :, 0], each[:, :, end:].max(2, initial=0)).max(1)
-    of_requests = zip(
-        *(torch.as_tensor(np.ascontiguousarray(x)).unbind(0) for x in (before, after)),
-        finite.tolist(), left.sum((1, 2)).tolist(), left.min((1, 2)).tolist(),
-        left.max(2).tolist(), each[:, :, 0].tolist(), each[:, :, 1].astype(bool).tolist(),
+    rows, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
+    counts_before, counts_staying = rows[:, :, _FIRST : _FIRST + kv], rows[:, :, _FIRST + kv : end]
+    finite = rows[:, :, _FIRST - 1].min(1) > 0
+    counts_after = np.where(finite[:, None, None], counts_staying, counts_before)
+    leaving = counts_before - counts_after
+    widest = np.maximum(rows[:, :, 0], rows[:, :, end:].max(2, initial=0)).max(1)
+    fields_of_requests = zip(
+        *(
+            torch.as_tensor(np.ascontiguousarray(x)).unbind(0)
+            for x in (counts_before, counts_after)
+        ),
+        finite.tolist(), leaving.sum((1, 2)).tolist(), leaving.min((1, 2)).tolist(),
+        leaving.max(2).tolist(), rows[:, :, 0].tolist(), rows[:, :, 1].astype(bool).tolist(),
         widest.tolist(), strict=True,
     )  # fmt: skip
-    return [Landed(*own) for own in of_requests]
+    return [Landed(*fields) for fields in fields_of_requests]
 
 
 @dataclass(frozen=True)
@@ -187,16 +192,18 @@ class LastQueries:
     @staticmethod
     def joined(blocks: list[RequestBlock]) -> LastQueries | None:
         """The queries of several blocks; None if no block has any."""
-        found = next((each.last_queries for each in blocks if each.last_queries is not None), None)
-        if found is None:
+        sample = next(
+            (block.last_queries for block in blocks if block.last_queries is not None), None
+        )
+        if sample is None:
             return None
-        heads = len(found.queries) // len(found.lengths)
+        heads = len(sample.queries) // len(sample.lengths)
         parts = [
-            each.last_queries or LastQueries.none(
-                found.queries.new_zeros(heads * len(each.lengths), 0, found.queries.shape[2]),
-                each.positions,
+            block.last_queries or LastQueries.none(
+                sample.queries.new_zeros(heads * len(block.lengths), 0, sample.queries.shape[2]),
+                block.positions,
             )
-            for each in blocks
+            for block in blocks
         ]  # fmt: skip
         width = max(x.queries.shape[1] for x in parts)
         return LastQueries(
@@ -230,8 +237,8 @@ class RequestBlock:
         columns: bool [B * L, M], the columns that are in use, with `Steps.columns_of_all_ranks`;
             None: those in which a list holds an entry.
         since: steps since every list was cut to at most what its rule keeps; None: unknown.
-        ends: made so far, for all steps: int64 [N, 3] `limits` of the kernel "best" by node that
-            selects entries by their place, and float64 [N] by number of a `KeepStage`.
+        ends: tensors made so far, which serve all steps: int64 [N, 3] `limits` of the kernel "best"
+            by node that selects entries by their place, float64 [N] by number of a `KeepStage`.
     """
 
     requests: int
@@ -269,9 +276,9 @@ class RequestBlock:
 
     def where(self, request: int, layer: int) -> tuple[slice, int]:
         """The lists of one layer of a request, and their first column."""
-        number = request * self.layers + layer
-        heads = slice(number * self.kv, (number + 1) * self.kv)
-        return heads, self.width - self.lengths[number]
+        row = request * self.layers + layer
+        heads = slice(row * self.kv, (row + 1) * self.kv)
+        return heads, self.width - self.lengths[row]
 
     def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
         """The rows of one layer of a request, without the empty columns in front."""
@@ -299,7 +306,7 @@ class RequestBlock:
             by_request: torch.Tensor = x.unflatten(0, (self.requests, -1))
             return by_request.index_select(0, index).flatten(0, 1)
 
-        last = self.last_queries
+        queries = self.last_queries
 
         def maybe(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else of(x)
@@ -312,7 +319,7 @@ class RequestBlock:
             of(self.positions), of(self.there),
             _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
-            last_queries=None if last is None else last.select(self.requests, places, of),
+            last_queries=None if queries is None else queries.select(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
             columns=maybe(self.columns), since=self.since,
         )  # fmt: skip
@@ -345,9 +352,9 @@ class Folded:
         landed = self.counts.read()
         return replace(
             self.block,
-            lengths=[n for own in landed for n in own.positions],
-            alike=[same for own in landed for same in own.alike],
-            widest=[own.widest for own in landed],
+            lengths=[n for request in landed for n in request.positions],
+            alike=[alike for request in landed for alike in request.alike],
+            widest=[request.widest for request in landed],
             there=self.staying, used=self.counts.numbers[:, 0], columns=self.columns,
         )  # fmt: skip
 
@@ -355,73 +362,76 @@ class Folded:
 Remembered = RequestBlock | Folded
 
 
-def _listed(own: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
+def _listed(numbers: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
     """Numbers per layer, of the requests at `places`."""
-    size = len(own) // requests
-    return [x for place in places for x in own[place * size : (place + 1) * size]]
+    size = len(numbers) // requests
+    return [number for place in places for number in numbers[place * size : (place + 1) * size]]
 
 
 def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
     """Values per list, their tensors changed."""
-    return {name: x.along("kv", lambda own, at: of(own)) for name, x in values.items()}
+    return {name: x.along("kv", lambda tensor, dim: of(tensor)) for name, x in values.items()}
 
 
 def joined_block(parts: Sequence[tuple[Remembered, int]]) -> RequestBlock:
     """One block of requests, given by block and place, in this order, `after_leaving`."""
-    taken = []
-    for _, same in itertools.groupby(parts, lambda part: id(part[0])):
-        own = list(same)
-        taken.append(own[0][0].after_leaving().select([place for _, place in own]))
-    return taken[0] if len(taken) == 1 else _joined(taken)
+    blocks = []
+    for _, group in itertools.groupby(parts, lambda part: id(part[0])):
+        pairs = list(group)
+        blocks.append(pairs[0][0].after_leaving().select([place for _, place in pairs]))
+    return blocks[0] if len(blocks) == 1 else _joined(blocks)
 
 
-def _joined(parts: list[RequestBlock]) -> RequestBlock:
+def _joined(blocks: list[RequestBlock]) -> RequestBlock:
     """The requests of several blocks, with all newest entries in the last columns."""
-    first, width = parts[0], max(each.width for each in parts)
+    first, width = blocks[0], max(block.width for block in blocks)
     device = first.there.device
-    wide = partial(padded, width=width)
-    lists = [len(each.there) for each in parts]
+    pad = partial(padded, width=width)
+    lists = [len(block.there) for block in blocks]
 
-    def joined(own: list[dict[str, Value]]) -> dict[str, Value]:
-        return {name: listed([each[name] for each in own], lists, device) for name in own[0]}
+    def joined(parts: list[dict[str, Value]]) -> dict[str, Value]:
+        return {name: listed([part[name] for part in parts], lists, device) for name in parts[0]}
 
-    def known(own: list[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [x for x in own if x is not None]
-        return torch.cat(there) if len(there) == len(own) else None
+    def concatenated(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [x for x in tensors if x is not None]
+        return torch.cat(present) if len(present) == len(tensors) else None
 
-    finite = [each.finite for each in parts]
+    finite = [block.finite for block in blocks]
     if any(x is not None for x in finite):  # where nothing was read, all is finite
         finite = [
-            x if x is not None else each.there.new_ones(len(each.there))
-            for x, each in zip(finite, parts, strict=True)
+            x if x is not None else block.there.new_ones(len(block.there))
+            for x, block in zip(finite, blocks, strict=True)
         ]
     used = None
-    if any(each.used is not None for each in parts):
-        used = torch.cat([each.on_device for each in parts])
+    if any(block.used is not None for block in blocks):
+        used = torch.cat([block.on_device for block in blocks])
     columns = [
-        None if each.columns is None else wide(each.columns, 1, nothing=False) for each in parts
+        None if block.columns is None else pad(block.columns, 1, nothing=False) for block in blocks
     ]
-    since = [each.since for each in parts if each.since is not None]
+    since = [block.since for block in blocks if block.since is not None]
     return RequestBlock(
-        sum(each.requests for each in parts), first.kv,
-        [n for each in parts for n in each.lengths], [n for each in parts for n in each.alike],
-        [n for each in parts for n in each.widest],
-        torch.cat([wide(each.positions, 1, nothing=-1) for each in parts]),
-        torch.cat([wide(each.there, 1, nothing=False) for each in parts]),
-        joined([each.states for each in parts]),
-        joined([each.merge_states for each in parts]), joined([each.decided for each in parts]),
-        budgets=known([each.budgets for each in parts]),
-        last_queries=LastQueries.joined(parts), finite=known(finite),
-        numbers=known([each.numbers for each in parts]), used=used, columns=known(columns),
-        since=max(since) if len(since) == len(parts) else None,
+        sum(block.requests for block in blocks), first.kv,
+        [n for block in blocks for n in block.lengths],
+        [n for block in blocks for n in block.alike],
+        [n for block in blocks for n in block.widest],
+        torch.cat([pad(block.positions, 1, nothing=-1) for block in blocks]),
+        torch.cat([pad(block.there, 1, nothing=False) for block in blocks]),
+        joined([block.states for block in blocks]),
+        joined([block.merge_states for block in blocks]),
+        joined([block.decided for block in blocks]),
+        budgets=concatenated([block.budgets for block in blocks]),
+        last_queries=LastQueries.joined(blocks), finite=concatenated(finite),
+        numbers=concatenated([block.numbers for block in blocks]),
+        used=used, columns=concatenated(columns),
+        since=max(since) if len(since) == len(blocks) else None,
     )  # fmt: skip
 
 
 def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor:
     """A tensor filled up to `width` columns in dimension `at`, with `nothing` in front."""
     missing = width - x.shape[at]
-    after = 2 * (x.dim() - 1 - at)
-    return x if not missing else F.pad(x, (*[0] * after, missing, 0), value=nothing)
+    trailing = 2 * (x.dim() - 1 - at)
+    return x if not missing else F.pad(x, (*[0] * trailing, missing, 0), value=nothing)
 
 
 def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
@@ -440,24 +450,26 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
     sizes = sizes_of(*parts)
     if "token" in axes:
         sizes["token"] = max(sizes_of(x).get("token", 0) for x in parts)
-    kind = torch.float64
+    dtype = torch.float64
     if all(as_given(x.data, device).dtype == torch.bool for x in parts):
-        kind = torch.bool
+        dtype = torch.bool
 
-    def wide(data: torch.Tensor, own: tuple[str, ...], number: int, x: Value) -> torch.Tensor:
+    def widened(
+        data: torch.Tensor, data_axes: tuple[str, ...], number: int, x: Value
+    ) -> torch.Tensor:
         size = {**sizes, **sizes_of(x), "kv": number}
-        data = aligned(data, own, axes).expand([size[axis] for axis in axes])
-        at = axes.index("token") if "token" in axes else 0
-        return padded(data, at, sizes["token"], 0) if at else data
+        data = aligned(data, data_axes, axes).expand([size[axis] for axis in axes])
+        dim = axes.index("token") if "token" in axes else 0
+        return padded(data, dim, sizes["token"], 0) if dim else data
 
     data = torch.cat([
-        wide(as_given(x.data, device).to(kind), x.axes, number, x)
+        widened(as_given(x.data, device).to(dtype), x.axes, number, x)
         for x, number in zip(parts, lists, strict=True)
     ])  # fmt: skip
     mask = None
     if any(x.mask is not None for x in parts):
         mask = torch.cat([
-            wide(as_given(True if x.mask is None else x.mask, device), x.mask_axes, number, x)
+            widened(as_given(True if x.mask is None else x.mask, device), x.mask_axes, number, x)
             for x, number in zip(parts, lists, strict=True)
         ])  # fmt: skip
     finite = all(x.finite for x in parts)

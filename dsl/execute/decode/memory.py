@@ -186,63 +186,67 @@ class Memory:
         x, (heads, _) = block.merge_states[name], block.where(self._place, layer)
         if merge is None or not isinstance(x.data, torch.Tensor):
             return None  # no layer has merged
-        own = replace(x, data=x.data[heads])
-        if own.tensor.isnan().all():
+        threshold = replace(x, data=x.data[heads])
+        if threshold.tensor.isnan().all():
             return None
-        return own if "kv" in merge.states[name].type.axes else without_heads(own)
+        return threshold if "kv" in merge.states[name].type.axes else without_heads(threshold)
 
 
 def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
     """The block of one request after its prefill, without the dropped entries."""
     bound, layers = run.program.bound, run.program.layers
     kv = run.program.heads.number(bound.shape.kv_heads)
-    there, positions, states = [], [], []
-    each = zip(layers, run.finish(), run.columns(), known.held, strict=True)
-    for number, kept, columns, held in each:
-        places = run.there(number)
-        own = kept[:, places]
+    held_masks, positions, states = [], [], []
+    per_layer = zip(layers, run.finish(), run.columns(), known.held, strict=True)
+    for layer, kept, columns, held in per_layer:
+        places = run.there(layer)
+        kept_here = kept[:, places]
         # The positions in order; `nonzero` would wait for the device.
-        some = (~columns[places]).to(torch.uint8).argsort(stable=True)[: held.positions]
-        positions.append(places[some])
-        there.append(own[:, some])
+        indices = (~columns[places]).to(torch.uint8).argsort(stable=True)[: held.positions]
+        positions.append(places[indices])
+        held_masks.append(kept_here[:, indices])
         states.append({
-            name: _chosen(x, some)
-            for name, x in run.states(number).items()
+            name: _chosen(value, indices)
+            for name, value in run.states(layer).items()
             if name in steps.inherited
         })  # fmt: skip
-    device, lengths = there[0].device, [len(x) for x in positions]
+    device, lengths = held_masks[0].device, [len(x) for x in positions]
     width = max(*lengths, 1)
 
     def all_layers(values: list[Value]) -> Value:
         return listed(values, [kv] * len(values), device)
 
-    whole = torch.cat([padded(x, 1, width, False) for x in there])
+    all_held = torch.cat([padded(mask, 1, width, False) for mask in held_masks])
     block = RequestBlock(
         1, kv, lengths, [x.alike for x in known.held], [max(known.widest, 1)],
-        torch.stack([padded(x, 0, width, -1) for x in positions]), whole,
-        {name: _as_wide(all_layers([own[name] for own in states]), width) for name in states[0]},
+        torch.stack([padded(x, 0, width, -1) for x in positions]), all_held,
+        {
+            name: _as_wide(all_layers([layer_states[name] for layer_states in states]), width)
+            for name in states[0]
+        },
     )  # fmt: skip
     if steps.columns_of_all_ranks:
         block.columns = block.positions >= 0
     shape = bound.shape
-    sizes = {"kv": len(whole), "group": shape.group, "token": width, "dim": shape.head_dim}
-    for name, first in steps.initial_values.items():
-        if name not in block.states and not math.isnan(first):
+    sizes = {"kv": len(all_held), "group": shape.group, "token": width, "dim": shape.head_dim}
+    for name, initial in steps.initial_values.items():
+        if name not in block.states and not math.isnan(initial):
             axes = union(("kv",), steps.updates[name].type.axes)
             size = [sizes[axis] for axis in axes]
-            data = torch.full(size, first, dtype=torch.float64, device=device)
+            data = torch.full(size, initial, dtype=torch.float64, device=device)
             block.states[name] = Value(data, axes, finite=True)
-    nothing = Value(math.nan, finite=True)  # marks a state that has not begun
-    before = [run.merge_states(number) if steps.merge_goes_on else {} for number in layers]
+    not_begun = Value(math.nan, finite=True)  # marks a state that has not begun
+    merge_states = [run.merge_states(layer) if steps.merge_goes_on else {} for layer in layers]
     block.merge_states = {
-        name: all_layers([own.get(name, nothing) for own in before]) for name in steps.merge_updates
+        name: all_layers([layer_states.get(name, not_begun) for layer_states in merge_states])
+        for name in steps.merge_updates
     }
     if run.not_finite:
         return block
-    block.decided = {name: all_layers(own) for name, own in run.decided().items()}
+    block.decided = {name: all_layers(values) for name, values in run.decided().items()}
     if steps.reads_budget:
-        x = all_layers(run.budgets())
-        block.budgets = as_given(x.data, device).double().expand(len(whole))
+        budgets = all_layers(run.budgets())
+        block.budgets = as_given(budgets.data, device).double().expand(len(all_held))
     block.last_queries = _last_queries(run)
     return block
 
@@ -254,25 +258,25 @@ def _as_wide(x: Value, width: int) -> Value:
     return replace(x, data=padded(x.tensor, x.axes.index("token"), width, 0.0))
 
 
-def _chosen(x: Value, some: torch.Tensor) -> Value:
-    """A state at the tokens with the indices `some`."""
+def _chosen(x: Value, indices: torch.Tensor) -> Value:
+    """A state at the tokens with the indices `indices`."""
     data = x.tensor
     if "token" in x.axes:
-        data = data.index_select(x.axes.index("token"), some)
+        data = data.index_select(x.axes.index("token"), indices)
     return replace(x, data=data, mask=None, mask_axes=())
 
 
 def _last_queries(run: Run) -> LastQueries | None:
     """The prompt's last queries; None where decode steps read none of them."""
     layers = run.program.layers
-    tails = [run.last_queries(number) for number in layers]
-    found = [x for x in tails if x is not None]
-    if not found:
+    tails = [run.last_queries(layer) for layer in layers]
+    queries = [x for x in tails if x is not None]
+    if not queries:
         return None
-    lengths = [x.shape[1] for x in found]
-    ends = [run.there(number)[-n:] for number, n in zip(layers, lengths, strict=True)]
+    lengths = [x.shape[1] for x in queries]
+    positions = [run.there(layer)[-n:] for layer, n in zip(layers, lengths, strict=True)]
     width = max(lengths)
     return LastQueries(
-        torch.cat([padded(x, 1, width, 0.0) for x in found]),
-        torch.stack([padded(x, 0, width, -1) for x in ends]), lengths,
+        torch.cat([padded(x, 1, width, 0.0) for x in queries]),
+        torch.stack([padded(x, 0, width, -1) for x in positions]), lengths,
     )  # fmt: skip

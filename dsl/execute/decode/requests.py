@@ -162,8 +162,8 @@ class Staying:
         Args:
             proceed: bool [B, P]; a request with a false value is not changed.
         """
-        for each in self.merges:
-            each.write(proceed)
+        for merges in self.merges:
+            merges.write(proceed)
 
     def choices(self, request: int, read: ReadLayer, *, slots: bool) -> list[Choice]:
         """What stays of a request at each layer; its entries in the pool must not have changed.
@@ -173,18 +173,18 @@ class Staying:
                 when merged rows are read.
             slots: whether keys turn to their positions in the cache.
         """
-        block, made = self.block, []
+        block, choices = self.block, []
         for layer in range(block.layers):
-            kept, there = (block.part(x, request, layer) for x in (self.kept, self.there))
-            shift = shift_of(kept, there) if slots else None
-            held = None if block.alike[request * block.layers + layer] else there
+            kept, entries = (block.part(x, request, layer) for x in (self.kept, self.there))
+            shift = shift_of(kept, entries) if slots else None
+            held = None if block.alike[request * block.layers + layer] else entries
             choice = Choice(kept, shift, held)
-            for each in self.merges:
-                own = each.of(request, layer)
-                if own is not None:
-                    choice.merged = partial(_rows, own, partial(read, layer, held))
-            made.append(choice)
-        return made
+            for merges in self.merges:
+                merging = merges.of(request, layer)
+                if merging is not None:
+                    choice.merged = partial(_rows, merging, partial(read, layer, held))
+            choices.append(choice)
+        return choices
 
 
 def _rows(merging: Merging, read: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Rows:
@@ -225,75 +225,78 @@ class _Following:
         self.number, self.queries, self.read = len(positions[0]), queries, read
         first = memories[0]
         self.steps, self.bound, self.rule = first.steps, first.bound, first.steps.rule(first.prompt)
-        looks = not first.not_finite  # if not, nothing leaves any more
+        active = not first.not_finite  # if not, nothing leaves any more
         generated = first.generated + self.number
-        self.leaves = looks and leaves and self.bound.leaves_at(generated, first.prompt)
-        self.advances = looks and self.steps.advances
+        self.leaves = active and leaves and self.bound.leaves_at(generated, first.prompt)
+        self.advances = active and self.steps.advances
         self.heads = self.steps.heads.joined()
-        windows = [self.bound.step_queries(each.prompt) for each in memories]
-        self.window = max(windows) if looks else 0
+        windows = [self.bound.step_queries(memory.prompt) for memory in memories]
+        self.window = max(windows) if active else 0
 
     def go(self) -> Staying | None:
-        block = self._extended(joined_block([each.block for each in self.memories]))
+        block = self._extended(joined_block([memory.block for memory in self.memories]))
         inputs = self._inputs(block)
         if inputs.last_queries is not None and min(inputs.last_queries.lengths) < self.window:
             self.rule = None  # some layers have fewer queries than the window
         if self.advances:
-            lists = self._lists(inputs, alike=self.steps.states_alike)
-            states = [own.advanced() for own in lists]
-            block.states = {name: _together(lists, [x[name] for x in states]) for name in states[0]}
-            self._note(block, lists)
+            all_lists = self._lists(inputs, alike=self.steps.states_alike)
+            states = [lists.advanced() for lists in all_lists]
+            block.states = {
+                name: _together(all_lists, [values[name] for values in states])
+                for name in states[0]
+            }
+            self._note(block, all_lists)
         if inputs.last_queries is not None:
             block.last_queries = inputs.last_queries.last(self.window)
         decisions: list[_Decision] = []
         staying = None
         if self.leaves:
-            lists = self._lists(inputs, alike=self.rule is not None)
-            decisions = [self._decided(own) for own in lists]
+            all_lists = self._lists(inputs, alike=self.rule is not None)
+            decisions = [self._decided(lists) for lists in all_lists]
             staying = self._staying(block, replace(block), decisions)
         self.heads.agree()
         remembered = block if staying is None else staying.folded
         for place, memory in enumerate(self.memories):
             reported: dict[str, dict[int, Value]] = {name: {} for name in self.steps.report}
-            for each in decisions:
-                if each.lists.layer is not None and each.lists.request == place:
-                    for name, x in each.reported.items():
-                        reported[name][each.lists.layer] = x
+            for decision in decisions:
+                if decision.lists.layer is not None and decision.lists.request == place:
+                    for name, value in decision.reported.items():
+                        reported[name][decision.lists.layer] = value
             memory.followed(remembered, place, self.number, reported)
         return staying
 
-    def _extended(self, old: RequestBlock) -> RequestBlock:
+    def _extended(self, block: RequestBlock) -> RequestBlock:
         """The block without the entries that have left, and with those of the steps."""
-        number, lists = self.number, len(old.there)
-        width = max(old.lengths) + number
-        plain = {name: x for name, x in old.states.items() if x.axes in (OF_LISTS, OF_HEADS)}
-        others = {name: x for name, x in old.states.items() if name not in plain}
-        given = [x.tensor for x in plain.values()]
+        number, rows = self.number, len(block.there)
+        width = max(block.lengths) + number
+        plain = {name: x for name, x in block.states.items() if x.axes in (OF_LISTS, OF_HEADS)}
+        others = {name: x for name, x in block.states.items() if name not in plain}
+        old_states = [x.tensor for x in plain.values()]
         initial = [self.steps.initial_values[name] for name in plain]
         if others:  # states that are gathered from the entries' old columns
-            places = self.steps.places(old.width, old.there.device)
-            given, initial = [*given, places.double().expand(lists, -1)], [*initial, 0.0]
-        positions, there, made = self.steps.kernels["carry"](
-            old.there, old.columns, old.positions, old.on_device, self.newest, given, initial,
-            steps=number, width=width,
+            places = self.steps.places(block.width, block.there.device)
+            old_states, initial = [*old_states, places.double().expand(rows, -1)], [*initial, 0.0]
+        positions, held, new_states = self.steps.kernels["carry"](
+            block.there, block.columns, block.positions, block.on_device, self.newest,
+            old_states, initial, steps=number, width=width,
         )  # fmt: skip
         states = {
             name: Value(x, plain[name].axes, finite=True)
-            for name, x in zip(plain, made, strict=False)
+            for name, x in zip(plain, new_states, strict=False)
         }
         for name, x in others.items():
-            states[name] = _moved(x, made[-1], number, self.steps.initial_values[name])
-        lengths = [n + number for n in old.lengths]
+            states[name] = _moved(x, new_states[-1], number, self.steps.initial_values[name])
+        lengths = [n + number for n in block.lengths]
         return replace(
-            old,
+            block,
             lengths=lengths,
-            widest=[n + number for n in old.widest],
+            widest=[n + number for n in block.widest],
             positions=positions,
-            there=there,
+            there=held,
             states=states,
             used=None,
             columns=positions >= 0 if self.steps.columns_of_all_ranks else None,
-            since=None if old.since is None else old.since + number,
+            since=None if block.since is None else block.since + number,
         )
 
     def _inputs(self, block: RequestBlock) -> StepInputs:
@@ -307,11 +310,11 @@ class _Following:
         ):
             q = self.queries()
         if q is not None and self.window > 1:
-            before = block.last_queries or LastQueries.none(q, block.positions)
-            last_queries = before.and_then(q, block.positions)
+            earlier_queries = block.last_queries or LastQueries.none(q, block.positions)
+            last_queries = earlier_queries.and_then(q, block.positions)
         return StepInputs(
-            self.bound, steps, block, [each.prompt for each in self.memories],
-            [each.generated + self.number for each in self.memories], self.number, k, v, q,
+            self.bound, steps, block, [memory.prompt for memory in self.memories],
+            [memory.generated + self.number for memory in self.memories], self.number, k, v, q,
             last_queries, self.heads,
         )  # fmt: skip
 
@@ -323,24 +326,24 @@ class _Following:
         requests = range(len(self.memories))
         return [ListsAtOnce(inputs, request, layer) for request in requests for layer in layers]
 
-    def _decided(self, own: ListsAtOnce) -> _Decision:
+    def _decided(self, lists: ListsAtOnce) -> _Decision:
         """What stays of lists at the last step."""
-        steps, evaluation = self.steps, own.deciding()
+        steps, evaluation = self.steps, lists.deciding()
         if isinstance(self.rule, Ends):
-            kept = own.best(evaluation, self._ends())
+            kept = lists.best(evaluation, self._ends())
         else:
             frame = evaluation.frame
             kept = spread(frame.present(evaluation.value(steps.keep)), OF_LISTS, frame)
         reported = {name: _told(evaluation.value(x), x) for name, x in steps.report.items()}
-        goes_on = None if steps.rules.merge is None else self._merging(own, evaluation)
-        return _Decision(own, kept, goes_on, reported)
+        merge_evaluation = None if steps.rules.merge is None else self._merging(lists, evaluation)
+        return _Decision(lists, kept, merge_evaluation, reported)
 
     def _ends(self) -> list[Ends]:
         """The rule of each request."""
-        rules = [self.steps.rule(each.prompt) for each in self.memories]
-        return [each for each in rules if isinstance(each, Ends)]
+        rules = [self.steps.rule(memory.prompt) for memory in self.memories]
+        return [rule for rule in rules if isinstance(rule, Ends)]
 
-    def _merging(self, own: ListsAtOnce, evaluation: Evaluation) -> Evaluation:
+    def _merging(self, lists: ListsAtOnce, evaluation: Evaluation) -> Evaluation:
         """The evaluation from which a merge goes on; nothing large is held."""
         frame = evaluation.frame
         stored = {
@@ -348,58 +351,58 @@ class _Following:
             for name, x in frame.vectors.items()
             if isinstance(x, Entries)
         }
-        k, v, there = stored["key"], stored["value"], frame.there
-        if there is None:
-            there = torch.ones_like(k.ids, dtype=torch.bool)
+        k, v, held = stored["key"], stored["value"], frame.there
+        if held is None:
+            held = torch.ones_like(k.ids, dtype=torch.bool)
         # A merge reads keys and values, even if nothing else does.
-        own.finite_checks.extend([self.steps.kernels["finite"](k.pool, v.pool, k.ids, there)])
+        lists.finite_checks.extend([self.steps.kernels["finite"](k.pool, v.pool, k.ids, held)])
         known = {
             name: x for name, x in evaluation.known.items() if not {"query", "dim"} & set(x.axes)
         }
         frame = replace(frame, vectors={**frame.vectors, **stored})
         return replace(evaluation, frame=frame, known=known)
 
-    def _note(self, block: RequestBlock, lists: list[ListsAtOnce]) -> None:
+    def _note(self, block: RequestBlock, all_lists: list[ListsAtOnce]) -> None:
         """Adds the lists' checks for NaN and infinity to the block's, on the device."""
-        found = [own.finite for own in lists]
-        if all(x is None for x in found):
+        checks = [lists.finite for lists in all_lists]
+        if all(check is None for check in checks):
             return
-        each = [
-            block.there.new_ones(own.number) if x is None else x
-            for own, x in zip(lists, found, strict=True)
+        parts = [
+            block.there.new_ones(lists.number) if check is None else check
+            for lists, check in zip(all_lists, checks, strict=True)
         ]
-        finite = each[0] if len(each) == 1 else torch.cat(each)
+        finite = parts[0] if len(parts) == 1 else torch.cat(parts)
         block.finite = finite if block.finite is None else finite & block.finite
 
     def _staying(
-        self, block: RequestBlock, whole: RequestBlock, decisions: list[_Decision]
+        self, block: RequestBlock, fallback: RequestBlock, decisions: list[_Decision]
     ) -> Staying:
         """What stays and what is added to it.
 
         Args:
-            whole: see `Folded`.
+            fallback: see `Folded.whole`.
         """
-        lists = [each.lists for each in decisions]
-        at_once, before = self.rule is not None, block.numbers
-        each = [padded(own.kept, 1, block.width, False) for own in decisions]
-        kept = each[0] if len(each) == 1 else torch.cat(each)
-        tallied = self._tallied(block, before, kept, lists)
+        all_lists = [decision.lists for decision in decisions]
+        at_once, last_numbers = self.rule is not None, block.numbers
+        parts = [padded(decision.kept, 1, block.width, False) for decision in decisions]
+        kept = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tallied = self._tallied(block, last_numbers, kept, all_lists)
         merges: list[Merges] = []
         if at_once:
             # The exchange of ranks for a merge of all lists takes the numbers along.
-            read = [len(own.finite_checks.results) for own in lists]
+            check_counts = [len(lists.finite_checks.results) for lists in all_lists]
             merges = self._merges(block, decisions, None)
-            if read != [len(own.finite_checks.results) for own in lists]:
-                tallied = self._tallied(block, before, kept, lists)
-        of_all, good, columns = tallied()
-        counts = Counts(of_all, block.requests, self.bound.shape.kv_heads)
-        block.since = 0 if all(own.cut for own in lists) else None
+            if check_counts != [len(lists.finite_checks.results) for lists in all_lists]:
+                tallied = self._tallied(block, last_numbers, kept, all_lists)
+        numbers, good, columns = tallied()
+        counts = Counts(numbers, block.requests, self.bound.shape.kv_heads)
+        block.since = 0 if all(lists.cut for lists in all_lists) else None
         block.finite = None  # in `numbers` now; a request that is not finite loses nothing
-        folded = Folded(block, kept, counts, columns, whole)
+        folded = Folded(block, kept, counts, columns, fallback)
         if not at_once:
             # Merges layer by layer need the numbers: how many entries leave each layer.
             merges = self._merges(block, decisions, counts)
-        merge, checks_counts = self.steps.rules.merge, before is not None
+        merge, checks_counts = self.steps.rules.merge, last_numbers is not None
         # Merged keys would be rounded twice, before they turn and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
         proceed = good.view(block.requests, -1)
@@ -408,21 +411,21 @@ class _Following:
     def _tallied(
         self,
         block: RequestBlock,
-        before: torch.Tensor | None,
+        last_numbers: torch.Tensor | None,
         kept: torch.Tensor,
-        lists: list[ListsAtOnce],
+        all_lists: list[ListsAtOnce],
     ) -> Callable[[], Tallied]:
         """Counts the staying entries of this rank's lists, and asks other ranks.
 
         See `tally_gathered_later`.
 
         Args:
-            before: the numbers of the last fold; None at the first.
+            last_numbers: those of the last fold; None at the first.
         """
-        self._note(block, lists)
-        given = (kept, block.there, block.finite, before, block.kv)
-        block.numbers, good = self.steps.kernels["tally"](*given)
-        alike = self.steps.ranks_alike and all(own.finite_checks.all_asked for own in lists)
+        self._note(block, all_lists)
+        arguments = (kept, block.there, block.finite, last_numbers, block.kv)
+        block.numbers, good = self.steps.kernels["tally"](*arguments)
+        alike = self.steps.ranks_alike and all(lists.finite_checks.all_asked for lists in all_lists)
         columns = None
         if self.steps.columns_of_all_ranks:
             columns = (kept & block.there).unflatten(0, (-1, block.kv)).any(1)
@@ -438,10 +441,10 @@ class _Following:
         """
         if self.steps.rules.merge is None:
             return []
-        found = [self._merged(block, each, counts) for each in decisions]
-        made = [own for own in found if own is not None]
-        self._take_up(block, decisions, made)
-        return made
+        results = [self._merged(block, decision, counts) for decision in decisions]
+        merges = [result for result in results if result is not None]
+        self._take_up(block, decisions, merges)
+        return merges
 
     def _merged(
         self, block: RequestBlock, decision: _Decision, counts: Counts | None
@@ -453,64 +456,69 @@ class _Following:
         if merge is None or evaluation is None or most <= 0:
             return None
         frame = evaluation.frame
-        before = {name: lists.part(x) for name, x in block.merge_states.items()}
+        states = {name: lists.part(x) for name, x in block.merge_states.items()}
         # `most` is that of all ranks, whose lists may have more columns.
-        given = (decision.kept, steps.merge_updates, before, min(most, decision.kept.shape[1]))
-        made = Merging.begun(merge, evaluation, *given).finished()
-        kept = [frame.vectors[name] for name in merge.apply]
-        return Merges(made, [x for x in kept if isinstance(x, Entries)], lists)
+        arguments = (decision.kept, steps.merge_updates, states, min(most, decision.kept.shape[1]))
+        merging = Merging.begun(merge, evaluation, *arguments).finished()
+        vectors = [frame.vectors[name] for name in merge.apply]
+        return Merges(merging, [x for x in vectors if isinstance(x, Entries)], lists)
 
     def _most(self, block: RequestBlock, lists: ListsAtOnce, counts: Counts | None) -> int:
         """Upper bound of the entries that leave a list; for one layer the host reads the number."""
         if lists.layer is not None and counts is not None:
             return counts.read()[lists.request].dropped[lists.layer]
-        rule, least = self.rule, 0
+        rule, fewest_kept = self.rule, 0
         if isinstance(rule, Ends) and rule.score is None:
-            rows = [row for each in self.memories for row in self.steps.rows(each.prompt)]
-            least = min(map(sum, rows))
-        most = max(block.widest) - least
+            rows = [row for memory in self.memories for row in self.steps.rows(memory.prompt)]
+            fewest_kept = min(map(sum, rows))
+        most = max(block.widest) - fewest_kept
         if block.since is None or not lists.cut:
             return most
         # A list that was cut by this rule before loses no more entries than have come since.
         return min(block.since, most)
 
-    def _take_up(self, block: RequestBlock, decisions: list[_Decision], made: list[Merges]) -> None:
+    def _take_up(
+        self, block: RequestBlock, decisions: list[_Decision], merges: list[Merges]
+    ) -> None:
         """Takes over the merge's states of the layers that have merged."""
-        before, lists = block.merge_states, [each.lists for each in decisions]
-        merged = {each.lists.place: each for each in made}
-        if not before or not merged:
+        states_before, all_lists = block.merge_states, [decision.lists for decision in decisions]
+        by_place = {result.lists.place: result for result in merges}
+        if not states_before or not by_place:
             return
-        after = [
-            merged[each.place].states(before, block.kv) if each.place in merged
-            else {name: each.part(x) for name, x in before.items()}
-            for each in lists
+        states_after = [
+            by_place[lists.place].states(states_before, block.kv) if lists.place in by_place
+            else {name: lists.part(value) for name, value in states_before.items()}
+            for lists in all_lists
         ]  # fmt: skip
         block.merge_states = {
-            name: _together(lists, [own[name] for own in after]) for name in before
+            name: _together(all_lists, [states[name] for states in states_after])
+            for name in states_before
         }
 
 
-def _together(lists: list[ListsAtOnce], values: list[Value]) -> Value:
+def _together(all_lists: list[ListsAtOnce], values: list[Value]) -> Value:
     """The lists' values as one value of all lists, undefined where absent."""
     values = [replace(x, mask=None, mask_axes=()) for x in values]
-    if len(lists) == 1 and lists[0].layer is None:
+    if len(all_lists) == 1 and all_lists[0].layer is None:
         return values[0]
-    return listed(values, [own.number for own in lists], lists[0].inputs.block.there.device)
+    return listed(
+        values, [lists.number for lists in all_lists], all_lists[0].inputs.block.there.device
+    )
 
 
-def _moved(x: Value, columns: torch.Tensor, number: int, first: float) -> Value:
+def _moved(x: Value, columns: torch.Tensor, number: int, initial: float) -> Value:
     """A state that follows its entries, and begins for new ones.
 
     Args:
         columns: float64 [B * L * G, M], the column in which each entry was.
-        number: number of new entries; first: their value.
+        number: number of new entries; initial: their value.
     """
     if "token" not in x.axes:
         return x
-    at, shape = x.axes.index("token"), list(x.tensor.shape)
-    shape[at] = columns.shape[1]
-    data = x.tensor.gather(at, aligned(columns.long(), OF_LISTS, x.axes).expand(shape))
-    data.narrow(at, shape[at] - number, number).fill_(first)
+    dim, shape = x.axes.index("token"), list(x.tensor.shape)
+    shape[dim] = columns.shape[1]
+    data = x.tensor.gather(dim, aligned(columns.long(), OF_LISTS, x.axes).expand(shape))
+    data.narrow(dim, shape[dim] - number, number).fill_(initial)
     return Value(data, x.axes, finite=x.finite)
 
 

@@ -72,8 +72,8 @@ class Compiled:
             bound = replace(bound, lowered=heads_last(bound.lowered))
         self.bound, self.kernels, self.report, self.heads = bound, kernels, report, heads
         self.layers = range(bound.shape.layers) if layers is None else layers
-        whole = len(self.layers) == bound.shape.layers
-        self.exchanged: tuple[Node, ...] = () if whole else exchanged(bound)
+        all_layers_here = len(self.layers) == bound.shape.layers
+        self.exchanged: tuple[Node, ...] = () if all_layers_here else exchanged(bound)
         self._deferred_bytes = deferred_bytes
         self._prefill = Prefill(bound, report, heads, defers=False)
         # Where a layer chooses the tokens of deeper layers, nothing can wait for the last one.
@@ -82,26 +82,26 @@ class Compiled:
         self.steps = None
         if bound.folded.decode is not None:
             self.steps = Steps(bound, report, kernels, heads, self.layers)
-        of_prefill = Fusion(bound, self._prefill.everything, self._prefill.updates)
-        self.fusions = (of_prefill, *(() if self.steps is None else self.steps.fusions))
-        self.generated = Generated.of(of_prefill, kernels)
+        prefill_fusion = Fusion(bound, self._prefill.everything, self._prefill.updates)
+        self.fusions = (prefill_fusion, *(() if self.steps is None else self.steps.fusions))
+        self.generated = Generated.of(prefill_fusion, kernels)
         self.reads_lse = self.generated is not None and self.generated.reads_lse
         self.keys_stay = keys_stay
 
     def prefill(self, prompt: int) -> Prefill:
         """What the prefill of a prompt of `prompt` tokens computes."""
-        held = 8 * self._lists * prompt
-        if self._deferring is None or held > self._deferred_bytes:
+        held_bytes = 8 * self._list_count * prompt
+        if self._deferring is None or held_bytes > self._deferred_bytes:
             return self._prefill
         return self._deferring
 
     @property
-    def _lists(self) -> int:
+    def _list_count(self) -> int:
         """Number of KV heads here, over all layers here."""
         return len(self.layers) * self.heads.number(self.bound.shape.kv_heads)
 
     def layers_together(self, prompt: int) -> int:
-        """Most of a prompt's layers that are scored together, see `Run.show`; 1: none are.
+        """Largest number of a prompt's layers scored together, see `Run.show`; 1: none are.
 
         Together they take as many launches as one layer.
         """
@@ -112,9 +112,9 @@ class Compiled:
             return 1
         shape = self.bound.shape
         # Numbers of two bytes; queries in float32 take twice as much.
-        queries = 2 * self.bound.queries(prompt) * shape.group * shape.head_dim
-        held = self._lists * (self.generated.token_bytes * prompt + queries)
-        groups = max(1, -(-held // max(1, self._deferred_bytes)))
+        query_bytes = 2 * self.bound.queries(prompt) * shape.group * shape.head_dim
+        total_bytes = self._list_count * (self.generated.token_bytes * prompt + query_bytes)
+        groups = max(1, -(-total_bytes // max(1, self._deferred_bytes)))
         return -(-layers // groups)
 
     @once_at_most(_PLANS)
@@ -131,7 +131,7 @@ class Compiled:
                 changed.
             queries: dtype of the queries.
         """
-        decode = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
-        for generated in (self.generated, *decode):
+        decode_kernels = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
+        for generated in (self.generated, *decode_kernels):
             if generated is not None:
                 generated.warm(keys, values, queries)

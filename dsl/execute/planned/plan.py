@@ -32,14 +32,14 @@ def plannable(bound: Bound, nodes: Sequence[Node], roots: Iterable[Node]) -> lis
         roots: the nodes that are asked for.
     """
     phases = Phases(bound.propagates)
-    small: set[Node] = set()
+    planned: set[Node] = set()
     for node in nodes:
-        narrow = not set(node.type.axes) - {"token"}
-        if narrow and phases.of(node) == Phase.PLAN and small.issuperset(operands(node)):
-            small.add(node)
-    read = {x for each in nodes if each not in small for x in operands(each)}
-    read |= {*roots}
-    return [node for node in nodes if node in read & small]
+        per_token = not set(node.type.axes) - {"token"}
+        if per_token and phases.of(node) == Phase.PLAN and planned.issuperset(operands(node)):
+            planned.add(node)
+    read_nodes = {operand for node in nodes if node not in planned for operand in operands(node)}
+    read_nodes |= {*roots}
+    return [node for node in nodes if node in read_nodes & planned]
 
 
 @dataclass
@@ -68,25 +68,25 @@ class Plan:
         kv = heads.number(bound.shape.kv_heads)
         frame = Frame(bound, prompt, device, kv, prompt, kernels=kernels, heads=heads)
         host = Frame(bound, prompt, HOST, kv, prompt, heads=heads)
-        numbers = range(bound.shape.layers)
-        layers = Layers([Evaluation(replace(host, layer=i)) for i in numbers], prompt)
-        made: list[dict[Node, Value]] = [{} for _ in numbers]
-        wanted = {*nodes}
-        varies: set[Node] = set()
+        layer_numbers = range(bound.shape.layers)
+        layers = Layers([Evaluation(replace(host, layer=layer)) for layer in layer_numbers], prompt)
+        values_by_layer: list[dict[Node, Value]] = [{} for _ in layer_numbers]
+        planned_nodes = {*nodes}
+        per_layer: set[Node] = set()
         for node in nodes_of(nodes):
-            needs, parts = bound.static.needs(node), {*operands(node)}
-            if "layer" in needs if needs is not None else node.across_layers or parts & varies:
-                varies.add(node)
-            if node not in wanted:
+            needs, inputs = bound.static.needs(node), {*operands(node)}
+            if "layer" in needs if needs is not None else node.across_layers or inputs & per_layer:
+                per_layer.add(node)
+            if node not in planned_nodes:
                 continue
-            if node in varies:
-                values = [_on(_number(x), frame) for x in layers.of_each(node)]
+            if node in per_layer:
+                values = [_on(_number(value), frame) for value in layers.of_each(node)]
             else:
-                first = layers.evaluations[0].value(node)
-                values = [_on(_number(first), frame)] * len(numbers)
-            for own, x in zip(made, values, strict=True):
-                own[node] = x
-        return cls(frame, made)
+                first_value = layers.evaluations[0].value(node)
+                values = [_on(_number(first_value), frame)] * len(layer_numbers)
+            for known, value in zip(values_by_layer, values, strict=True):
+                known[node] = value
+        return cls(frame, values_by_layer)
 
 
 def _on(x: Value, frame: Frame) -> Value:

@@ -65,52 +65,57 @@ class Prefill:
         self.propagation_lets = {name: lets[name] for name in early_lets if report}
         merge_states = {} if rules.merge is None else rules.merge.states
         self.updates, self.merge_updates = updating(rules.states), updating(merge_states)
-        early = propagate_roots(bound.lowered.propagate)
+        early_roots = propagate_roots(bound.lowered.propagate)
         merge = merge_roots(rules.merge)
         self.merges_need_ranks = any(map(across_heads, nodes_of(merge)))
-        every = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early]))
-        self._check(every)
+        all_nodes = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early_roots]))
+        self._check(all_nodes)
         self.layer_roots = self._layer_roots(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
-        self.everything = [*self.roots, *self.layer_roots, *self.propagation_lets.values(), *early]
-        remembered = state_roots(self.updates)
-        self.everything += remembered
+        self.everything = [
+            *self.roots,
+            *self.layer_roots,
+            *self.propagation_lets.values(),
+            *early_roots,
+        ]
+        update_roots = state_roots(self.updates)
+        self.everything += update_roots
         # What the propagation and the rest read is held for as long as either needs it.
-        looks = _looks([*self.layer_roots, *remembered, *early])
-        self.early_looks = {node: looks[node] for node in _looks([*early, *remembered])}
-        self.looks = {node: looks[node] for node in _looks([*self.layer_roots, *remembered])}
+        looks = _looks([*self.layer_roots, *update_roots, *early_roots])
+        self.early_looks = {node: looks[node] for node in _looks([*early_roots, *update_roots])}
+        self.looks = {node: looks[node] for node in _looks([*self.layer_roots, *update_roots])}
         computed = list(nodes_of(self.everything))
-        at_once = nodes_of([*self.layer_roots, *remembered, *early])
-        self.needs_ranks = bound.propagates or any(map(across_heads, at_once))
+        layer_nodes = nodes_of([*self.layer_roots, *update_roots, *early_roots])
+        self.needs_ranks = bound.propagates or any(map(across_heads, layer_nodes))
         self.planned = plannable(bound, computed, self.everything)
         self.later = frozenset(node for node in computed if self._is_later(node))
         readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
-        asked = {*self.everything, *self.looks, *self.early_looks}
-        self.unheld_nodes = frozenset(name for name in readers if readers[name] == 1) - asked
+        result_nodes = {*self.everything, *self.looks, *self.early_looks}
+        self.unheld_nodes = frozenset(node for node in readers if readers[node] == 1) - result_nodes
         self.sums = {} if bound.propagates else self._sums(rules.states)
         # Other nodes that read all queries cannot be computed chunk by chunk.
-        whole = [n for n in every if n.operation.is_window and not n.args]
-        inside = {n for total in self.sums.values() for n in total.walk()}
-        self.accumulates = bool(self.sums) and all(n in inside for n in whole)
-        known = {*self.planned}
-        self.scored = [node for node in self.layer_roots if node not in known]
-        self.alike_by = self._alike_by(known)
+        full_windows = [node for node in all_nodes if node.operation.is_window and not node.args]
+        summed_nodes = {node for total in self.sums.values() for node in total.walk()}
+        self.accumulates = bool(self.sums) and all(node in summed_nodes for node in full_windows)
+        planned = {*self.planned}
+        self.scored = [node for node in self.layer_roots if node not in planned]
+        self.alike_by = self._alike_by(planned)
 
-    def _alike_by(self, known: set[Node]) -> tuple[Node, ...] | None:
+    def _alike_by(self, planned: set[Node]) -> tuple[Node, ...] | None:
         roots = [*self.scored, *state_roots(self.updates)]
         if self.looks or not roots:
             return None
-        seen, static = {*known}, self.bound.static
+        seen, static = {*planned}, self.bound.static
         nodes = [node for root in roots for node in root.walk(seen)]
         per_layer = not self._heads.divided
         if not like_heads(nodes, static, _of_any_layer, per_layer=per_layer, numbers=True):
             return None
-        read = known & {x for node in nodes for x in operands(node)}
-        every = [*nodes, *nodes_of(read)]
-        if any(x.across_layers for x in every):
+        planned_operands = planned & {operand for node in nodes for operand in operands(node)}
+        all_nodes = [*nodes, *nodes_of(planned_operands)]
+        if any(node.across_layers for node in all_nodes):
             return None
-        tensors = [x for x in every if static.needs(x) is None]
-        numbers = [*roots, *(x for node in tensors for x in (*node.args, *operands(node)))]
+        tensor_nodes = [node for node in all_nodes if static.needs(node) is None]
+        numbers = [*roots, *(x for node in tensor_nodes for x in (*node.args, *operands(node)))]
         return tuple(dict.fromkeys(x for x in numbers if "layer" in (static.needs(x) or ())))
 
     def _check(self, nodes: Iterable[Node]) -> None:
@@ -124,15 +129,15 @@ class Prefill:
 
     def _layer_roots(self, roots: list[Node], merge: list[Node]) -> list[Node]:
         """The outermost nodes that need only their own layer and those before it."""
-        found = [node for root in roots for node in self._now(root)]
+        layer_roots = [node for root in roots for node in self._now(root)]
         for root in merge:
             # Keys and values are there again when entries are merged, attention is not.
-            found += [
+            layer_roots += [
                 node
                 for node in self._now(root)
-                if any(each.operation.gone_after_layer for each in node.walk())
+                if any(descendant.operation.gone_after_layer for descendant in node.walk())
             ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(layer_roots))
 
     def _now(self, node: Node) -> Iterable[Node]:
         if self.bound.static.needs(node) is not None:
@@ -153,24 +158,24 @@ class Prefill:
             or node.when >= When.END
             or (self._defers and _chooses(node))
             or self._gathers_later(node)
-            or any(self._is_later(x) for x in operands(node))
+            or any(self._is_later(operand) for operand in operands(node))
         )
 
     def _gathers_later(self, node: Node) -> bool:
         """Whether a node across KV heads of other ranks waits for one exchange of all layers."""
         if not self._heads.divided or not across_heads(node):
             return False
-        return self._defers or all("token" not in x.type.axes for x in operands(node))
+        return self._defers or all("token" not in operand.type.axes for operand in operands(node))
 
     def _sums(self, states: Mapping[str, State]) -> dict[str, Node]:
-        found = {}
+        sums = {}
         for name, state in self.updates.items():
-            parts = state.next.args if state.next is not None and state.next.op == "add" else ()
-            rest = [each for each in parts if each.op != "before"]
-            if len(parts) == 2 and len(rest) == 1 and states[name].start is None:
-                if self._is_additive(rest[0]):
-                    found[name] = rest[0]
-        return found
+            terms = state.next.args if state.next is not None and state.next.op == "add" else ()
+            new_terms = [term for term in terms if term.op != "before"]
+            if len(terms) == 2 and len(new_terms) == 1 and states[name].start is None:
+                if self._is_additive(new_terms[0]):
+                    sums[name] = new_terms[0]
+        return sums
 
     def _is_additive(self, node: Node) -> bool:
         """Whether a node is a sum over all queries that depends on their attention alone."""
@@ -178,14 +183,14 @@ class Prefill:
             return False
         if "token" in node.axes or "layer" in node.axes:
             return False
-        leaves = [each for each in node.walk() if not operands(each)]
-        if any(each.across_layers for each in node.walk()):
+        leaves = [leaf for leaf in node.walk() if not operands(leaf)]
+        if any(descendant.across_layers for descendant in node.walk()):
             return False
         static = self.bound.static
-        windows = [each for each in leaves if each.operation.reads_queries]
-        rest = [each for each in leaves if not each.operation.reads_queries]
-        return all(not w.args for w in windows) and all(
-            static.needs(each) is not None for each in rest
+        windows = [leaf for leaf in leaves if leaf.operation.reads_queries]
+        other_leaves = [leaf for leaf in leaves if not leaf.operation.reads_queries]
+        return all(not window.args for window in windows) and all(
+            static.needs(leaf) is not None for leaf in other_leaves
         )
 
 
@@ -199,7 +204,7 @@ def _chooses(node: Node) -> bool:
     orders = node.operation.sorts and node.when is When.LAYER
     if not orders or set(node.args[0].type.axes) - {"kv", "token"}:
         return False
-    rows = [each.operation for each in node.args[0].walk()]
+    rows = [descendant.operation for descendant in node.args[0].walk()]
     return any(row.reads_tensors or row.kind is Kind.REMEMBERED for row in rows)
 
 
@@ -213,14 +218,14 @@ def reads_budget(bound: Bound) -> bool:
 
 def _looks(roots: Iterable[Node]) -> dict[Node, list[Node] | None]:
     """The nodes that `past` and `at` read of earlier layers, see `Prefill.looks`."""
-    found: dict[Node, list[Node] | None] = {}
+    looks: dict[Node, list[Node] | None] = {}
     for node in nodes_of(roots):
         if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:
             continue
-        x = node.args[0 if node.op == "past" else 1]
-        numbers = found.get(x, [])
+        target = node.args[0 if node.op == "past" else 1]
+        numbers = looks.get(target, [])
         if node.op == "at" or numbers is None:
-            found[x] = None
+            looks[target] = None
         else:
-            found[x] = [*numbers, node.args[1]]
-    return found
+            looks[target] = [*numbers, node.args[1]]
+    return looks

@@ -31,7 +31,7 @@ from kvpolicy.dsl.syntax.diagnostics import refused
 
 def _only_orders(node: Node) -> bool:
     """Whether a node uses positions only to order entries."""
-    return node.op in ("top", "negate") or not any(_is_place(each) for each in node.args)
+    return node.op in ("top", "negate") or not any(_is_place(argument) for argument in node.args)
 
 
 def _is_place(node: Node) -> bool:
@@ -46,9 +46,9 @@ def _of_each_head(node: Node) -> bool:
     """
     if "dropped" not in node.axes:
         return True
-    x = node.args[0].type
-    mean = node.op == "mean" and not x.absent and set(x.axes) == {"kv", "dropped"}
-    return mean or ("kv" in x.axes and node.op not in ("sum", "mean", "var"))
+    type_ = node.args[0].type
+    mean = node.op == "mean" and not type_.absent and set(type_.axes) == {"kv", "dropped"}
+    return mean or ("kv" in type_.axes and node.op not in ("sum", "mean", "var"))
 
 
 def _joins_layer(node: Node) -> bool:
@@ -60,11 +60,11 @@ def _joins_layer(node: Node) -> bool:
     if "token" not in (*node.axes, *node.operation.reads_along):
         return False
     return any(
-        "token" in x.type.axes
-        and "kv" not in x.type.axes
-        and not x.left_over
-        and any("kv" in each.axes for each in x.walk())
-        for x in node.args
+        "token" in argument.type.axes
+        and "kv" not in argument.type.axes
+        and not argument.left_over
+        and any("kv" in descendant.axes for descendant in argument.walk())
+        for argument in node.args
     )
 
 
@@ -133,34 +133,34 @@ class Steps:
         self.report = dict(rules.lets) if report else {}
         self.reads_budget = reads_budget(bound)
         self.ranks_alike = not heads_differ(bound.lowered)
-        remembered = list(nodes_of(state_roots(rules.states)))
+        state_nodes = list(nodes_of(state_roots(rules.states)))
         self.advancing_roots = state_roots(self.updates)
         leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
-        leaving = list(nodes_of(leaving_roots))
-        self._check(bound, [*remembered, *leaving])
+        leaving_nodes = list(nodes_of(leaving_roots))
+        self._check(bound, [*state_nodes, *leaving_nodes])
         self.columns_of_all_ranks = heads.divided and entries_compared(bound.lowered)
         sums = SumStates(bound.static)
         states = self.updates.values()
         self.initial_values = self._initial_values(bound)
-        self.advances = any(x.next is not None for x in states)
+        self.advances = any(state.next is not None for state in states)
         self.advances |= any(map(math.isnan, self.initial_values.values()))
         self.at_once = all(map(sums.state, states))
         self.fixed_size = FixedSize(bound, states_present=self.at_once)
-        self.advancing_reads = any(node.operation.reads_tensors for node in remembered)
-        reads = any(node.operation.reads_tensors for node in leaving)
-        self.leaving_reads = reads or rules.merge is not None
-        self.advancing_reads_queries = any(node.type.window for node in remembered)
-        self.leaving_reads_queries = any(node.type.window for node in leaving)
+        self.advancing_reads = any(node.operation.reads_tensors for node in state_nodes)
+        reads_tensors = any(node.operation.reads_tensors for node in leaving_nodes)
+        self.leaving_reads = reads_tensors or rules.merge is not None
+        self.advancing_reads_queries = any(node.type.window for node in state_nodes)
+        self.leaving_reads_queries = any(node.type.window for node in leaving_nodes)
         self.fusions = (
             Fusion(bound, self.advancing_roots, self.updates, steps=True),
             Fusion(bound, leaving_roots, steps=True),  # states are known by then
         )
-        self.advancing, self.leaving = (Generated.of(each, kernels) for each in self.fusions)
+        self.advancing, self.leaving = (Generated.of(fusion, kernels) for fusion in self.fusions)
         # What reads tensors needs the order of the entries, not their positions.
-        known = not any(map(math.isnan, self.initial_values.values()))
+        initial_known = not any(map(math.isnan, self.initial_values.values()))
         self.states_alike = (
             self.at_once
-            and known
+            and initial_known
             and self._alike(bound, self.advancing_roots, lambda row: row.reads_tensors)
         )
         self.states_alike &= not self.advancing_reads or self.by_kernels
@@ -175,15 +175,15 @@ class Steps:
 
     def _initial_values(self, bound: Bound) -> dict[str, float]:
         """The attribute `initial_values`."""
-        found = {}
+        initial_values = {}
         for name, state in self.updates.items():
-            first = 0.0
+            value = 0.0
             if state.start is not None and bound.static.needs(state.start) == frozenset():
-                first = float(bound.number(state.start, 1))
+                value = float(bound.number(state.start, 1))
             elif state.start is not None:
-                first = math.nan
-            found[name] = first
-        return found
+                value = math.nan
+            initial_values[name] = value
+        return initial_values
 
     @once_at_most(PROMPTS)
     def rule(self, prompt: int) -> Ends | Node | None:
@@ -195,8 +195,8 @@ class Steps:
         bound, states = self._bound, self.updates.values()
         if not self.states_alike:
             return None
-        entries = all(state.type.axes in (OF_LISTS, OF_HEADS) for state in states)
-        if self.report or not entries or not self._merges_alike():
+        per_entry = all(state.type.axes in (OF_LISTS, OF_HEADS) for state in states)
+        if self.report or not per_entry or not self._merges_alike():
             return None
         rule = Ends.of(bound, prompt)
         if rule is not None and self._of_heads(list(nodes_of(self._deciding(rule))), _is_position):
@@ -237,8 +237,8 @@ class Steps:
 
     def _host_numbers(self, node: Node, prompt: int, generated: int | None) -> tuple[float, ...]:
         number = partial(self._bound.number, node, prompt, generated=generated)
-        apart = "layer" in (self._bound.static.needs(node) or ())
-        return tuple(float(number(layer)) for layer in (self.layers if apart else range(1)))
+        per_layer = "layer" in (self._bound.static.needs(node) or ())
+        return tuple(float(number(layer)) for layer in (self.layers if per_layer else range(1)))
 
     def _deciding(self, rule: Ends | Node | None) -> list[Node]:
         """The nodes of a rule that data decide."""
@@ -256,17 +256,17 @@ class Steps:
             return False  # keys would be rounded before they turn, and after
         if any(state.type.axes or state.type.absent for state in merge.states.values()):
             return False
-        nearest, (of_into,) = merge.into.op == "nearest", merge.into.args
-        if nearest and of_into.operation.kind is not Kind.VECTOR:
+        nearest, (into_argument,) = merge.into.op == "nearest", merge.into.args
+        if nearest and into_argument.operation.kind is not Kind.VECTOR:
             return False
-        if not nearest and self._bound.static.needs(of_into) is None:
+        if not nearest and self._bound.static.needs(into_argument) is None:
             return False
         roots = [node for node in merge_roots(merge) if node is not merge.into]
         # A kernel finds inner products of entries and their receivers, see `Merging`.
         products = [node for node in nodes_of(roots) if nearest and compares(node)]
         seen = set(products)
         nodes = [node for root in roots for node in root.walk(seen)]
-        if any(x.operation.kind is Kind.VECTOR or not _of_each_head(x) for x in nodes):
+        if any(node.operation.kind is Kind.VECTOR or not _of_each_head(node) for node in nodes):
             return False
         return self._of_heads(
             nodes, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
@@ -282,16 +282,16 @@ class Steps:
             numbers: see `like_heads`.
         """
         static = self._bound.static
-        reads_too = lambda row: row.reads_tensors or reads(row)  # noqa: E731
-        alike = like_heads(nodes, static, reads_too, per_layer=True, numbers=numbers)
+        reads_leaf = lambda row: row.reads_tensors or reads(row)  # noqa: E731
+        alike = like_heads(nodes, static, reads_leaf, per_layer=True, numbers=numbers)
         if not alike or not all(_only_orders(node) for node in nodes):
             return False
         if not self.ranks_alike and any(_joins_layer(node) for node in nodes):
             return False
         if not any(node.operation.reads_tensors for node in nodes):
             return True
-        made = self.leaving
-        return made is not None and not any(node in made.fusion.reasons for node in nodes)
+        generated = self.leaving
+        return generated is not None and not any(node in generated.fusion.reasons for node in nodes)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
         """int64 [width], 0 to width - 1: a view of a tensor that is made once."""
@@ -309,7 +309,7 @@ class Steps:
         return rule is None, tuple(map(id, self._deciding(rule))), tuple(numbers)
 
     def numbers(self, rule: Ends | Node | None) -> tuple[list[Node], list[Node]]:
-        """Numbers of the host in states, scores and merges: those lists share, and others."""
+        """Numbers of the host in states, scores and merges: those that lists share, and others."""
         roots = list(self.advancing_roots) if self.states_alike else []
         if rule is not None:
             roots += [*self._deciding(rule), *merge_roots(self.rules.merge)]
@@ -321,18 +321,18 @@ class Steps:
         static = self._bound.static
         compiled = {
             node
-            for each in (self.advancing, self.leaving)
-            for node in (() if each is None else each.fusion.inside())
+            for generated in (self.advancing, self.leaving)
+            for node in (() if generated is None else generated.fusion.inside())
         }
         shared: dict[Node, None] = {}
         per_list = dict.fromkeys(node for node in roots if static.needs(node))
         for node in nodes_of(roots):
             if static.needs(node) is not None or end_of(self._bound, node):
                 continue
-            for place, each in enumerate(node.args):
-                if static.needs(each):
-                    free = node not in compiled and _takes_any(node, place)
-                    (per_list if free else shared)[each] = None
+            for place, argument in enumerate(node.args):
+                if static.needs(argument):
+                    may_differ = node not in compiled and _takes_any(node, place)
+                    (per_list if may_differ else shared)[argument] = None
         return list(shared), [node for node in per_list if node not in shared]
 
     def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:

@@ -19,10 +19,10 @@ class ChunkSums:
 
     def add(self, evaluation: Evaluation, queries: int) -> None:
         """Adds the reductions over the last `queries` queries."""
-        part = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
+        chunk = replace(evaluation, frame=replace(evaluation.frame, last=queries), known={})
         for name, total in self.totals.items():
-            x = part.value(total)
-            self.values[name] = _added(self.values.get(name), x)
+            value = chunk.value(total)
+            self.values[name] = _added(self.values.get(name), value)
         self.queries += queries
 
     def finish(self, evaluation: Evaluation) -> None:
@@ -38,8 +38,8 @@ def _added(a: Value | None, b: Value) -> Value:
         return b
     data = b.tensor.clone()
     if "token" in a.axes:
-        at = a.axes.index("token")
-        data.narrow(at, 0, a.tensor.shape[at]).add_(a.tensor)
+        dim = a.axes.index("token")
+        data.narrow(dim, 0, a.tensor.shape[dim]).add_(a.tensor)
     else:
         data += a.data
     return replace(b, data=data)

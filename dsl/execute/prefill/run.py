@@ -75,7 +75,7 @@ class Run:
     propagated: dict[int, torch.Tensor] = field(default_factory=dict)
     propagation_lets: dict[int, dict[str, Value]] = field(default_factory=dict)
     _finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
-    _found: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
+    _joint_check: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: PastValues = field(default_factory=PastValues)
@@ -83,9 +83,9 @@ class Run:
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _columns: torch.Tensor | None = None
-    _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _last_queries: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: WaitingLayers | None = None  # layers that wait to be scored together
-    _of_all: dict[Node, Value] = field(default_factory=dict)
+    _scored_values: dict[Node, Value] = field(default_factory=dict)
     _merging: dict[int, Merging | None] = field(default_factory=dict)
     _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
@@ -122,9 +122,9 @@ class Run:
 
         Args:
             layer, q, tokens, lse: as in `observe`.
-            entries: from layers that follow each other, the last of them this one, to their keys
-                and values, [l * G, n, D] one layer after the other, or rows of a pool; called when
-                they are scored.
+            entries: gives keys and values of consecutive layers, the last of them this one,
+                [l * G, n, D] one layer after the other, or rows of a pool; called when they are
+                scored.
 
         Returns:
             As `observe`.
@@ -135,8 +135,8 @@ class Run:
         number = self.size if tokens is None else len(tokens)
         if not self._is_noted(layer, number):
             return self.observe(layer, q, *entries(range(layer, layer + 1)), tokens, lse=lse)
-        first = q.shape[1] - min(self.queries, number)
-        self._note(layer, q[:, first:], number, None if lse is None else lse[:, first:])
+        first_query = q.shape[1] - min(self.queries, number)
+        self._note(layer, q[:, first_query:], number, None if lse is None else lse[:, first_query:])
         if due := self._due:
             self._score(*entries(due), tokens)
         return None
@@ -195,10 +195,10 @@ class Run:
         """Layers that have been noted and are to be scored now; empty if others come first."""
         if self._noted is None:
             return range(0)
-        noted, tokens = self._noted.layers, self._noted.tokens
-        full = len(noted) == self._noted.most
-        more = not full and self._goes_with(noted.stop, noted.start, tokens)
-        return range(0) if more else noted
+        layers, tokens = self._noted.layers, self._noted.tokens
+        full = len(layers) == self._noted.most
+        waits = not full and self._goes_with(layers.stop, layers.start, tokens)
+        return range(0) if waits else layers
 
     def _note(self, layer: int, q: torch.Tensor, tokens: int, lse: torch.Tensor | None) -> None:
         """Copies a layer's queries [H, T, D] and log-sum-exp [H, T] for `_score`.
@@ -219,31 +219,31 @@ class Run:
         positions: torch.Tensor | None,
     ) -> None:
         """Computes all that the noted layers decide; arguments as `show` has them."""
-        noted, self._noted = self._noted, None
-        if noted is None:
+        waiting, self._noted = self._noted, None
+        if waiting is None:
             raise RuntimeError("no layer has been noted")
-        layers, (q, lse) = noted.layers, noted.of_all_heads()
-        one = self._frame(layers.start, k.device, k.shape[1], positions, _vectors(q, k, v, lse))
-        evaluation = self._evaluation(replace(one, kv=k.shape[0], layered=True))
+        layers, (q, lse) = waiting.layers, waiting.of_all_heads()
+        base = self._frame(layers.start, k.device, k.shape[1], positions, _vectors(q, k, v, lse))
+        joint = self._evaluation(replace(base, kv=k.shape[0], layered=True))
         kv = k.shape[0] // len(layers)
 
         def by_layer(x: Value, type_: Type) -> Value:
             return with_layer_axis(x, kv, alike="kv" not in type_.axes)
 
-        values = {x: by_layer(evaluation.value(x), x.type) for x in self._prefill.scored}
+        values = {node: by_layer(joint.value(node), node.type) for node in self._prefill.scored}
         states = {
-            name: by_layer(evaluation.state(name), state.type)
+            name: by_layer(joint.state(name), state.type)
             for name, state in self.program.bound.lowered.prefill.states.items()
         }
         if layers == self.program.layers:
-            self._of_all = values
-        for place, layer in enumerate(layers):
+            self._scored_values = values
+        for index, layer in enumerate(layers):
             frame = self._frame(layer, k.device, k.shape[1], positions, {})
-            own = replace(self._evaluation(frame), unheld_nodes=frozenset(), others=alone)
-            own.known.update({node: of_layer(x, place) for node, x in values.items()})
-            own.after.update({name: of_layer(x, place) for name, x in states.items()})
-            self._evaluations[layer] = own
-        self._remember_queries(layers, noted.queries)
+            evaluation = replace(self._evaluation(frame), unheld_nodes=frozenset(), others=alone)
+            evaluation.known.update({node: of_layer(x, index) for node, x in values.items()})
+            evaluation.after.update({name: of_layer(x, index) for name, x in states.items()})
+            self._evaluations[layer] = evaluation
+        self._remember_queries(layers, waiting.queries)
 
     def _hands_all_on(self, layer: int, tokens: int) -> bool:
         """Whether the host knows that a layer hands all its tokens on, and is scored."""
@@ -260,11 +260,11 @@ class Run:
         """Whether a layer, if it exists, can be scored together with one before it."""
         if layer not in self.program.layers or not self._hands_all_on(layer, tokens):
             return False
-        bound, by = self.program.bound, self._prefill.alike_by or ()
+        bound, alike_by = self.program.bound, self._prefill.alike_by or ()
         return all(
-            bound.number(x, self.prompt, layer, length=tokens)
-            == bound.number(x, self.prompt, first, length=tokens)
-            for x in by
+            bound.number(node, self.prompt, layer, length=tokens)
+            == bound.number(node, self.prompt, first, length=tokens)
+            for node in alike_by
         )
 
     @property
@@ -356,8 +356,8 @@ class Run:
         propagate = self.program.bound.lowered.propagate
         if propagate is None or self.tokens is not None or self.not_finite or self.prompt == 0:
             return None
-        done = propagate.first is not None and self.selected_layer is not None
-        return None if done else propagate
+        acted = propagate.first is not None and self.selected_layer is not None
+        return None if acted else propagate
 
     def _scores_later(self) -> bool:
         """Whether this pass is not scored, since a second one is known to come."""
@@ -382,8 +382,8 @@ class Run:
                 [propagate.tokens, *([] if self.program.bound.restarts else self._computed_here)]
             )
             chosen = evaluation.tensor(propagate.tokens, ("token",))
-        for x, numbers in prefill.early_looks.items():
-            self._history.record(x, evaluation, _read(numbers, evaluation))
+        for node, numbers in prefill.early_looks.items():
+            self._history.record(node, evaluation, _read(numbers, evaluation))
         if chosen is None:
             return None
         number = self._number(chosen)
@@ -391,13 +391,13 @@ class Run:
             return None
         # An empty selection drops nothing.
         places = (~chosen).to(torch.uint8).argsort(stable=True)
-        chosen = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
+        deeper = places[:number] if number else torch.arange(frame.tokens, device=frame.device)
         if propagate.first is not None:
             self.selected_layer = frame.layer
-        self.propagated[frame.layer] = frame.places[chosen]
+        self.propagated[frame.layer] = frame.places[deeper]
         # A restart happens even with all tokens: layers so far may have been left unscored.
         self.restarted = self.program.bound.restarts
-        return chosen if self.restarted or len(chosen) < frame.tokens else None
+        return deeper if self.restarted or len(deeper) < frame.tokens else None
 
     def _number(self, chosen: torch.Tensor) -> int | None:
         """Number of chosen tokens; None if tensors are not finite, so that all go deeper.
@@ -426,8 +426,8 @@ class Run:
         evaluation.ask(self._computed_here)
         known.update({node: evaluation.value(node) for node in prefill.layer_roots})
         evaluation.states_of(self.program.bound.lowered.prefill.states)
-        for x, numbers in prefill.looks.items():
-            self._history.record(x, evaluation, _read(numbers, evaluation))
+        for node, numbers in prefill.looks.items():
+            self._history.record(node, evaluation, _read(numbers, evaluation))
         frame.vectors = {}  # the frame is this layer's alone
         self._evaluations[frame.layer] = replace(
             evaluation, known=known, unheld_nodes=frozenset(), others=alone
@@ -446,8 +446,8 @@ class Run:
         Args:
             numbers: int64 [L, S, 3], S numbers of each layer in parts, see exchange.py.
         """
-        here = self._here()
-        self._compare(here, decoded(self.program.exchanged, numbers, here[0]))
+        evaluations = self._here()
+        self._compare(evaluations, decoded(self.program.exchanged, numbers, evaluations[0]))
 
     def entries_kept(self) -> list[int]:
         """[L] entries that each list of a layer keeps, of all layers of the model.
@@ -487,12 +487,12 @@ class Run:
         Ranks that hold other KV heads are asked for theirs.
         """
         number, total = len(self._finite_checks.results), self.program.bound.shape.kv_heads
-        if number and (self._found is None or self._found[0] != number):
+        if number and (self._joint_check is None or self._joint_check[0] != number):
             heads = self._heads
-            found = self._finite_checks.everywhere(heads, heads.number(total), total)
-            if found is not None:
-                self._found = number, found.all()
-        return None if self._found is None else self._found[1]
+            per_head = self._finite_checks.everywhere(heads, heads.number(total), total)
+            if per_head is not None:
+                self._joint_check = number, per_head.all()
+        return None if self._joint_check is None else self._joint_check[1]
 
     def settle(self, *, finite: bool) -> None:
         """Takes the value that `finite` held, after `finish` without waiting."""
@@ -507,7 +507,7 @@ class Run:
                 self._evaluations[layer] = self._evaluation(frame)
         return [self._evaluations[layer] for layer in self.program.layers]
 
-    def _compare(self, here: list[Evaluation], known: list[dict[Node, Value]]) -> None:
+    def _compare(self, evaluations: list[Evaluation], known: list[dict[Node, Value]]) -> None:
         """Puts the layers side by side, so that nodes may look across them.
 
         Args:
@@ -515,43 +515,43 @@ class Run:
         """
         prefill, model = self._prefill, None
         if known:
-            frame = replace(here[0].frame, vectors={})
-            each = [self._evaluation(replace(frame, layer=i)) for i in range(len(known))]
-            for evaluation, numbers in zip(each, known, strict=True):
+            frame = replace(evaluations[0].frame, vectors={})
+            model_layers = [self._evaluation(replace(frame, layer=i)) for i in range(len(known))]
+            for evaluation, numbers in zip(model_layers, known, strict=True):
                 evaluation.known.update(numbers)
             later = prefill.later - {*self.program.exchanged}
-            model = Layers(each, self.size, later, prefill.unheld_nodes)
-        self._layers = Layers(here, self.size, prefill.later, prefill.unheld_nodes, model)
-        self._layers.known.update(self._of_all)
+            model = Layers(model_layers, self.size, later, prefill.unheld_nodes)
+        self._layers = Layers(evaluations, self.size, prefill.later, prefill.unheld_nodes, model)
+        self._layers.known.update(self._scored_values)
 
     def _finish(self, wait: bool) -> list[torch.Tensor]:
         bound = self.program.bound
         self._history.values.clear()
-        each = self._here()
-        device, layers = each[0].frame.device, bound.shape.layers
+        evaluations = self._here()
+        device, layers = evaluations[0].frame.device, bound.shape.layers
         if self._layers is None:
             if self.program.exchanged:
                 raise RuntimeError("nothing has been heard of other stages' layers")
-            part = len(each) < layers
-            self._compare(each, [{} for _ in range(layers)] if part else [])
+            other_stages = len(evaluations) < layers
+            self._compare(evaluations, [{} for _ in range(layers)] if other_stages else [])
         rules, keep = bound.lowered.prefill, keep_of(bound.lowered.prefill)
         self._all_layers.ask([keep, *rules.decided.values()])
         if wait and self.finite is not None:
             self.not_finite |= not self.finite.item()
         if self.not_finite:
-            sizes = [(x.frame.kv, x.frame.tokens) for x in each]
+            sizes = [(x.frame.kv, x.frame.tokens) for x in evaluations]
             kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
         else:
-            values = zip(self.result(keep), each, strict=True)
-            kept = [spread(x, ("kv", "token"), own.frame) for x, own in values]
-        unsure = None if wait or self.finite is None else ~self.finite
-        return self._placed([x.frame.positions for x in each], kept, unsure)
+            pairs = zip(self.result(keep), evaluations, strict=True)
+            kept = [spread(value, ("kv", "token"), evaluation.frame) for value, evaluation in pairs]
+        keep_all = None if wait or self.finite is None else ~self.finite
+        return self._placed([x.frame.positions for x in evaluations], kept, keep_all)
 
     def _placed(
         self,
         positions: list[torch.Tensor | None],
         kept: list[torch.Tensor],
-        unsure: torch.Tensor | None,
+        keep_all: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """bool [G, N] by layer, from what is kept of its own tokens.
 
@@ -560,24 +560,24 @@ class Run:
         Args:
             positions: of each layer's tokens; None: all.
             kept: bool [G, n] by layer.
-            unsure: 0-d, whether all of them are kept instead; None: they are not.
+            keep_all: 0-d, whether all of them are kept instead; None: they are not.
         """
-        found: list[torch.Tensor] = []
-        each = zip(positions, kept, strict=True)
-        for _, layers in groupby(each, key=lambda layer: id(layer[0])):
-            (tokens, *_), own = zip(*layers, strict=True)
-            if unsure is None and tokens is None:
-                found.extend(own)
+        result: list[torch.Tensor] = []
+        pairs = zip(positions, kept, strict=True)
+        for _, layers in groupby(pairs, key=lambda pair: id(pair[0])):
+            (tokens, *_), layer_kept = zip(*layers, strict=True)
+            if keep_all is None and tokens is None:
+                result.extend(layer_kept)
                 continue
-            made = torch.stack(own)
-            if unsure is not None:
-                made |= unsure
+            stacked = torch.stack(layer_kept)
+            if keep_all is not None:
+                stacked |= keep_all
             if tokens is not None:
-                placed = made.new_zeros(*made.shape[:2], self.size)
-                placed[:, :, tokens] = made
-                made = placed
-            found.extend(made.unbind())
-        return found
+                placed = stacked.new_zeros(*stacked.shape[:2], self.size)
+                placed[:, :, tokens] = stacked
+                stacked = placed
+            result.extend(stacked.unbind())
+        return result
 
     @property
     def _all_layers(self) -> Layers:
@@ -599,8 +599,10 @@ class Run:
         if root is None:
             raise TypeError(f"`{bound.program.name}` has no budget")
         if bound.static.needs(root) is None:
-            return [_floored(x) for x in self.result(root)]
-        return [_floored_number(each.number(root)) for each in self._all_layers.evaluations]
+            return [_floored(value) for value in self.result(root)]
+        return [
+            _floored_number(evaluation.number(root)) for evaluation in self._all_layers.evaluations
+        ]
 
     def decided(self) -> dict[str, list[Value]]:
         """Values of the prefill's `let`s that decode reads, by name and layer; after `finish`."""
@@ -649,8 +651,8 @@ class Run:
         Args:
             layer, k, v, most: as in `merged`.
         """
-        begun = self._begun_merge(layer, self._own_rows(layer, k, v), most)
-        self._merging[layer] = None if begun is None else begun.waiting()
+        merging = self._begun_merge(layer, self._layer_rows(layer, k, v), most)
+        self._merging[layer] = None if merging is None else merging.waiting()
 
     def merged(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
@@ -663,7 +665,7 @@ class Run:
             most: upper bound of the entries that a KV head drops; None: the host waits for the
                 device to count them.
         """
-        vectors = self._own_rows(layer, k, v)
+        vectors = self._layer_rows(layer, k, v)
         if layer in self._merging:
             merging = self._merging.pop(layer)
         else:
@@ -672,17 +674,17 @@ class Run:
             return k.double(), v.double()
         merging.finished(vectors)
         self._merge_states[layer] = merging.states
-        made, places = [], self._evaluations[layer].frame.positions
-        for name, whole in (("key", k), ("value", v)):
+        rows, places = [], self._evaluations[layer].frame.positions
+        for name, all_rows in (("key", k), ("value", v)):
             if name not in merging.merge.apply:
-                made.append(whole.double())
+                rows.append(all_rows.double())
             elif places is None:
-                made.append(merging.rows(vectors[name]))
+                rows.append(merging.rows(vectors[name]))
             else:
-                made.append(whole.double().index_copy(1, places, merging.rows(vectors[name])))
-        return made[0], made[1]
+                rows.append(all_rows.double().index_copy(1, places, merging.rows(vectors[name])))
+        return rows[0], rows[1]
 
-    def _own_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _layer_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
         """Keys and values [G, n, D] of the tokens that reached a layer."""
         places = self._evaluations[layer].frame.positions
         if places is not None:
@@ -734,14 +736,14 @@ class Run:
 
     def last_queries(self, layer: int) -> torch.Tensor | None:
         """[H, T, D], the prompt's last queries, which decode steps read; None if they read none."""
-        return self._tails.get(layer)
+        return self._last_queries.get(layer)
 
     def _remember_queries(self, layers: Sequence[int], q: torch.Tensor) -> None:
         """Copies those of [*, H, T, D] queries of some layers that decode steps may read."""
         bound = self.program.bound
         number = 0 if bound.folded.decode is None else bound.step_queries(self.prompt) - 1
         if number > 0:
-            self._tails.update(zip(layers, q[:, :, -number:].clone(), strict=True))
+            self._last_queries.update(zip(layers, q[:, :, -number:].clone(), strict=True))
 
 
 def _vectors(
@@ -751,8 +753,8 @@ def _vectors(
     lse: torch.Tensor | None,
 ) -> dict[str, Keys]:
     """The tensors that are not None by name, as in `Frame`."""
-    given = {"query": q, "key": k, "value": v, "lse": lse}
-    return {name: x for name, x in given.items() if x is not None}
+    vectors = {"query": q, "key": k, "value": v, "lse": lse}
+    return {name: x for name, x in vectors.items() if x is not None}
 
 
 def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
@@ -760,4 +762,4 @@ def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
     if numbers is None:
         return None
     layers = evaluation.frame.bound.shape.layers
-    return max(counts.whole(evaluation.number(each), layers) for each in numbers)
+    return max(counts.whole(evaluation.number(node), layers) for node in numbers)
