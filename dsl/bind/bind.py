@@ -116,26 +116,26 @@ class Bound:
         needs = self.static.needs(node)
         if needs is None:
             needs = frozenset({"prompt", "layer", "length", "generated"})
-        evaluate = self._evaluator(
+        value_of = self._evaluator(
             prompt if needs & {"prompt", "length"} else None,
             length if "length" in needs else None,
             generated if "generated" in needs else None,
         )
-        return evaluate(node, layer if "layer" in needs else None)
+        return value_of(node, layer if "layer" in needs else None)
 
     @once_at_most(_ENVIRONMENTS)
     def _evaluator(
         self, prompt: int | None, length: int | None, generated: int | None
     ) -> Evaluator:
         """Gives values of scalars where a prompt, a layer's tokens and a step are known."""
-        known = environment(self.shape, self.params, prompt, length=length, generated=generated)
-        return evaluator(known)
+        env = environment(self.shape, self.params, prompt, length=length, generated=generated)
+        return evaluator(env)
 
     def nodes(self) -> Iterator[Node]:
         """Every node of the prefill's rules, states and propagation, once."""
         rules = self.folded.prefill
-        more = (rules.budget, rules.score, *rules.lets.values())
-        return nodes_of([*rules_roots(rules), *more, *propagate_roots(self.folded.propagate)])
+        roots = (rules.budget, rules.score, *rules.lets.values())
+        return nodes_of([*rules_roots(rules), *roots, *propagate_roots(self.folded.propagate)])
 
     def decode_nodes(self) -> Iterator[Node]:
         """Every node that a decode step needs, once."""
@@ -145,17 +145,17 @@ class Bound:
     def queries(self, prompt: int) -> int:
         """Number of last queries that any layer of the prefill reads, or keeps for decode (W)."""
         counts, layers = self._windows(decoding=False), range(self.shape.layers)
-        read = (self._asking(count, prompt, layer) for count in counts for layer in layers)
+        sizes = (self._window_size(count, prompt, layer) for count in counts for layer in layers)
         # The prompt's last queries are among those that the first decode steps read.
-        later = min(prompt, max(0, self.step_queries(prompt) - 1))
-        return max(later, max(read, default=0))
+        decode_queries = min(prompt, max(0, self.step_queries(prompt) - 1))
+        return max(decode_queries, max(sizes, default=0))
 
     @once_at_most(_REMEMBERED)
     def step_queries(self, prompt: int) -> int:
         """Number of last queries that any layer of a decode step reads, the step's own included."""
         counts, layers = self._windows(decoding=True), range(self.shape.layers)
-        known = (self.number(x, prompt, layer) for x in counts if x for layer in layers)
-        return max(int(None in counts), max((whole(x, _MOST) for x in known), default=0))
+        sizes = (self.number(count, prompt, layer) for count in counts if count for layer in layers)
+        return max(int(None in counts), max((whole(size, _MOST) for size in sizes), default=0))
 
     @once
     def _windows(self, decoding: bool) -> list[Node | None]:
@@ -173,15 +173,15 @@ class Bound:
             layer: from 0.
             length: number of tokens that reached this layer; None: `prompt`.
         """
-        return self._asking(node.args[0] if node.args else None, prompt, layer, length)
+        return self._window_size(node.args[0] if node.args else None, prompt, layer, length)
 
-    def _asking(
+    def _window_size(
         self, count: Node | None, prompt: int, layer: int, length: int | None = None
     ) -> int:
-        most = prompt if length is None else length
+        tokens = prompt if length is None else length
         if count is None or self.static.needs(count) is None:
-            return most
-        return whole(self.number(count, prompt, layer), most)
+            return tokens
+        return whole(self.number(count, prompt, layer), tokens)
 
     def leaves_at(self, generated: int, prompt: int) -> bool:
         """Whether entries may leave at a decode step (from 1) after a prompt of N tokens."""
@@ -199,15 +199,17 @@ class Bound:
             step = -(-generated // interval) * interval
             return step if step < generated + most else None
         # A rule that does not read the prompt shares its remembered results among prompts.
-        alike = self.static.follows(rules.when, "generated")
-        return self._next_holding(rules.when, generated, 0 if alike else prompt, most)
+        ignores_prompt = self.static.follows(rules.when, "generated")
+        return self._next_holding(rules.when, generated, 0 if ignores_prompt else prompt, most)
 
     @once_at_most(_REMEMBERED)
     def _next_holding(self, when: Node, generated: int, prompt: int, most: int) -> int | None:
         rule, numbers = self._rule(when, prompt)
         steps = range(generated, generated + most)
-        holds = (x for x in steps if evaluate(rule, {**numbers, "generated": Fraction(x)}))
-        return next(holds, None)
+        matches = (
+            step for step in steps if evaluate(rule, {**numbers, "generated": Fraction(step)})
+        )
+        return next(matches, None)
 
     @once_at_most(_REMEMBERED)
     def _rule(self, when: Node, prompt: int) -> tuple[Node, Env]:
@@ -231,8 +233,8 @@ class Bound:
         """Names of the reported lets that `first` or `every` of `propagate` reads."""
         if self.folded.propagate is None:
             return ()
-        read = {*self.folded.propagate.moment.walk()}
-        return tuple(name for name, node in self.folded.prefill.lets.items() if node in read)
+        read_nodes = {*self.folded.propagate.moment.walk()}
+        return tuple(name for name, node in self.folded.prefill.lets.items() if node in read_nodes)
 
     def propagation_layer(self, prompt: int) -> int | None:
         """The layer after which fewer tokens are computed: the first at which `first` holds.
@@ -245,15 +247,15 @@ class Bound:
             return None
         layers = range(self.shape.layers)
         if self.static.needs(first) is None:
-            found = (truth(first, partial(self._known, prompt, layer)) for layer in layers)
-            return self.shape.layers if all(each is False for each in found) else None
-        holds = (layer for layer in layers if self.number(first, prompt, layer, length=prompt))
-        return next(holds, self.shape.layers)
+            answers = (truth(first, partial(self._known, prompt, layer)) for layer in layers)
+            return self.shape.layers if all(answer is False for answer in answers) else None
+        matches = (layer for layer in layers if self.number(first, prompt, layer, length=prompt))
+        return next(matches, self.shape.layers)
 
     def _known(self, prompt: int, layer: int, node: Node) -> Value | None:
         """Value of a scalar at a layer that sees the whole prompt; None: data decide it."""
-        known = self.static.needs(node) is not None
-        return self.number(node, prompt, layer, length=prompt) if known else None
+        is_static = self.static.needs(node) is not None
+        return self.number(node, prompt, layer, length=prompt) if is_static else None
 
     @cached_property
     def upper_layers(self) -> list[int]:
@@ -302,9 +304,9 @@ def bind(
         raise refused(program.name, "range", f"a fold interval is at least 1, not {fold_interval}")
     params = parameter_values(program, shape, overrides or {})
     env = environment(shape, params)
-    too_much = does_not_fit(program, None, env)
-    if too_much:
-        raise PolicyError(too_much, Source(program.name, ""))
+    diagnostics = does_not_fit(program, None, env)
+    if diagnostics:
+        raise PolicyError(diagnostics, Source(program.name, ""))
     sections = Sections(program.prefill, program.decode, program.propagate, program.share)
     folded = _needed(fold(sections, env), program.report)
     static = Static(folded.propagate is not None)
@@ -315,11 +317,15 @@ def bind(
 
 def _check_shared(bound: Bound) -> None:
     """Refuses `share.when` that holds at layer 0 or at adjacent layers."""
-    holds = bound.upper_layers
-    taken = [layer for layer in holds if layer - 1 in (-1, *holds)]
-    if taken:
-        below = f"layer {taken[0] - 1} shares already" if taken[0] else "there is no layer below"
-        message = f"`share.when` holds at layer {taken[0]}, but {below}"
+    upper_layers = bound.upper_layers
+    conflicts = [layer for layer in upper_layers if layer - 1 in (-1, *upper_layers)]
+    if conflicts:
+        reason = (
+            f"layer {conflicts[0] - 1} shares already"
+            if conflicts[0]
+            else "there is no layer below"
+        )
+        message = f"`share.when` holds at layer {conflicts[0]}, but {reason}"
         raise refused(bound.program.name, "share", message, "for example `layer % 2 == 1`")
 
 
@@ -329,9 +335,9 @@ def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:
     Args:
         report: names of the lets that are reported.
     """
-    everything = Node("all", type=Type("truth", ("token",)), when=When.PROMPT)
+    all_tokens = Node("all", type=Type("truth", ("token",)), when=When.PROMPT)
     prefill, decode = folded.prefill, folded.decode
-    prefill = replace(prefill, keep=prefill.keep or everything)
+    prefill = replace(prefill, keep=prefill.keep or all_tokens)
     if decode is not None:
         if decode.keep is None or decode.keep.op == "all":
             decode = None
@@ -340,14 +346,14 @@ def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:
     propagate = folded.propagate
     if propagate is not None:
         propagate = None if _never(propagate) else _without_restart(propagate)
-    read = nodes_of([] if decode is None else _decode_roots(decode))
-    names = {node.symbol for node in read if node.op == "decided"}
+    decode_nodes = nodes_of([] if decode is None else _decode_roots(decode))
+    names = {node.symbol for node in decode_nodes if node.op == "decided"}
     decided = {name: node for name, node in prefill.decided.items() if name in names}
     prefill = replace(prefill, decided=decided)
     roots = [prefill.keep, prefill.budget, prefill.score, *merge_roots(prefill.merge)]
     roots += [*propagate_roots(propagate), *decided.values()]
-    later = [] if decode is None else [x.name for x in decode.states.values() if x.inherited]
-    prefill = _read(prefill, roots, report, later)
+    inherited = [] if decode is None else [x.name for x in decode.states.values() if x.inherited]
+    prefill = _read(prefill, roots, report, inherited)
     return Sections(prefill, decode, propagate, folded.share)
 
 
@@ -355,18 +361,18 @@ def _read(
     rules: Rules,
     roots: list[Node | None],
     report: tuple[str, ...],
-    also: Iterable[str] = (),
+    state_names: Iterable[str] = (),
 ) -> Rules:
-    """The rules with only the states and reported lets that the roots read, and the states `also`.
+    """The rules with only the states and reported lets that the roots and `state_names` need.
 
     A reported let that nothing reads is left out unless it is known before the prefill.
     """
-    wanted = state_roots({name: rules.states[name] for name in also})
-    names = {*also} | states_needed([*roots, *wanted], rules.states)
+    extra_roots = state_roots({name: rules.states[name] for name in state_names})
+    names = {*state_names} | states_needed([*roots, *extra_roots], rules.states)
     states = {name: state for name, state in rules.states.items() if name in names}
-    read = {*nodes_of([*roots, *state_roots(states)])}
+    read_nodes = {*nodes_of([*roots, *state_roots(states)])}
     lets = {name: rules.lets[name] for name in report if name in rules.lets}
-    lets = {n: x for n, x in lets.items() if x in read or x.when <= When.PROMPT}
+    lets = {n: x for n, x in lets.items() if x in read_nodes or x.when <= When.PROMPT}
     return replace(rules, states=states, lets=lets)
 
 

@@ -49,7 +49,7 @@ class Size:
         return min(self.total, sum(self.layer[layers.start : layers.stop]))
 
 
-def _each(join: Callable[[int, int], int], a: Size, b: Size) -> tuple[list[int], list[int]]:
+def _joined(join: Callable[[int, int], int], a: Size, b: Size) -> tuple[list[int], list[int]]:
     """`head` and `layer` of two sizes, joined layer by layer."""
     head = [join(x, y) for x, y in zip(a.head, b.head, strict=True)]
     return head, [join(x, y) for x, y in zip(a.layer, b.layer, strict=True)]
@@ -85,9 +85,9 @@ class Bounds:
         if any(low < high for low, high in self._lengths):
             return False
         if node.op == "fill":
-            score, taken, budget = filling(node)
-            known = self._numbers.is_static(budget) and self.is_exact(taken)
-            return known and present_outside(score, taken)
+            score, taken_set, budget = filling(node)
+            is_known = self._numbers.is_static(budget) and self.is_exact(taken_set)
+            return is_known and present_outside(score, taken_set)
         if node.op == "choose":
             return self._numbers.is_static(node.args[1]) and all(
                 self.is_exact(x) for x in node.args[::2]
@@ -96,11 +96,11 @@ class Bounds:
             return chooses_after(*node.args) and all(self.is_exact(x) for x in node.args)
         if node.op == "top":
             x, number = node.args
-            taken = x.args[1].args[0] if x.left_over else node
-            return self._numbers.is_static(number) and present_outside(x, taken)
+            taken_set = x.args[1].args[0] if x.left_over else node
+            return self._numbers.is_static(number) and present_outside(x, taken_set)
         if node.op == "not":
-            chosen = [each.axes for each in nodes_of(node.args) if each.operation.sorts]
-            return all(axes == ("token",) for axes in chosen) and self.is_exact(node.args[0])
+            sort_axes = [part.axes for part in nodes_of(node.args) if part.operation.sorts]
+            return all(axes == ("token",) for axes in sort_axes) and self.is_exact(node.args[0])
         return node.op in ("all", "truth")
 
     def size(self, node: Node) -> Size:
@@ -134,17 +134,17 @@ class Bounds:
         return self._union(self.size(node.args[0]), self.size(node.args[1]))
 
     def _union(self, a: Size, b: Size) -> Size:
-        return self._bounded(*_each(add, a, b), a.total + b.total)
+        return self._bounded(*_joined(add, a, b), a.total + b.total)
 
     def _and(self, node: Node) -> Size:
         a, b = self.size(node.args[0]), self.size(node.args[1])
-        return self._bounded(*_each(min, a, b), min(a.total, b.total))
+        return self._bounded(*_joined(min, a, b), min(a.total, b.total))
 
     def _not(self, node: Node) -> Size:
         if not self.is_exact(node):
             return self._everything(node)
-        taken = self.size(node.args[0]).head
-        head = [n - gone for (n, _), gone in zip(self._lengths, taken, strict=True)]
+        sizes = self.size(node.args[0]).head
+        head = [n - size for (n, _), size in zip(self._lengths, sizes, strict=True)]
         return self._bounded(head, [self._kv * n for n in head], math.inf)
 
     def _choose(self, node: Node) -> Size:
@@ -153,15 +153,15 @@ class Bounds:
             chosen = [a if self._numbers.value(node.args[1], i) else b for i in range(self._layers)]
             head = [size.head[i] for i, size in enumerate(chosen)]
             layer = [size.layer[i] for i, size in enumerate(chosen)]
-            own = list(zip(layer, chosen, strict=True))
-            sums = ((x.total, sum(n for n, size in own if size is x)) for x in (a, b))
+            layer_sizes = list(zip(layer, chosen, strict=True))
+            sums = ((x.total, sum(n for n, size in layer_sizes if size is x)) for x in (a, b))
             return self._bounded(head, layer, sum(map(min, sums)))
         # If the condition differs between tokens or heads, some take one set, some the other.
-        axes, either = node.args[1].type.axes, self._union(a, b)
+        axes, union = node.args[1].type.axes, self._union(a, b)
         if "token" in axes:
-            return either
-        head, layer = _each(max, a, b)
-        return self._bounded(head, either.layer if "kv" in axes else layer, either.total)
+            return union
+        head, layer = _joined(max, a, b)
+        return self._bounded(head, union.layer if "kv" in axes else layer, union.total)
 
     def _top(self, node: Node) -> Size:
         counts = [max(0, self._numbers.of(node.args[1], i)[1]) for i in range(self._layers)]
@@ -180,31 +180,31 @@ class Bounds:
         """Bounds on a `top` in which heads or layers, not tokens, compete."""
         tokens = [high for _, high in self._lengths]
         heads = 1 if "kv" in node.axes else self._kv
-        per_layer = [heads * product(n, each) for n, each in zip(counts, tokens, strict=True)]
+        per_layer = [heads * product(n, length) for n, length in zip(counts, tokens, strict=True)]
         total = sum(per_layer)
         if "layer" in node.axes:
             total = heads * product(max(counts), max(tokens))
         return self._bounded(tokens, per_layer, total)
 
     def _fill(self, node: Node) -> Size:
-        _, before, budget = filling(node)
-        taken, layers = self.size(before), range(self._layers)
+        _, taken_set, budget = filling(node)
+        taken_size, layers = self.size(taken_set), range(self._layers)
         high = [max(0, self._numbers.of(budget, i)[1]) for i in layers]
         low = [self._numbers.of(budget, i)[0] for i in layers]
         # Each head keeps max(taken, budget): the budget, where it is never less than what is taken.
-        holds = all(low[i] >= taken.head[i] for i in layers)
+        holds = all(low[i] >= taken_size.head[i] for i in layers)
         sums = [self._heads_sum(budget, i) for i in layers]
         total = self._total(budget)
         if not holds:
-            sums = [taken.layer[i] + (sums[i] if low[i] >= 0 else math.inf) for i in layers]
-            total = taken.total + (total if min(low) >= 0 else math.inf)
-        most = [max(taken.head[i], high[i]) for i in layers]
+            sums = [taken_size.layer[i] + (sums[i] if low[i] >= 0 else math.inf) for i in layers]
+            total = taken_size.total + (total if min(low) >= 0 else math.inf)
+        head = [max(taken_size.head[i], high[i]) for i in layers]
         if "layer" in node.axes:
             # One layer may win the budgets of all layers.
             total = min(total, sum(sums))
             return self._bounded([math.inf] * self._layers, [total] * self._layers, total)
-        sums = [min(sums[i], self._kv * most[i]) for i in layers]
-        return self._bounded([math.inf] * self._layers if "kv" in node.axes else most, sums, total)
+        sums = [min(sums[i], self._kv * head[i]) for i in layers]
+        return self._bounded([math.inf] * self._layers if "kv" in node.axes else head, sums, total)
 
     # Sums of numbers over KV heads and layers.
 
@@ -217,14 +217,14 @@ class Bounds:
         if node.op == "choose" and self._numbers.is_static(node.args[1]):
             chosen = node.args[0 if self._numbers.value(node.args[1], layer) else 2]
             return self._heads_sum(chosen, layer)
-        through = self._linear(
+        linear_bound = self._linear(
             node,
             lambda x: self._heads_sum(x, layer),
             lambda x: self._kv * self._numbers.of(x, layer)[0],
             self._kv,
             lambda x: self._wins(x, layer),
         )
-        return min(self._kv * self._numbers.of(node, layer)[1], through)
+        return min(self._kv * self._numbers.of(node, layer)[1], linear_bound)
 
     def _total(self, node: Node) -> Number:
         """Upper bound on the node's values, summed over layers and KV heads."""
@@ -246,14 +246,14 @@ class Bounds:
         upper: Callable[[Node], Number],
         lower: Callable[[Node], Number],
         values: int,
-        known: Callable[[Node], Number],
+        fallback: Callable[[Node], Number],
     ) -> Number:
         """Upper bound on a sum of the node's values, moved into arguments of linear operations.
 
         Args:
             upper, lower: bounds on the same sum of another node.
             values: number of values in the sum.
-            known: upper bound for operations into which the sum cannot be moved.
+            fallback: upper bound for operations into which the sum cannot be moved.
         """
         args = node.args
         if node.op == "add":
@@ -263,21 +263,21 @@ class Bounds:
         if node.operation.rounds_up_by is not None:
             return upper(args[0]) + values * node.operation.rounds_up_by
         if node.operation.scales:
-            turns = node.operation.commutative
+            commutative = node.operation.commutative
             factor, x = (
                 (args[1], args[0]) if self._numbers.is_constant(args[1]) else (args[0], args[1])
             )
-            if self._numbers.is_constant(factor) and (turns or factor is args[1]):
-                by = self._numbers.value(factor, 0)
-                if by > 0:
-                    return upper(x) * by if turns else upper(x) / by
+            if self._numbers.is_constant(factor) and (commutative or factor is args[1]):
+                scale = self._numbers.value(factor, 0)
+                if scale > 0:
+                    return upper(x) * scale if commutative else upper(x) / scale
         if node.op == "choose" and self._numbers.is_constant(args[1]):
             return upper(args[0] if self._numbers.value(args[1], 0) else args[2])
         if node.op == "minimum":
             return min(upper(args[0]), upper(args[1]))
         if node.op == "maximum" and self._positive(args[0]) and self._positive(args[1]):
             return upper(args[0]) + upper(args[1])
-        return known(node)
+        return fallback(node)
 
     @once
     def _positive(self, node: Node) -> bool:
@@ -295,12 +295,12 @@ class Bounds:
 
     def _shares(self, node: Node) -> Number:
         """Upper bound that the operation itself sets on a sum over layers and KV heads, or inf."""
-        repeated = 1 if "kv" in node.type.axes else self._kv
+        repeats = 1 if "kv" in node.type.axes else self._kv
         if node.operation.shares_out:
-            return repeated * max(0, self._numbers.of(node.args[0], 0)[1])
+            return repeats * max(0, self._numbers.of(node.args[0], 0)[1])
         if node.op == "divide" and self._numbers.normalises(node) and "layer" in node.args[1].axes:
             summed = "kv" in node.args[1].axes
-            return 1 if summed and repeated == 1 else self._kv
+            return 1 if summed and repeats == 1 else self._kv
         if node.op == "count" and node.args[0].op == "top":
             return self._all_wins(node)
         return math.inf

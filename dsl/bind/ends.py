@@ -52,10 +52,10 @@ class Ends:
             if not bound.static.follows(keep.args[1], *_BEFORE):
                 return None
             keep, where, _ = keep.args
-        made = ends_of(keep)
-        if made is None or not all(_is_constant(bound, node) for node in made.numbers if node):
+        ends = ends_of(keep)
+        if ends is None or not all(_is_constant(bound, node) for node in ends.numbers if node):
             return None
-        return replace(made, where=where)
+        return replace(ends, where=where)
 
     @property
     def numbers(self) -> tuple[Node | None, Node | None, Node | None]:
@@ -70,9 +70,9 @@ class Ends:
     def rows(self, bound: Bound, prompt: int, layers: range) -> list[tuple[int, int, int]]:
         """`numbers` of each of `layers`, or one row if all are alike; 0 for what data decide."""
         data = self.of_data(bound).values()
-        known = [node for node in (self.where, *self.numbers) if node and node not in data]
-        apart = any("layer" in (bound.static.needs(node) or ()) for node in known)
-        return [self._row(bound, prompt, i) for i in (layers if apart else layers[:1])]
+        known_numbers = [node for node in (self.where, *self.numbers) if node and node not in data]
+        layers_differ = any("layer" in (bound.static.needs(node) or ()) for node in known_numbers)
+        return [self._row(bound, prompt, i) for i in (layers if layers_differ else layers[:1])]
 
     def _row(self, bound: Bound, prompt: int, layer: int) -> tuple[int, int, int]:
         if self.where is not None and not bound.number(self.where, prompt, layer):
@@ -89,9 +89,9 @@ def ends_of(keep: Node) -> Ends | None:
     """The rule of a token set: ends and, in a `fill`, the best of the rest; None: it has none."""
     if keep.op != "fill":
         return _ends_alone(keep)
-    score, taken, budget = filling(keep)
-    own = _ends_alone(taken) if keep.axes == _TOKEN else None
-    return None if own is None else Ends(own.first, own.last, score, budget)
+    score, taken_set, budget = filling(keep)
+    ends = _ends_alone(taken_set) if keep.axes == _TOKEN else None
+    return None if ends is None else Ends(ends.first, ends.last, score, budget)
 
 
 def _is_constant(bound: Bound, node: Node) -> bool:
@@ -100,26 +100,26 @@ def _is_constant(bound: Bound, node: Node) -> bool:
         return bound.static.follows(node, *_BEFORE)
     if node.op in ("budget", "decided"):
         return set(node.type.axes) <= {"kv"} and not node.type.absent
-    return node.operation.elementwise and all(_is_constant(bound, each) for each in node.args)
+    return node.operation.elementwise and all(_is_constant(bound, arg) for arg in node.args)
 
 
-def _ends_alone(taken: Node) -> Ends | None:
+def _ends_alone(token_set: Node) -> Ends | None:
     """The rule of a union of first and last entries, each at most once; None: another set."""
-    if taken.op == "truth" and taken.value is False:
+    if token_set.op == "truth" and token_set.value is False:
         return Ends(None, None)
-    if taken.op == "or" and len(taken.args) == 2:
-        one, other = (_ends_alone(each) for each in taken.args)
-        if one is None or other is None:
+    if token_set.op == "or" and len(token_set.args) == 2:
+        left, right = (_ends_alone(part) for part in token_set.args)
+        if left is None or right is None:
             return None
-        if (one.first and other.first) or (one.last and other.last):
+        if (left.first and right.first) or (left.last and right.last):
             return None
-        return Ends(one.first or other.first, one.last or other.last)
-    if taken.op != "top" or taken.axes != _TOKEN:
+        return Ends(left.first or right.first, left.last or right.last)
+    if token_set.op != "top" or token_set.axes != _TOKEN:
         return None
-    by, count = taken.args
-    if by.left_over and _ends_of_rest(by.args[1]):
-        by = by.args[0]  # one end, of what the other end leaves over
-    return _end(by, count)
+    score, count = token_set.args
+    if score.left_over and _ends_of_rest(score.args[1]):
+        score = score.args[0]  # one end, of what the other end leaves over
+    return _end(score, count)
 
 
 def end_of(bound: Bound, node: Node) -> Ends | None:
@@ -129,10 +129,10 @@ def end_of(bound: Bound, node: Node) -> Ends | None:
     return _end(*node.args)
 
 
-def _end(by: Node, count: Node) -> Ends | None:
-    if by.op == "position":
+def _end(score: Node, count: Node) -> Ends | None:
+    if score.op == "position":
         return Ends(None, count)
-    if by.op == "negate" and by.args[0].op == "position":
+    if score.op == "negate" and score.args[0].op == "position":
         return Ends(count, None)
     return None
 

@@ -21,8 +21,8 @@ def deciding_numbers(keep: Node) -> list[Node] | None:
     if keep.op == "all":
         return []
     if keep.op == "choose":
-        one, other = (deciding_numbers(each) for each in keep.args[::2])
-        return None if one is None or other is None else [keep.args[1], *one, *other]
+        first, second = (deciding_numbers(branch) for branch in keep.args[::2])
+        return None if first is None or second is None else [keep.args[1], *first, *second]
     ends = ends_of(keep)
     if ends is None:
         return None

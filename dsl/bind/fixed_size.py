@@ -45,7 +45,9 @@ class FixedSize:
             counts: [L][G] entries that each list kept at a step at which all lists lost some.
         """
         pairs = zip(self._taken(prompt, len(counts)), counts, strict=True)
-        return all(number is not None and number < min(own) for number, own in pairs)
+        return all(
+            number is not None and number < min(layer_counts) for number, layer_counts in pairs
+        )
 
     @once_at_most(PROMPTS)
     def _taken(self, prompt: int, layers: int) -> list[int | None]:
@@ -61,37 +63,37 @@ class FixedSize:
             keep = keep.args[0 if self._bound.number(keep.args[1], prompt, layer) else 2]
         if keep.op != "fill" or keep.axes != _TOKEN:
             return None
-        score, taken, budget = filling(keep)
+        score, taken_set, budget = filling(keep)
         lasts = budget.op == "budget" or self._same(budget)
-        numbers = self._numbers(taken)
-        if not lasts or numbers is None or not self._present(score, taken):
+        numbers = self._numbers(taken_set)
+        if not lasts or numbers is None or not self._present(score, taken_set):
             return None
-        return sum(whole(self._bound.number(each, prompt, layer), _MOST) for each in numbers)
+        return sum(whole(self._bound.number(number, prompt, layer), _MOST) for number in numbers)
 
-    def _numbers(self, taken: Node) -> list[Node] | None:
+    def _numbers(self, taken_set: Node) -> list[Node] | None:
         """Counts of the selections in a union; None if data decide one of them."""
-        if taken.op == "truth" and taken.value is False:
+        if taken_set.op == "truth" and taken_set.value is False:
             return []
-        if taken.op == "or":
-            parts = [self._numbers(each) for each in taken.args]
+        if taken_set.op == "or":
+            parts = [self._numbers(arg) for arg in taken_set.args]
             numbers = [number for part in parts if part is not None for number in part]
             return None if None in parts else numbers
-        number = taken.args[1] if taken.op == "top" and taken.axes == _TOKEN else None
+        number = taken_set.args[1] if taken_set.op == "top" and taken_set.axes == _TOKEN else None
         return [number] if number is not None and self._same(number) else None
 
     def _same(self, number: Node) -> bool:
         """Whether the host knows a number, and it is the same at every step of a request."""
         return self._bound.static.follows(number, "prompt", "layer")
 
-    def _present(self, node: Node, taken: Node) -> bool:
+    def _present(self, node: Node, taken_set: Node) -> bool:
         """Whether every entry that is not taken has a value, if the model's tensors are finite."""
         if self._bound.static.needs(node) is not None:
             return True
         if node.op == "mask":
-            return is_rest(node, taken) and self._present(node.args[0], taken)
+            return is_rest(node, taken_set) and self._present(node.args[0], taken_set)
         if node.op == "state":
             return self._states_present
         row = node.operation
         reduced = row.is_reduction and not {"token", "layer"} & set(node.axes)
         known = row.keeps_present or reduced
-        return known and all(self._present(each, taken) for each in node.args)
+        return known and all(self._present(arg, taken_set) for arg in node.args)

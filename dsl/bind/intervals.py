@@ -75,7 +75,7 @@ class Intervals:
         return self._interval(node, self.alike(node, layer), given)
 
     @once
-    def _interval(self, node: Node, layer: int, given: frozenset[Node]) -> Interval:
+    def _interval(self, node: Node, layer: int, conditions: frozenset[Node]) -> Interval:
         if self.is_static(node, layer):
             value = self.value(node, layer)
             return (value, value)
@@ -95,25 +95,25 @@ class Intervals:
             return (0, 1)
         if node.op == "choose" and self.is_static(node.args[1], layer):
             chosen = node.args[0 if self.value(node.args[1], layer) else 2]
-            return self.of(chosen, layer, given)
+            return self.of(chosen, layer, conditions)
         if node.op == "mask":
-            return self.of(node.args[0], layer, given | {node.args[1]})
+            return self.of(node.args[0], layer, conditions | {node.args[1]})
         if node.op == "broadcast":
-            return self.of(node.args[0], layer, given)
+            return self.of(node.args[0], layer, conditions)
         if "token" in node.axes or row.kind is Kind.LOOK:
-            given = frozenset()
+            conditions = frozenset()
         if row.of_none is not None and row.infinite_of_none:
-            low, high = self._argument(node, node.args[0], layer, given)
-            if not self._may_be_empty(node.args[0], node.axes, layer, given):
+            low, high = self._argument(node, node.args[0], layer, conditions)
+            if not self._may_be_empty(node.args[0], node.axes, layer, conditions):
                 return (low, high)
             return (min(low, row.of_none), max(high, row.of_none))
         if row.interval is None:
             return ANY
         numbers = [x for x in node.args if x.type.kind == "number"]
-        return row.interval(*(self._argument(node, x, layer, given) for x in numbers))
+        return row.interval(*(self._argument(node, x, layer, conditions) for x in numbers))
 
     def _argument(
-        self, node: Node, x: Node, layer: int, given: frozenset[Node] = frozenset()
+        self, node: Node, x: Node, layer: int, conditions: frozenset[Node] = frozenset()
     ) -> Interval:
         """Interval of an argument over all layers at which the node's operation reads it."""
         if node.operation.kind is Kind.LOOK and node.when <= When.LAYER:
@@ -121,9 +121,9 @@ class Intervals:
         elif node.across_layers:
             layers = range(self._layers)
         else:
-            return self.of(x, layer, given)
-        found = [self.of(x, each, given) for each in layers]
-        return (min(low for low, _ in found), max(high for _, high in found))
+            return self.of(x, layer, conditions)
+        intervals = [self.of(x, source, conditions) for source in layers]
+        return (min(low for low, _ in intervals), max(high for _, high in intervals))
 
     def _count(self, node: Node, layer: int) -> Number:
         if node.op != "count":
@@ -147,27 +147,27 @@ class Intervals:
         different values.
         """
         top = count.args[0]
-        own = (*top.type.axes, "layer")
-        apart = [axis for axis in count.axes if axis in own and axis not in top.axes]
-        return math.prod(self._size(axis, layer) for axis in apart)
+        top_axes = (*top.type.axes, "layer")
+        contest_axes = [axis for axis in count.axes if axis in top_axes and axis not in top.axes]
+        return math.prod(self._size(axis, layer) for axis in contest_axes)
 
     def _may_be_empty(
-        self, node: Node, axes: tuple[str, ...], layer: int, given: frozenset[Node]
+        self, node: Node, axes: tuple[str, ...], layer: int, conditions: frozenset[Node]
     ) -> bool:
-        """Whether a reduction over `axes` may find no value at all, where `given` holds."""
+        """Whether a reduction over `axes` may find no value at all, where `conditions` hold."""
         if not node.type.absent:
             return False
         masks: list[Node] = []
         while node.type.absent and not node.operation.is_window:
             if node.op == "mask":
-                masks += [node.args[1]] if node.args[1] not in given else []
+                masks += [node.args[1]] if node.args[1] not in conditions else []
                 node = node.args[0]
                 continue
-            absent = [x for x in node.args if x.type.absent]
-            passes = node.operation.interval is not None and len(absent) == 1
+            absent_args = [x for x in node.args if x.type.absent]
+            passes = node.operation.interval is not None and len(absent_args) == 1
             if not passes or node.operation.kind is Kind.LOOK:
                 return True
-            node = absent[0]
+            node = absent_args[0]
         left_out = sum(self._left_out(condition, axes, layer) for condition in masks)
         if node.type.absent:
             # The last query sees every token, others may see only tokens that the masks leave out.

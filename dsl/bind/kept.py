@@ -39,13 +39,13 @@ def entries_compared(sections: Sections) -> bool:
     rules = sections.decode
     roots = [keep_of(rules), *state_roots(rules.states), *merge_roots(rules.merge)]
     nodes = filter(across_heads, nodes_of(roots))
-    return any("token" in each.type.axes for node in nodes for each in node.args)
+    return any("token" in arg.type.axes for node in nodes for arg in node.args)
 
 
 def filling(fill: Node) -> tuple[Node, Node, Node]:
     """Score of a `fill`, by which the rest competes, the set taken before, and the budget."""
-    score, taken, missing, _ = fill.args
-    return score, taken, missing.args[0]
+    score, taken_set, missing, _ = fill.args
+    return score, taken_set, missing.args[0]
 
 
 def is_rest(node: Node, taken: Node) -> bool:
@@ -66,11 +66,11 @@ def present_outside(x: Node, taken: Node) -> bool:
         return any(is_rest(x, part) for part in _parts(taken)) and present_outside(x.args[0], taken)
     if x.operation.kind is Kind.LOOK:  # absent at layers that do not exist
         return False
-    return bool(x.args) and all(present_outside(each, taken) for each in x.args)
+    return bool(x.args) and all(present_outside(arg, taken) for arg in x.args)
 
 
-def _parts(taken: Node) -> list[Node]:
+def _parts(token_set: Node) -> list[Node]:
     """A set and, if it is a union, the sets in it."""
-    if taken.op != "or":
-        return [taken]
-    return [taken, *(part for each in taken.args for part in _parts(each))]
+    if token_set.op != "or":
+        return [token_set]
+    return [token_set, *(part for arg in token_set.args for part in _parts(arg))]

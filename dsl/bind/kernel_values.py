@@ -41,12 +41,12 @@ def inlined(node: Node, bound: Bound) -> bool:
         return is_end(node, bound)
     if not node.operation.in_kernels or (node.op == "power" and exponent(node) is None):
         return False
-    return node.op != "exp" and all(inlined(each, bound) for each in node.args)
+    return node.op != "exp" and all(inlined(arg, bound) for arg in node.args)
 
 
 def looks_across(node: Node, bound: Bound) -> bool:
     """Whether a value depends on data of other layers."""
-    return any(each.across_layers for each in node.walk() if bound.static.needs(each) is None)
+    return any(part.across_layers for part in node.walk() if bound.static.needs(part) is None)
 
 
 def is_end(node: Node, bound: Bound) -> bool:
@@ -75,4 +75,4 @@ def finite(node: Node) -> bool:
         return finite(node.args[0])
     if node.op in ("divide", "power") and node.args[1].op == "number":
         return node.args[1].literal > 0 and finite(node.args[0])
-    return row.keeps_finite and all(finite(each) for each in node.args)
+    return row.keeps_finite and all(finite(arg) for arg in node.args)

@@ -23,12 +23,12 @@ def lengths(bound: Bound, prompt: int) -> list[Range]:
     layers = range(bound.shape.layers)
     if bound.lowered.propagate is None:
         return [(prompt, prompt) for _ in layers]
-    found = _Lengths(bound, bound.lowered.propagate, prompt)
+    layer_lengths = _Lengths(bound, bound.lowered.propagate, prompt)
     if bound.restarts:
-        return [found.restarted()] * len(layers)
+        return [layer_lengths.restarted()] * len(layers)
     for layer in layers[1:]:
-        found.ranges[layer] = found.after(layer - 1)
-    return found.ranges
+        layer_lengths.ranges[layer] = layer_lengths.after(layer - 1)
+    return layer_lengths.ranges
 
 
 def computed(bound: Bound, prompt: int) -> list[int]:
@@ -36,11 +36,11 @@ def computed(bound: Bound, prompt: int) -> list[int]:
 
     With a restart the layers of the first pass come first, then those of the second.
     """
-    reached = [high for _, high in lengths(bound, prompt)]
+    layer_tokens = [high for _, high in lengths(bound, prompt)]
     layer = bound.propagation_layer(prompt)
-    if not bound.restarts or layer == len(reached):  # the second pass never begins
-        return reached
-    return [prompt] * (len(reached) if layer is None else layer + 1) + reached
+    if not bound.restarts or layer == len(layer_tokens):  # the second pass never begins
+        return layer_tokens
+    return [prompt] * (len(layer_tokens) if layer is None else layer + 1) + layer_tokens
 
 
 class _Lengths:
@@ -68,14 +68,14 @@ class _Lengths:
     def after(self, layer: int) -> Range:
         """Number of tokens that a layer hands on."""
         acts = False if self.done else self._acts(layer)
-        stays = self.ranges[layer]
+        input_range = self.ranges[layer]
         if acts is False:
-            return stays
-        surely = acts and self.done is False
+            return input_range
+        certain = acts and self.done is False
         if not self.rules.repeats:
             self.done = True if acts else None
         chosen = self._chosen(layer)
-        return chosen if surely else _hull([chosen, stays])
+        return chosen if certain else _hull([chosen, input_range])
 
     def _acts(self, layer: int) -> bool | None:
         """Whether tokens are chosen at a layer; None: data decide."""
@@ -86,32 +86,32 @@ class _Lengths:
 
     def _chosen(self, layer: int) -> Range:
         low, high = self._size(self.rules.tokens, layer)
-        there = self.ranges[layer]
+        input_range = self.ranges[layer]
         # Where no token is chosen, all go on.
-        return (low, high) if low else _hull([(min(1, there[0]), high), there])
+        return (low, high) if low else _hull([(min(1, input_range[0]), high), input_range])
 
     def _size(self, node: Node, layer: int) -> Range:
         """Least and largest number of tokens in a set."""
         low, high = self.ranges[layer]
         if node.op == "top" and node.axes == ("token",):
             fewest, most = self.numbers.of(node.args[1], layer)
-            sure = whole(fewest, low) if not node.args[0].type.absent else 0
-            return sure, whole(most, high)
+            minimum = whole(fewest, low) if not node.args[0].type.absent else 0
+            return minimum, whole(most, high)
         if node.op == "fill":
-            score, taken, budget = filling(node)
-            least, largest = self._size(taken, layer)
+            score, taken_set, budget = filling(node)
+            least, largest = self._size(taken_set, layer)
             fewest, most = self.numbers.of(budget, layer)
-            rest = whole(fewest, low) if present_outside(score, taken) else 0
+            rest = whole(fewest, low) if present_outside(score, taken_set) else 0
             return max(least, rest), max(largest, whole(most, high))
         if node.op == "or":
             (a, b), (c, d) = (self._size(x, layer) for x in node.args)
-            sure = max(a, c)
+            minimum = max(a, c)
             if chooses_after(*node.args) and node.args[1].axes == ("token",):
                 # The right side chooses among what the left one left over.
                 fewest = whole(self.numbers.of(node.args[1].args[1], layer)[0], low)
                 x = node.args[1].args[0].args[0]
-                sure = min(low, a + fewest) if present_outside(x, node.args[0]) else a
-            return sure, min(high, b + d)
+                minimum = min(low, a + fewest) if present_outside(x, node.args[0]) else a
+            return minimum, min(high, b + d)
         if node.op == "choose":
             if self.numbers.is_static(node.args[1], layer):
                 chosen = self.numbers.value(node.args[1], layer)

@@ -106,11 +106,11 @@ class ModelConfig:
             entries: entries of one request, summed over layers and KV heads.
         """
         shape, head = self.shape, self.hidden * self.vocabulary
-        asked = requests * entries * shape.group
+        pairs = requests * entries * shape.group
         return Work(
             matrix=2.0 * requests * (shape.layers * self._used() + head)
-            + 4.0 * shape.head_dim * asked,
-            vector=SOFTMAX * asked,
+            + 4.0 * shape.head_dim * pairs,
+            vector=SOFTMAX * pairs,
             moved=self.element_bytes * (shape.layers * self._read(requests) + head)
             + requests * entries * self.kv_size(1),
         )
@@ -196,9 +196,9 @@ def _widths(name: str, config: Mapping[str, Any], mlp: int) -> tuple[int, int]:
     Args:
         mlp: width of an MLP without experts.
     """
-    there, chosen = _given(config, "num_experts"), _given(config, "num_experts_per_tok")
+    total, per_token = _given(config, "num_experts"), _given(config, "num_experts_per_tok")
     # Dense models of a class that may have experts give 0.
-    if there == 0 or chosen == 0 or (there is None and chosen is None):
+    if total == 0 or per_token == 0 or (total is None and per_token is None):
         return mlp, mlp
     width = _size(name, config, "moe_intermediate_size", mlp)
     used = _size(name, config, "num_experts_per_tok", 1)
@@ -212,12 +212,12 @@ def _widths(name: str, config: Mapping[str, Any], mlp: int) -> tuple[int, int]:
 def _given(config: Mapping[str, Any], key: str) -> Any:
     """The value of a size under its key or another one of `_KEYS`; None: not given."""
     names = (key, *_KEYS.get(key, ()))
-    return next((config[each] for each in names if config.get(each) is not None), None)
+    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def _size(name: str, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _given(config, key)
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
         value = max(value)  # one per layer
     if value is None:
         value = default

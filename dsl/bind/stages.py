@@ -26,10 +26,10 @@ def why_not_apart(bound: Bound) -> str | None:
         return "layers are stored in pairs (`share:`), and those of a pair may lie in two stages"
     if bound.propagates:
         return "tokens leave between layers (`propagate:`), and the next stage computes all of them"
-    found = next((x for x in _read(bound) if _looks(x) and not _compares_numbers(x)), None)
-    found = found or next((x for x in nodes_of(_decoding(bound)) if _looks(x)), None)
-    if found is not None:
-        return f"`{found.op}{brackets(found.axes)}` looks at layers that lie in other stages"
+    culprit = next((x for x in _read(bound) if _looks(x) and not _compares_numbers(x)), None)
+    culprit = culprit or next((x for x in nodes_of(_decoding(bound)) if _looks(x)), None)
+    if culprit is not None:
+        return f"`{culprit.op}{brackets(culprit.axes)}` looks at layers that lie in other stages"
     numbers = deciding_numbers(keep_of(bound.lowered.prefill))
     if exchanged(bound) and (numbers is None or not all(map(_is_number, numbers))):
         return "layers are compared, and only its own data say how many entries a layer keeps then"
@@ -38,20 +38,20 @@ def why_not_apart(bound: Bound) -> str | None:
 
 def exchanged(bound: Bound) -> tuple[Node, ...]:
     """Nodes with one number per layer that the stages exchange, where they decide apart."""
-    compared = [each for node in _read(bound) if _looks(node) for each in node.args]
-    if not compared:
+    compared_nodes = [arg for node in _read(bound) if _looks(node) for arg in node.args]
+    if not compared_nodes:
         return ()
-    found = {id(x): x for node in compared for x in _own(node)}
+    nodes_by_id = {id(x): x for node in compared_nodes for x in _own(node)}
     for number in deciding_numbers(keep_of(bound.lowered.prefill)) or ():
-        found.update((id(x), x) for x in _own(number))
-    return tuple(found.values())
+        nodes_by_id.update((id(x), x) for x in _own(number))
+    return tuple(nodes_by_id.values())
 
 
 def _read(bound: Bound) -> Iterator[Node]:
     """Every node of the prefill that decides what is kept, in the prefill and in decode."""
-    rules, later = bound.lowered.prefill, bound.lowered.decode
+    rules, decode_rules = bound.lowered.prefill, bound.lowered.decode
     roots = [keep_of(rules), *rules.decided.values()]
-    if later is not None and rules.budget is not None:
+    if decode_rules is not None and rules.budget is not None:
         if any(node.op == "budget" for node in nodes_of(_decoding(bound))):
             roots.append(rules.budget)
     return nodes_of([*roots, *state_roots(rules.states), *merge_roots(rules.merge)])
@@ -86,7 +86,7 @@ def _is_number(node: Node) -> bool:
 def _own(node: Node) -> Iterator[Node]:
     """The largest parts of a number that follow from a layer's own data."""
     if node.when >= When.END:
-        for each in node.args:
-            yield from _own(each)
+        for arg in node.args:
+            yield from _own(arg)
     elif not _is_planned(node):
         yield node

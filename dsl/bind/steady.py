@@ -25,4 +25,4 @@ def _size(node: Node | None) -> tuple[object, ...] | None:
     if node is None:
         return None
     arguments = node.args[1:] if node.op == "top" else node.args
-    return node.op, str(node.value), node.axes, tuple(_size(each) for each in arguments)
+    return node.op, str(node.value), node.axes, tuple(_size(argument) for argument in arguments)

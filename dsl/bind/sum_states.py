@@ -47,12 +47,12 @@ class SumStates:
         if not node.operation.sums or len(node.args) != 2:
             return False
         left, right = node.args
-        if self._adds(left, by_token) and self._given(right, by_token):
+        if self._adds(left, by_token) and self._additive(right, by_token):
             return True
-        turned = node.operation.commutative
-        return turned and self._given(left, by_token) and self._adds(right, by_token)
+        commutative = node.operation.commutative
+        return commutative and self._additive(left, by_token) and self._adds(right, by_token)
 
-    def _given(self, node: Node, by_token: bool) -> bool:
+    def _additive(self, node: Node, by_token: bool) -> bool:
         """Whether the sum of a value over several steps is its value for all their queries.
 
         Args:
@@ -65,15 +65,15 @@ class SumStates:
         if row.adds_up and "query" in node.axes and "layer" not in node.axes:
             return self._of_query(node.args[0])
         if row.sums:
-            return all(self._given(each, by_token) for each in node.args)
+            return all(self._additive(arg, by_token) for arg in node.args)
         if row.scales:
             first, second = node.args
             if row.commutative and self._number(first):
-                return self._given(second, by_token)
+                return self._additive(second, by_token)
             fits = self._number(second) if row.commutative else _not_zero(second)
-            return fits and self._given(first, by_token)
+            return fits and self._additive(first, by_token)
         over = {"kv", "group"} if row.averages else {"kv", "group", "token"}
-        return row.linear and set(node.axes) <= over and self._given(node.args[0], by_token)
+        return row.linear and set(node.axes) <= over and self._additive(node.args[0], by_token)
 
     def _number(self, node: Node) -> bool:
         return self._static.needs(node) is not None and self.constant(node)
@@ -110,5 +110,5 @@ def _stays_finite(node: Node) -> bool:
     if node.op == "power":
         return node.args[1].op == "number" and node.args[1].literal > 0
     if row.infinite_of_none:
-        return not any(each.op == "mask" for each in node.walk())
+        return not any(part.op == "mask" for part in node.walk())
     return row.keeps_finite

@@ -125,25 +125,25 @@ class Sizes:
 
     def work(self, node: Node) -> Work:
         """Work of computing a value at one layer from its arguments."""
-        own, inner = self.elements(node), max(map(self.elements, node.args), default=0.0)
+        size, arg_size = self.elements(node), max(map(self.elements, node.args), default=0.0)
         keys = self.axes["kv"] * self.tokens * self.axes["dim"] * self.element
         row = node.operation
         if row.reads_queries:
             passes = 2 if row.softmax and not self.attended else 1
-            softmax = SOFTMAX * own if row.softmax else 0.0
-            asked = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]
-            moved = passes * keys + asked * self.element
-            return Work(2 * passes * own * self.axes["dim"], softmax, moved)
+            softmax = SOFTMAX * size if row.softmax else 0.0
+            queries = self.axes["kv"] * self.axes["group"] * self.queries(node) * self.axes["dim"]
+            moved = passes * keys + queries * self.element
+            return Work(2 * passes * size * self.axes["dim"], softmax, moved)
         if row.kind is Kind.VECTOR:
             return Work(moved=keys)
         if node.op == "nearest":
             return self._nearest()
-        inside = _INSIDE & set(node.type.axes)
+        inner_axes = _INSIDE & set(node.type.axes)
         if row.sorts:
-            return Work(vector=inner * self._order(node), moved=_PASSES * _VALUE * inner)
-        read = sum(self.elements(x) for x in node.args if not _INSIDE & set(x.type.axes))
-        steps = own * self._width(node) if row.kind is Kind.POOL else max(own, inner)
-        return Work(vector=steps, moved=0.0 if inside else _VALUE * (own + read))
+            return Work(vector=arg_size * self._order(node), moved=_PASSES * _VALUE * arg_size)
+        read_size = sum(self.elements(x) for x in node.args if not _INSIDE & set(x.type.axes))
+        steps = size * self._width(node) if row.kind is Kind.POOL else max(size, arg_size)
+        return Work(vector=steps, moved=0.0 if inner_axes else _VALUE * (size + read_size))
 
     def _width(self, node: Node) -> int:
         """Neighbours that pooling looks at."""
@@ -154,15 +154,15 @@ class Sizes:
         """Steps per value of a selection: log2 of the number of values that compete, at least 1."""
         axes = node.axes or ("token",)
         layers = self.bound.shape.layers
-        competing = math.prod(
+        competitors = math.prod(
             layers if axis == "layer" else self.tokens if axis == "token" else self.axes[axis]
             for axis in axes
         )
-        return max(1.0, math.log2(max(2, competing)))
+        return max(1.0, math.log2(max(2, competitors)))
 
     def _nearest(self) -> Work:
         """Work of `nearest`: cosines of every dropped entry with every kept one."""
         pairs = float(self.axes["kv"] * self.kept * self.axes["dropped"])
         size = self.axes["dim"]
-        both = self.axes["kv"] * self.tokens * size * self.element
-        return Work(2 * pairs * size, pairs, both)
+        moved = self.axes["kv"] * self.tokens * size * self.element
+        return Work(2 * pairs * size, pairs, moved)

@@ -58,8 +58,8 @@ def _named_axes(typer: Typer, written: tuple[Axis, ...]) -> tuple[str, ...]:
     for axis in written:
         for name in HEAD if axis.text == "head" else (axis.text,):
             if name != "layer" and name not in AXES:
-                known = (*AXES, "head", "layer")
-                help = did_you_mean(name, known) or f"the axes are {listed(known, 'and')}"
+                axis_names = (*AXES, "head", "layer")
+                help = did_you_mean(name, axis_names) or f"the axes are {listed(axis_names, 'and')}"
                 raise typer.error("axis", f"there is no axis `{name}`", axis.span, help)
             if name in axes:
                 raise typer.error("arguments", f"axis `{name}` is named twice", axis.span)
@@ -175,20 +175,22 @@ def check_no_share(typer: Typer, value: Value | None, expr: Expr, what: str) -> 
 def check_static(typer: Typer, node: Node, expr: Expr, what: str, code: str = "phase") -> None:
     """Checks that a node is one number known before the prefill."""
     if node.type.axes or node.when > When.PROMPT or node.type.absent:
-        shown = typer.shown(expr)
-        message = f"{what} must be one number known before the prefill; `{shown}` is not"
+        text = typer.shown(expr)
+        message = f"{what} must be one number known before the prefill; `{text}` is not"
         raise typer.error(code, message, expr.span)
 
 
 def _differs(node: Node) -> bool:
-    """Whether a number may differ between layers; `length` counts as the same at all."""
-    found: dict[Node, bool] = {}
-    for each in node.walk():
-        own = each.operation.across_layers or (each.op == "size" and each.value == "layer")
-        own = own or (each.when >= When.LAYER and all(x.when < When.LAYER for x in each.args))
-        over_layers = each.operation.is_reduction and "layer" in each.axes
-        found[each] = not over_layers and (own or any(found[x] for x in each.args))
-    return found[node]
+    """Whether a number may differ between layers; `length` counts as the same everywhere."""
+    differs: dict[Node, bool] = {}
+    for part in node.walk():
+        is_source = part.operation.across_layers or (part.op == "size" and part.value == "layer")
+        is_source = is_source or (
+            part.when >= When.LAYER and all(x.when < When.LAYER for x in part.args)
+        )
+        over_layers = part.operation.is_reduction and "layer" in part.axes
+        differs[part] = not over_layers and (is_source or any(differs[x] for x in part.args))
+    return differs[node]
 
 
 def check_in_a_layer(typer: Typer, call: Call) -> None:
@@ -202,9 +204,9 @@ def check_in_a_layer(typer: Typer, call: Call) -> None:
 def check_alike(typer: Typer, node: Node, expr: Expr, what: str) -> None:
     """Checks that a number is the same at every layer."""
     if _differs(node):
-        shown = typer.shown(expr)
-        help = None if node.when < When.LAYER else f"reduce it, as in `sum[layer]({shown})`"
-        message = f"{what} must be the same at every layer; `{shown}` is not"
+        text = typer.shown(expr)
+        help = None if node.when < When.LAYER else f"reduce it, as in `sum[layer]({text})`"
+        message = f"{what} must be the same at every layer; `{text}` is not"
         raise typer.error("phase", message, expr.span, help)
 
 
@@ -236,8 +238,8 @@ def check_has_axes(
     if not missing:
         return
     shape = inside_brackets(node)
-    has = f"is [{shape}]" if shape else "has no axes"
-    message = f"`{typer.shown(expr)}` {has}; it has no axis `{missing[0]}` to {verb}"
+    axes_text = f"is [{shape}]" if shape else "has no axes"
+    message = f"`{typer.shown(expr)}` {axes_text}; it has no axis `{missing[0]}` to {verb}"
     help = None
     if missing[0] == "token" and "dropped" in node.type.axes:
         help = "inside `merge` the axis of the dropped entries is called `dropped`"

@@ -54,10 +54,10 @@ class Site(NamedTuple):
         """The unit of `x`, if the result has it too."""
         return self.nodes["x"].type.unit if self.function.unit == "first" else None
 
-    def make(self, *args: Node, **given: Any) -> Node:
+    def make(self, *args: Node, **options: Any) -> Node:
         """The call's node; arguments as of `Graph.make`."""
         return self.typer.graph.make(
-            self.function.name, args, span=self.typer.span(self.call), **given
+            self.function.name, args, span=self.typer.span(self.call), **options
         )
 
     def refused(
@@ -146,10 +146,10 @@ def _pair(typer: Typer, call: Call, op: str) -> Node:
     written = tuple(argument.value for argument in call.arguments)
     numbers = (partial(typer.number, expr, f"`{call.name}`") for expr in written)
     nodes = sound(partial(all_sound, numbers))
-    named = next((argument for argument in call.arguments if argument.name), None)
-    if named is not None:
-        message = f"`{call.name}` has no argument named `{named.name}`"
-        raise typer.error("arguments", message, named.name_span or call.span)
+    named_argument = next((argument for argument in call.arguments if argument.name), None)
+    if named_argument is not None:
+        message = f"`{call.name}` has no argument named `{named_argument.name}`"
+        raise typer.error("arguments", message, named_argument.name_span or call.span)
     if nodes is None:
         raise Wrong
     return typer.combine(op, call, written, nodes)
@@ -168,8 +168,8 @@ def reduction(site: Site) -> Node:
     site.check_competition()
     unit = site.unit
     if site.function.unit == "count":
-        counted = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
-        units = {counted.get(axis) for axis in axes} - {None}
+        axis_units = {"layer": "layers", "token": "tokens", "query": "tokens", "dropped": "tokens"}
+        units = {axis_units.get(axis) for axis in axes} - {None}
         unit = units.pop() if len(units) == 1 else None
     kind = site.row.result or "number"
     rest_axes = tuple(axis for axis in x.type.axes if axis not in axes)
@@ -188,9 +188,9 @@ def top(site: Site) -> Node:
             what = {"kv": "heads", "group": "heads", "token": "tokens"}.get(axis, f"`{axis}`")
             message = f"`{site.shown('x')}` has no axis `{axis}`, so {what} cannot compete with it"
             raise site.refused("competition", message)
-    shared = [axis for axis in n.type.axes if axis in (*axes, "token")] if n else []
-    if shared:
-        message = f"the count varies over `{shared[0]}`, along which the values compete"
+    shared_axes = [axis for axis in n.type.axes if axis in (*axes, "token")] if n else []
+    if shared_axes:
+        message = f"the count varies over `{shared_axes[0]}`, along which the values compete"
         raise site.refused("axis", message, "n")
     args = (x, n) if n else (x,)
     site.typer.check_extents(args, site.call)
@@ -305,12 +305,12 @@ def across(site: Site) -> Node:
             raise site.refused("axis", f"{message} [{shape}]", name, help)
         if node.type.absent:
             raise site.typer.absent(node, site.exprs[name], f"`{name}` of `{function.name}`")
-    one = "k" if "k" in nodes else "total"
-    if one == "k":
+    scalar = "k" if "k" in nodes else "total"
+    if scalar == "k":
         site.check_static("k", "`k`")
-    site.check_alike(one, f"`{one}`")
+    site.check_alike(scalar, f"`{scalar}`")
     order = [nodes[p.name] for p in function.parameters if p.name in nodes]
-    return site.make(*order, over=("layer",), unit="tokens" if one == "total" else None)
+    return site.make(*order, over=("layer",), unit="tokens" if scalar == "total" else None)
 
 
 def uniform(site: Site) -> Node:
@@ -354,15 +354,15 @@ def derived(site: Site) -> Node:
         verb = f"take `{call.name}` over"
         for name in [name for name in ("x", "y") if name in nodes]:
             check_has_axes(typer, axes, nodes[name], exprs[name], call, verb)
-    inner = Typer(typer.scope, typer.context)
-    outer = typer.expansion
-    inner.expansion = Expansion(
-        outer.name if outer else typer.shown(call),
+    body_typer = Typer(typer.scope, typer.context)
+    outer_expansion = typer.expansion
+    body_typer.expansion = Expansion(
+        outer_expansion.name if outer_expansion else typer.shown(call),
         typer.span(call),
         nodes,
         tuple(Axis(call.span, axis) for axis in axes),
     )
-    node = inner.expr(_body(function))
+    node = body_typer.expr(_body(function))
     return typer.graph.relabel(node, origin=function.name, span=typer.span(call))
 
 

@@ -123,8 +123,8 @@ class Typer:
         if not self.context.in_merge or not node.across_layers:
             return
         names = [*self.scope.definitions["merge"], *self.scope.definitions["decode.merge"]]
-        states = [each for each in node.walk() if each.op == "state" and each.value in names]
-        if states or any(each.operation.kind is Kind.MERGE for each in node.walk()):
+        states = [part for part in node.walk() if part.op == "state" and part.value in names]
+        if states or any(part.operation.kind is Kind.MERGE for part in node.walk()):
             message = f"`{self.shown(expr)}` looks at what other layers merge"
             help = (
                 "layers merge one by one: look at others outside `merge`, in a `let` of all tokens"
@@ -237,8 +237,8 @@ class Typer:
 
     def operation(self, expr: Operator) -> Node:
         row = OPERATIONS[expr.op]
-        read = self.truth if row.takes == "truth" else self.number
-        operands = all_sound(partial(read, each, f"`{row.sign}`") for each in expr.operands)
+        reader = self.truth if row.takes == "truth" else self.number
+        operands = all_sound(partial(reader, operand, f"`{row.sign}`") for operand in expr.operands)
         return self.combine(expr.op, expr, expr.operands, operands)
 
     def combine(self, op: str, expr: Expr, written: tuple[Expr, ...], nodes: list[Node]) -> Node:
@@ -265,17 +265,17 @@ class Typer:
     def check_extents(self, nodes: Iterable[Node], expr: Expr) -> None:
         """Checks that all nodes that have queries, or past layers, have the same ones."""
         for axis in ("query", "past"):
-            found = extents(nodes, axis)
-            if len(found) < 2:
+            axis_extents = extents(nodes, axis)
+            if len(axis_extents) < 2:
                 continue
-            first, second = found[:2]
+            first, second = axis_extents[:2]
             if axis == "query":
-                which = f"the queries of `{first.text}` and those of `{second.text}`"
+                subject = f"the queries of `{first.text}` and those of `{second.text}`"
                 help = "reduce `query` of each first, as in `mean[query](...)`, or take one window"
             else:
-                which = f"`past` over {_layers_of(first)} and over {_layers_of(second)}"
+                subject = f"`past` over {_layers_of(first)} and over {_layers_of(second)}"
                 help = "reduce `past` of each first, or look back equally far"
-            message = f"{which} are two axes; they cannot be combined"
+            message = f"{subject} are two axes; they cannot be combined"
             raise self.error("axis", message, expr.span, help)
 
     def check_units(self, written: tuple[Expr, ...], nodes: list[Node], phrase: str) -> None:
@@ -293,23 +293,25 @@ class Typer:
                 )
             span = Span(written[0].span.start, written[1].span.end)
             raise self.error("unit", message, span, help)
-        for expr, other in ((written[0], right), (written[1], left)):
-            if other:
-                self.suggest_unit(expr, other)
+        for expr, unit in ((written[0], right), (written[1], left)):
+            if unit:
+                self.suggest_unit(expr, unit)
 
     def chain(self, expr: Chain) -> Node:
-        nodes = all_sound(partial(self.number, each, "a comparison") for each in expr.operands)
+        nodes = all_sound(
+            partial(self.number, operand, "a comparison") for operand in expr.operands
+        )
         comparisons = all_sound(
-            partial(self.combine, op, expr, expr.operands[at : at + 2], nodes[at : at + 2])
-            for at, op in enumerate((expr.first, expr.second))
+            partial(self.combine, op, expr, expr.operands[i : i + 2], nodes[i : i + 2])
+            for i, op in enumerate((expr.first, expr.second))
         )
         return self.combine("and", expr, (), comparisons)
 
     def where(self, expr: Where) -> Node:
-        read = partial(self.expr, expr.value)
+        reading = partial(self.expr, expr.value)
         if expr.other is not None:
-            return self.chosen(expr, read, partial(self.expr, expr.other))
-        value, condition = all_sound((read, self._condition(expr)))
+            return self.chosen(expr, reading, partial(self.expr, expr.other))
+        value, condition = all_sound((reading, self._condition(expr)))
         self.check_extents((value, condition), expr)
         return self.graph.make(
             "mask", (value, condition), kind=value.type.kind, unit=value.type.unit, absent=True,
@@ -371,8 +373,8 @@ def _result_unit(rule: str | None, units: list[str | None]) -> str | None:
     if rule == "alike":
         return units[0] or units[1]
     if rule == "product" and "tokens" in units:
-        other = units[1] if units[0] == "tokens" else units[0]
-        return "tokens" if other in (None, "ratio") else None
+        other_unit = units[1] if units[0] == "tokens" else units[0]
+        return "tokens" if other_unit in (None, "ratio") else None
     if rule == "quotient":
         return "tokens" if units[0] == "tokens" and units[1] in (None, "ratio") else None
     return units[0] if rule == "first" else None

@@ -32,15 +32,15 @@ def does_not_fit(
         budget, keep = program.decode.budget, program.decode.keep
         if budget is not None or (keep and keep.span) != (first and first.span):
             pairs.append((budget or program.prefill.budget, keep))
-    found = []
+    diagnostics = []
     for budget, keep in pairs:
         if budget is None or keep is None:
             continue
         for branch in _branches(keep):
             problem = _problem(budget, branch, source, env)
             if problem is not None:
-                found.append(problem)
-    return found
+                diagnostics.append(problem)
+    return diagnostics
 
 
 def _branches(keep: Node) -> Iterator[Node]:
@@ -65,53 +65,53 @@ def _sized(selection: Node) -> list[tuple[Node, Node]]:
 def _problem(
     budget: Node, selection: Node, source: Source | None, env: Mapping[str, Value]
 ) -> Diagnostic | None:
-    sized = _sized(selection)
-    if not sized:
+    sized_terms = _sized(selection)
+    if not sized_terms:
         return None
     for layer_env in _layers(env):
         try:
-            most = _count(evaluate(budget, layer_env))
-            inner = {**layer_env, "budget": most}
-            taken = _taken(sized, selection, inner)
+            limit = _count(evaluate(budget, layer_env))
+            term_env = {**layer_env, "budget": limit}
+            entries = _taken(sized_terms, selection, term_env)
         except NotStatic:
             continue
-        if taken > most:
-            span = _place([term for term, _ in sized], selection) if source else None
-            shown = "keep"
+        if entries > limit:
+            span = _place([term for term, _ in sized_terms], selection) if source else None
+            text = "keep"
             if source and span:
-                shown = " ".join(source.text[span.start : span.end].split())
-            verb = "take" if source and len(sized) > 1 else "takes"
-            message = f"`{shown}` {verb} {taken} entries, but the budget is {most}"
-            if "layer" in layer_env and _uses_layer(budget, sized):
+                text = " ".join(source.text[span.start : span.end].split())
+            verb = "take" if source and len(sized_terms) > 1 else "takes"
+            message = f"`{text}` {verb} {entries} entries, but the budget is {limit}"
+            if "layer" in layer_env and _uses_layer(budget, sized_terms):
                 message += f" at layer {layer_env['layer']}"
             return Diagnostic("does-not-fit", message, span, "raise the budget, or keep less")
     return None
 
 
 def _taken(
-    sized: list[tuple[Node, Node]], selection: Node, env: Mapping[str, Value]
+    sized_terms: list[tuple[Node, Node]], selection: Node, env: Mapping[str, Value]
 ) -> Fraction | float:
     """Fewest entries that a head with many takes; a named term may take entries taken before."""
     first = selection.args[0] if selection.op == "then" else selection
-    taken: Fraction | float = Fraction(0)
-    for term, count in sized:
+    entries: Fraction | float = Fraction(0)
+    for term, count in sized_terms:
         number = _count(evaluate(count, env))
         named = term.name is not None and term is not first
-        taken = max(taken, number) if named else taken + number
-    return taken
+        entries = max(entries, number) if named else entries + number
+    return entries
 
 
 def _place(terms: list[Node], selection: Node) -> Span | None:
     """The place of the terms, or of the whole selection if a `let` defines one of them."""
     spans = [term.span for term in terms if term.span]
-    whole = selection.span
-    if whole is None or all(whole.start <= x.start and x.end <= whole.end for x in spans):
-        return Span(spans[0].start, spans[-1].end) if spans else whole
-    return whole
+    span = selection.span
+    if span is None or all(span.start <= x.start and x.end <= span.end for x in spans):
+        return Span(spans[0].start, spans[-1].end) if spans else span
+    return span
 
 
-def _uses_layer(budget: Node, sized: list[tuple[Node, Node]]) -> bool:
-    nodes = [budget, *(count for _, count in sized)]
+def _uses_layer(budget: Node, sized_terms: list[tuple[Node, Node]]) -> bool:
+    nodes = [budget, *(count for _, count in sized_terms)]
     return any(n.op == "size" and n.value == "layer" for node in nodes for n in node.walk())
 
 

@@ -35,15 +35,15 @@ def sound(read: Callable[[], T]) -> T | None:
 
 def all_sound(reads: Iterable[Callable[[], T]]) -> list[T]:
     """The results of all reads; raises `Wrong` if one does, but only after all were made."""
-    found, wrong = [], False
+    results, wrong = [], False
     for read in reads:
         try:  # as `sound`, with one call less on the stack of nested expressions
-            found.append(read())
+            results.append(read())
         except Wrong:
             wrong = True
     if wrong:
         raise Wrong
-    return found
+    return results
 
 
 # Where names are defined: in the file ("") or in a section, inside which alone they are seen.

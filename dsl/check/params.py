@@ -43,8 +43,8 @@ def _param(scope: Scope, definition: Definition) -> Param:
         maximum = Fraction(1) if maximum is None else maximum
     choices = tuple(i.value for i in block.get("choices") or () if i.value is not None)
     if "choices" in block and not choices:
-        empty = f"`choices` of `{definition.name}` is empty: the parameter could have no value"
-        scope.error("range", empty, block.items["choices"].span, "list values, or leave it out")
+        message = f"`choices` of `{definition.name}` is empty: the parameter could have no value"
+        scope.error("range", message, block.items["choices"].span, "list values, or leave it out")
     odd = bool(block.get("odd") or uses.odd)
     param = Param(
         definition.name, node, node.type.kind, unit, minimum, above, maximum, odd,

@@ -77,17 +77,17 @@ def load(policy: str | Path | Source) -> Checked:
         return Checked(source, None, tuple(in_order(diagnostics)))
     uses: dict[str, Uses] = {}
     for _ in range(_PASSES):
-        before = deepcopy(uses)
+        previous_uses = deepcopy(uses)
         scope = Scope(source, file, uses)
         program = _checked_program(scope)
-        if uses == before:
+        if uses == previous_uses:
             break
-    found = in_order([*diagnostics, *scope.diagnostics])
-    if any(d.severity == "error" for d in found):
-        found = [d for d in found if d.severity == "error"]
+    all_diagnostics = in_order([*diagnostics, *scope.diagnostics])
+    if any(d.severity == "error" for d in all_diagnostics):
+        all_diagnostics = [d for d in all_diagnostics if d.severity == "error"]
         program = None
     sentences = tuple(f"{what} cannot be served yet" for what in scope.not_served)
-    return Checked(source, program, tuple(found), sentences)
+    return Checked(source, program, tuple(all_diagnostics), sentences)
 
 
 def _checked_program(scope: Scope) -> Program | None:
@@ -117,8 +117,8 @@ class _FileChecker:
         share = check_rules.share(scope)
         read = check_rules.read(scope)
         positions = file.get("positions") or "original"
-        reported = report(scope)
-        self.unused(reported)
+        reported_items = report(scope)
+        self.unused(reported_items)
         if not {"keep", "propagate", "decode", "share", "read"} & set(file.items):
             message = "the file has no `keep`: nothing would be dropped"
             scope.error("key", message, file.span, "for example `keep: recent(1024)`")
@@ -130,7 +130,7 @@ class _FileChecker:
             (file.get("source") or "").strip(), params, (*requires, *self.conditions()),
             data, replace(prefill, lets=scope.lets("prefill"), decided=decided),
             replace(decode, lets=scope.lets("decode")) if decode else None,
-            propagate, share, read, positions, tuple(reported), scope.source,
+            propagate, share, read, positions, tuple(reported_items), scope.source,
         )  # fmt: skip
         self.test_defaults(program)
         return program
@@ -149,16 +149,16 @@ class _FileChecker:
         check_rules.note_unserved(self.scope, rules)
         return rules
 
-    def unused(self, reported: Mapping[str, Item]) -> None:
+    def unused(self, reported_items: Mapping[str, Item]) -> None:
         """Warns of names that nothing uses, and checks their definitions too."""
-        defined = [x for names in self.scope.definitions.values() for x in names.values()]
-        used = set(self.scope.used)
-        for definition in (x for x in defined if (x.section, x.name) not in used):
+        definitions = [x for names in self.scope.definitions.values() for x in names.values()]
+        used_names = set(self.scope.used)
+        for definition in (x for x in definitions if (x.section, x.name) not in used_names):
             node, item = None, None
             if definition.kind == "let" and isinstance(definition.item.value, Expr):
                 phase = "decode" if definition.section.startswith("decode") else "prefill"
                 inside = definition.section if definition.section not in ("", "decode") else None
-                item = None if inside else reported.get(definition.name)
+                item = None if inside else reported_items.get(definition.name)
                 context = Context(phase, inside)
                 span = definition.item.span
                 node = sound(partial(self.scope.node, definition, context, span))
@@ -186,13 +186,13 @@ class _FileChecker:
         nodes = []
         for node, span in self.scope.widths:
             if node.op not in ("number", "param"):
-                rest = graph.make("modulo", (node, two))
-                odd = graph.make("equal", (rest, one), kind="truth", span=span)
+                remainder = graph.make("modulo", (node, two))
+                odd = graph.make("equal", (remainder, one), kind="truth", span=span)
                 nodes.append(graph.relabel(odd, origin="width"))
         for node, span, _ in self.scope.counts:
             if node.op not in ("number", "param") and is_of_model(node):
-                some = graph.make("greater_equal", (node, one), kind="truth", span=span)
-                nodes.append(graph.relabel(some, origin="count"))
+                at_least_one = graph.make("greater_equal", (node, one), kind="truth", span=span)
+                nodes.append(graph.relabel(at_least_one, origin="count"))
         return tuple(dict.fromkeys(nodes))
 
     def test_defaults(self, program: Program) -> None:
@@ -209,8 +209,8 @@ class _FileChecker:
         for node, span in scope.widths:
             value = _static(node, env)
             if node.op != "param" and value is not None and (value % 2 != 1 or value < 1):
-                shown = scope.shown(span)
-                message = f"`{shown}` is {value}; a pooling width is odd"
+                text = scope.shown(span)
+                message = f"`{text}` is {value}; a pooling width is odd"
                 if node.op == "number":
                     message = f"a pooling width is odd; {value} is not"
                 scope.error("range", message, span)

@@ -65,14 +65,14 @@ class RulesChecker:
         typer = Typer(self.scope, self.context)
         typer.check_kind(node, "number", item.value, "`score`")
         shape, axes, help = brackets(node.type.axes), node.type.axes, None
-        extra = [axis for axis in axes if axis not in ("kv", "token")]
+        extra_axes = [axis for axis in axes if axis not in ("kv", "token")]
         if not axes:
             message = "score is one number for the layer; it needs one per token"
         elif "token" not in axes:
             message = f"score is {shape}; it needs one number per token"
-        elif extra:
+        elif extra_axes:
             message = f"score is {shape}; only `kv` and `token` may be left"
-            help = _reducing(extra)
+            help = _reducing(extra_axes)
         else:
             return
         raise typer.error("score-axes", message, item.value.span, help)
@@ -116,8 +116,8 @@ class RulesChecker:
         node = typer.truth(item.value, "`when`")
         culprit = next((n for n in node.walk() if not _known_to_host(n)), None)
         if culprit is not None:
-            shown = culprit.name or culprit.value or culprit.op
-            message = f"`decode.when` may use `generated`, `prompt` and parameters, not `{shown}`"
+            name = culprit.name or culprit.value or culprit.op
+            message = f"`decode.when` may use `generated`, `prompt` and parameters, not `{name}`"
             help = "the host decides at which steps entries leave"
             raise typer.error("host", message, item.value.span, help)
         check_present(typer, node, item, "`decode.when`")
@@ -184,8 +184,8 @@ _SHARE_PARTS = {
 
 
 def _applied(block: Block) -> tuple[str, ...]:
-    chosen = tuple(item.value for item in block.get("apply") or () if item.value)
-    return chosen or ("key", "value")
+    names = tuple(item.value for item in block.get("apply") or () if item.value)
+    return names or ("key", "value")
 
 
 def _known_to_host(node: Node) -> bool:
@@ -208,14 +208,14 @@ def require(scope: Scope, item: Item) -> Node:
 
 def check_axes(typer: Typer, node: Node, item: Item, allowed: tuple[str, ...]) -> None:
     """Checks that a value has only allowed axes."""
-    extra = [axis for axis in node.type.axes if axis not in allowed]
-    if not extra:
+    extra_axes = [axis for axis in node.type.axes if axis not in allowed]
+    if not extra_axes:
         return
-    only = " and ".join(f"`{axis}`" for axis in allowed)
-    needed = f"it may have the axes {only}" if allowed else "one value for the layer is needed"
+    names = " and ".join(f"`{axis}`" for axis in allowed)
+    needed = f"it may have the axes {names}" if allowed else "one value for the layer is needed"
     message = f"`{item.path}` is {brackets(node.type.axes)}; {needed}"
-    help = _reducing(extra, "any" if node.type.kind == "truth" else "sum")
-    if extra == ["dropped"] and item.path.endswith("merge.own"):
+    help = _reducing(extra_axes, "any" if node.type.kind == "truth" else "sum")
+    if extra_axes == ["dropped"] and item.path.endswith("merge.own"):
         help = "weigh entries against their receiver by `weight`, as in `weight: x / target(x)`"
     raise typer.error("axis", message, item.value.span, help)
 
@@ -321,9 +321,9 @@ def _propagate_part(scope: Scope, block: Block, name: str) -> Node | None:
     else:
         node = _part(typer, item, "truth", ())
     if node.when >= When.END:
-        across = next(n for n in node.walk() if "layer" in n.axes and n.when >= When.END)
-        shown = scope.shown(across.span) if across.span else across.op
-        message = f"`{item.path}` needs every layer through `{shown}`, but acts at its own"
+        culprit = next(n for n in node.walk() if "layer" in n.axes and n.when >= When.END)
+        text = scope.shown(culprit.span) if culprit.span else culprit.op
+        message = f"`{item.path}` needs every layer through `{text}`, but acts at its own"
         help = "`past` and `at` look at the layers before"
         raise scope.error("later-layer", message, item.value.span, help)
     return node

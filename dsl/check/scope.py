@@ -59,22 +59,22 @@ class Scope(Names):
                     self.error("name", message, item.key, "choose another name")
                     self._refused.add(name)
                     continue
-                other = self._visible(name, section)
-                if other:
-                    line, _ = self.source.place(other.item.key.start)
-                    message = f"`{name}` is already a {other.kind} (line {line})"
+                definition = self._visible(name, section)
+                if definition:
+                    line, _ = self.source.place(definition.item.key.start)
+                    message = f"`{name}` is already a {definition.kind} (line {line})"
                     self.error("name", message, item.key, "choose another name")
                     continue
                 self.definitions[section][name] = Definition(name, kind, section, item)
 
     def _visible(self, name: str, section: str) -> Definition | None:
         """The innermost definition of a name that is seen inside a section."""
-        outer = {
+        visible_sections = {
             "": ("",),
             "merge": ("merge", "decode", ""),
             "decode.merge": ("decode.merge", "decode", ""),
         }
-        for place in outer.get(section, (section, "")):
+        for place in visible_sections.get(section, (section, "")):
             if name in self.definitions[place]:
                 return self.definitions[place][name]
         return None
@@ -117,8 +117,8 @@ class Scope(Names):
                 values = [
                     n for n, what in RESERVED.items() if what not in ("an axis", "a function")
                 ]
-                own = (n for names in self.definitions.values() for n in names)
-                help = did_you_mean(name, [*values, *own])
+                policy_names = (n for names in self.definitions.values() for n in names)
+                help = did_you_mean(name, [*values, *policy_names])
         return self.error("name", message, expr.span, help)
 
     def _unknown_default(self, expr: Name) -> Wrong:
@@ -196,17 +196,17 @@ class Scope(Names):
 
         The let may use names that only decode has, so its errors are dropped.
         """
-        kept = self.diagnostics, self._nodes, self.states
+        backup = self.diagnostics, self._nodes, self.states
         self.diagnostics, self._nodes, self.states = [], dict(self._nodes), States(self)
         try:
             node = sound(partial(self.node, definition, Context("prefill"), span))
             failed = any(d.severity == "error" for d in self.diagnostics)
         finally:
-            self.diagnostics, self._nodes, self.states = kept
+            self.diagnostics, self._nodes, self.states = backup
         if failed or node is None or node.when < When.LAYER:
             return None
         if set(node.type.axes) - {"kv", "group", "dim"} or not any(
-            each.across_layers for each in node.walk()
+            part.across_layers for part in node.walk()
         ):
             return None
         return self.node(definition, Context("prefill"), span)
@@ -215,8 +215,8 @@ class Scope(Names):
         """Whether an expression, or one that it names, is written to read other layers."""
         if isinstance(value, Name):
             item = self.file.items.get(value.text) if value.text in ("score", "budget") else None
-            other = self.definitions[""].get(value.text)
-            item = other.item if other is not None else item
+            definition = self.definitions[""].get(value.text)
+            item = definition.item if definition is not None else item
             if item is None or value.text in seen:
                 return False
             seen.add(value.text)
@@ -339,10 +339,10 @@ class Scope(Names):
         if isinstance(default, Where):
             return self._is_condition(default.value, level)
         if isinstance(default, Name) and default.text not in ("true", "false"):
-            other = self.definitions[""].get(default.text)
-            if other is None or other.kind != "parameter" or level >= MAX_NAMES:
+            definition = self.definitions[""].get(default.text)
+            if definition is None or definition.kind != "parameter" or level >= MAX_NAMES:
                 return False
-            return self._is_condition(self._default(other), level + 1)
+            return self._is_condition(self._default(definition), level + 1)
         return isinstance(default, Chain | Name)
 
     def _tensor(self, definition: Definition) -> Node:

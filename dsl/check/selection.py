@@ -34,9 +34,9 @@ def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node:
     assert isinstance(expr, Call)
     if not has_budget:
         budget = section.replace("tokens", "budget") if "." in section else "budget"
-        shown = typer.shown(expr)
-        message = f"`{shown}` fills the budget, but the file has no `{budget}`"
-        help = f"add `{budget}`, or write a count, as in `{shown.removesuffix(')')}, n)`"
+        text = typer.shown(expr)
+        message = f"`{text}` fills the budget, but the file has no `{budget}`"
+        help = f"add `{budget}`, or write a count, as in `{text.removesuffix(')')}, n)`"
         raise typer.error("no-budget", message, expr.span, help)
     node = type_call(typer, expr, fills=True)
     _check_of_entries(typer, node, expr)
@@ -49,10 +49,10 @@ def _term(typer: Typer, expr: Expr, section: str, has_budget: bool) -> Node:
 
 def _check_of_entries(typer: Typer, node: Node, expr: Expr) -> None:
     """Checks that entries, heads or layers compete in a `top` that selects."""
-    other = [axis for axis in node.axes if axis not in ("layer", "kv", "token")]
-    if isinstance(expr, Call) and expr.name == "top" and other:
-        message = f"`{typer.shown(expr)}` chooses along `{other[0]}`, not among entries"
-        help = f"reduce `{other[0]}` first; `top(x, n)` then chooses tokens of a head"
+    other_axes = [axis for axis in node.axes if axis not in ("layer", "kv", "token")]
+    if isinstance(expr, Call) and expr.name == "top" and other_axes:
+        message = f"`{typer.shown(expr)}` chooses along `{other_axes[0]}`, not among entries"
+        help = f"reduce `{other_axes[0]}` first; `top(x, n)` then chooses tokens of a head"
         raise typer.error("competition", message, expr.span, help)
 
 

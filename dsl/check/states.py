@@ -28,7 +28,7 @@ class States:
         mark = (definition.section, definition.name)
         if self._open and self._open[-1][::2] == (mark, len(self.scope.open)):
             type_ = self._open[-1][1]
-        elif any(mark == other for other, _, _ in self._open):
+        elif any(mark == open_mark for open_mark, _, _ in self._open):
             message = f"`{definition.name}` is needed for its own next value"
             help = "only `next` itself may name the state, not a let or a state that it uses"
             raise self.scope.error("name", message, span, help)
@@ -62,12 +62,12 @@ class States:
         context = Context(phase, definition.section if "merge" in definition.section else None)
         typer = Typer(self.scope, context)
         first, update = None, None
-        typed: list[tuple[Node, Expr]] = []
+        pairs: list[tuple[Node, Expr]] = []
         mark = (definition.section, definition.name)
         if start is not None:
             with self._opened(mark, Type("number"), -1):
                 first = typer.number(start, "a state")
-            typed.append((first, start))
+            pairs.append((first, start))
         type_ = first.type if first is not None else Type("number")
         if next_ is not None:
             update = self._update(typer, mark, next_, type_)
@@ -75,14 +75,14 @@ class States:
                 message = f"the state `{definition.name}` changes its axes from step to step"
                 raise self.scope.error("axis", message, definition.item.key)
             type_ = update.type
-            typed.append((update, next_))
+            pairs.append((update, next_))
         for axis, what in (("query", "queries"), ("dropped", "dropped entries")):
             if axis in type_.axes:
                 message = f"the state `{definition.name}` has the axis `{axis}`"
                 help = f"the next step has other {what}: reduce `{axis}`"
                 raise self.scope.error("axis", message, definition.item.key, help)
-        self._note_unserved([node for node, _ in typed])
-        for node, expr in typed:
+        self._note_unserved([node for node, _ in pairs])
+        for node, expr in pairs:
             if node.type.absent:
                 raise typer.absent(node, expr, f"the state `{definition.name}`")
         type_ = Type("number", type_.axes, type_.unit)
@@ -105,14 +105,14 @@ class States:
         finally:
             self._open.pop()
 
-    def _update(self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed: Type) -> Node:
+    def _update(self, typer: Typer, mark: tuple[str, str], expr: Expr, assumed_type: Type) -> Node:
         """A state's next value, typed twice: the first time gives the state's type."""
         for _ in range(2):
-            type_ = Type("number", assumed.axes, assumed.unit)
+            type_ = Type("number", assumed_type.axes, assumed_type.unit)
             with self._opened(mark, type_, len(self.scope.open)):
                 update = typer.number(expr, "a state")
             typer.check_reduced(update, expr)
-            if set(assumed.axes) - set(update.type.axes):
+            if set(assumed_type.axes) - set(update.type.axes):
                 break
-            assumed = update.type
+            assumed_type = update.type
         return update

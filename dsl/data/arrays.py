@@ -35,8 +35,8 @@ class Array:
         values = np.asarray(data)
         if values.dtype != np.bool_:
             values = values.astype(np.float64)
-        there = np.broadcast_to(np.asarray(present, dtype=np.bool_), values.shape)
-        return cls(tuple(axes), np.where(there, values, np.zeros((), values.dtype)), there)
+        presence = np.broadcast_to(np.asarray(present, dtype=np.bool_), values.shape)
+        return cls(tuple(axes), np.where(presence, values, np.zeros((), values.dtype)), presence)
 
     def to(self, axes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Data and presence with a dimension for each of `axes`, of size 1 where it has none."""
@@ -54,7 +54,7 @@ def elementwise(function: Callable[..., np.ndarray], *arrays: Array) -> Array:
     """A function of arrays aligned by axis names; absent where one is absent; NaN is 0."""
     axes = union(*arrays)
     parts = [array.to(axes) for array in arrays]
-    present = np.logical_and.reduce(np.broadcast_arrays(*(there for _, there in parts)))
+    present = np.logical_and.reduce(np.broadcast_arrays(*(presence for _, presence in parts)))
     with np.errstate(all="ignore"):
         data = function(*(values for values, _ in parts))
     if data.dtype != np.bool_:
@@ -66,30 +66,32 @@ def stack(axis: str, arrays: Sequence[Array]) -> Array:
     """One array with a new axis in its place in `ORDER`, broadcast by name."""
     axes = union(*arrays)
     sizes = {a: n for x in arrays for a, n in zip(x.axes, x.data.shape, strict=True)}
-    shape = tuple(sizes[each] for each in axes)
+    shape = tuple(sizes[name] for name in axes)
     parts = [x.to(axes) for x in arrays]
-    data = np.stack([np.broadcast_to(each, shape) for each, _ in parts])
-    present = np.stack([np.broadcast_to(each, shape) for _, each in parts])
+    data = np.stack([np.broadcast_to(values, shape) for values, _ in parts])
+    present = np.stack([np.broadcast_to(presence, shape) for _, presence in parts])
     return Array.of((axis, *axes), data, present)
 
 
 def join(axis: str, first: Array, second: Array) -> Array:
     """The values of `first` along an axis, then those of `second`, broadcast by name elsewhere."""
     axes = union(first, second)
-    both = [x.to(axes) for x in (first, second)]
-    at, shapes = axes.index(axis), [data.shape for data, _ in both]
-    rest = np.broadcast_shapes(*((*shape[:at], 1, *shape[at + 1 :]) for shape in shapes))
-    sizes = [(*rest[:at], shape[at], *rest[at + 1 :]) for shape in shapes]
+    parts = [x.to(axes) for x in (first, second)]
+    dim, shapes = axes.index(axis), [data.shape for data, _ in parts]
+    rest = np.broadcast_shapes(*((*shape[:dim], 1, *shape[dim + 1 :]) for shape in shapes))
+    sizes = [(*rest[:dim], shape[dim], *rest[dim + 1 :]) for shape in shapes]
     data, present = (
-        np.concatenate([np.broadcast_to(x, size) for x, size in zip(own, sizes, strict=True)], at)
-        for own in zip(*both, strict=True)
+        np.concatenate(
+            [np.broadcast_to(x, size) for x, size in zip(pieces, sizes, strict=True)], dim
+        )
+        for pieces in zip(*parts, strict=True)
     )
     return Array.of(axes, data, present)
 
 
 def last(x: Array, axis: str, number: int) -> Array:
     """The last `number` values along an axis."""
-    index = tuple(slice(-number, None) if each == axis else slice(None) for each in x.axes)
+    index = tuple(slice(-number, None) if name == axis else slice(None) for name in x.axes)
     return Array.of(x.axes, x.data[index], x.present[index])
 
 
@@ -102,9 +104,9 @@ def compare(function: Callable[..., np.ndarray], a: Array, b: Array) -> Array:
 def mask(x: Array, condition: Array) -> Array:
     """`x where condition`."""
     axes = union(x, condition)
-    data, there = x.to(axes)
-    holds, known = condition.to(axes)
-    data, present = np.broadcast_arrays(data, there & holds & known)
+    data, presence = x.to(axes)
+    holds, condition_presence = condition.to(axes)
+    data, present = np.broadcast_arrays(data, presence & holds & condition_presence)
     return Array.of(axes, data, present)
 
 
@@ -142,19 +144,19 @@ def order(x: Array, axes: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
         The axes of the result, competing ones last and as written, and int64 places.
     """
     rest = tuple(axis for axis in x.axes if axis not in axes)
-    turn = [x.axes.index(axis) for axis in (*rest, *axes)]
-    data = x.data.transpose(turn).astype(np.float32)
-    absent = ~x.present.transpose(turn)
+    permutation = [x.axes.index(axis) for axis in (*rest, *axes)]
+    data = x.data.transpose(permutation).astype(np.float32)
+    absent = ~x.present.transpose(permutation)
     flat = (*data.shape[: len(rest)], int(np.prod(data.shape[len(rest) :], dtype=np.int64)))
-    first = np.lexsort((-data.reshape(flat), absent.reshape(flat)), axis=-1)
-    places = np.argsort(first, axis=-1, kind="stable")
+    sorted_indices = np.lexsort((-data.reshape(flat), absent.reshape(flat)), axis=-1)
+    places = np.argsort(sorted_indices, axis=-1, kind="stable")
     return (*rest, *axes), places.reshape(data.shape)
 
 
 def named(axes: Sequence[str], data: np.ndarray) -> Array:
     """An array from values with a name for each dimension, in any order."""
-    turn = sorted(range(len(axes)), key=lambda i: ORDER.index(axes[i]))
-    return Array.of([axes[i] for i in turn], np.asarray(data).transpose(turn))
+    permutation = sorted(range(len(axes)), key=lambda i: ORDER.index(axes[i]))
+    return Array.of([axes[i] for i in permutation], np.asarray(data).transpose(permutation))
 
 
 def top(x: Array, count: Array, axes: Sequence[str]) -> Array:
@@ -163,5 +165,5 @@ def top(x: Array, count: Array, axes: Sequence[str]) -> Array:
     number = np.maximum(np.floor(snapped(count.data)), 0)
     limit = Array.of(count.axes, number, count.present)
     chosen = elementwise(np.less, places, limit)
-    both = elementwise(np.logical_and, chosen, Array.of(x.axes, x.present))
-    return Array.of(both.axes, both.data & both.present)
+    winners = elementwise(np.logical_and, chosen, Array.of(x.axes, x.present))
+    return Array.of(winners.axes, winners.data & winners.present)

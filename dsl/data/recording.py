@@ -51,8 +51,8 @@ class Recording:
         tokens, queries = self.k.shape[2], self.q.shape[2]
         needed = bound.queries(tokens)
         if not needed <= queries <= tokens:
-            wanted = f"all of them, or at least the last {needed}"
-            message = f"`q` has {queries} queries for {tokens} tokens; the policy needs {wanted}"
+            amount = f"all of them, or at least the last {needed}"
+            message = f"`q` has {queries} queries for {tokens} tokens; the policy needs {amount}"
             raise refused(self.path, "data", message)
 
 
@@ -65,9 +65,9 @@ def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there
         known: number of the layer's last queries that were recorded.
         there: number of tokens that reached it.
     """
-    wanted = min(bound.queries(prompt), there)
-    if known < wanted:
-        message = f"layer {layer} needs its last {wanted} queries, `q` has {known} of them"
+    needed = min(bound.queries(prompt), there)
+    if known < needed:
+        message = f"layer {layer} needs its last {needed} queries, `q` has {known} of them"
         raise refused(bound.program.name, "data", message, "give the queries of all tokens")
 
 
@@ -77,44 +77,44 @@ def read_recording(path: str | Path) -> Recording:
     Raises:
         PolicyError: the file or its arrays cannot be used.
     """
-    where = str(path)
-    arrays = _stored(where)
+    file_name = str(path)
+    arrays = _stored(file_name)
     problem = next(_problems(arrays), None)
     if problem is not None:
-        raise refused(where, "data", problem)
+        raise refused(file_name, "data", problem)
     steps = None
     if arrays.keys() & _STEPS.keys():
         q_step, k_step, v_step = (arrays[name].astype(np.float32) for name in _STEPS)
         steps = (q_step, k_step, v_step)
     q, k, v = (arrays[name].astype(np.float32) for name in _PROMPT)
-    return Recording(where, q, k, v, steps, arrays.get("inv_freq"))
+    return Recording(file_name, q, k, v, steps, arrays.get("inv_freq"))
 
 
-def _stored(where: str) -> dict[str, np.ndarray]:
+def _stored(file_name: str) -> dict[str, np.ndarray]:
     try:
-        stored = np.load(where, allow_pickle=False)
-        if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise refused(where, "data", "holds a single array, not an npz of q, k and v")
-        with stored:
-            known = {**_PROMPT, **_STEPS, **_OTHERS}
-            arrays = {name: stored[name] for name in stored.files if name in known}
-            return arrays or {name: np.empty(0) for name in stored.files}
+        archive = np.load(file_name, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise refused(file_name, "data", "holds a single array, not an npz of q, k and v")
+        with archive:
+            shapes = {**_PROMPT, **_STEPS, **_OTHERS}
+            arrays = {name: archive[name] for name in archive.files if name in shapes}
+            return arrays or {name: np.empty(0) for name in archive.files}
     except FileNotFoundError:
-        raise refused(where, "data", "no such file") from None
+        raise refused(file_name, "data", "no such file") from None
     except ValueError:  # numpy proposes to unpickle it
-        raise refused(where, "data", "not a readable npz of numbers") from None
+        raise refused(file_name, "data", "not a readable npz of numbers") from None
     except OSError as error:
-        raise refused(where, "data", why(error, "cannot be read")) from None
+        raise refused(file_name, "data", why(error, "cannot be read")) from None
     except (zipfile.BadZipFile, EOFError, KeyError) as error:
-        raise refused(where, "data", f"not a readable npz of numbers: {error}") from None
+        raise refused(file_name, "data", f"not a readable npz of numbers: {error}") from None
 
 
 def _problems(arrays: dict[str, np.ndarray]) -> Iterator[str]:
     """What is wrong with the arrays of a file; after the first problem, the rest may raise."""
     missing = [name for name in _PROMPT if name not in arrays]
     if missing:
-        have = ", ".join(f"`{name}`" for name in arrays) or "nothing"
-        yield f"no array {', '.join(f'`{name}`' for name in missing)}; the file has {have}"
+        names = ", ".join(f"`{name}`" for name in arrays) or "nothing"
+        yield f"no array {', '.join(f'`{name}`' for name in missing)}; the file has {names}"
     for name, array in arrays.items():
         yield from _array_problems(name, array)
     yield from _prompt_problems(arrays)
@@ -130,8 +130,8 @@ def _array_problems(name: str, array: np.ndarray) -> Iterator[str]:
     if array.ndim != expected.count(",") + 1:
         yield f"`{name}` has shape {list(array.shape)}; it is {expected}"
     if array.dtype.kind != "f":
-        others = "float16, float64, which are converted"
-        yield f"`{name}` is {array.dtype}; it is float32 (or {others})"
+        other_types = "float16, float64, which are converted"
+        yield f"`{name}` is {array.dtype}; it is float32 (or {other_types})"
     if not np.isfinite(array).all():
         yield f"`{name}` holds NaN or infinity, first {_place(name, array)}"
     with np.errstate(over="ignore"):

@@ -20,11 +20,11 @@ Pool = Callable[[np.ndarray, int], np.ndarray]  # from neighbours and the width
 def _along(function: Callable[[Array, Sequence[str]], Array]) -> Form:
     """An operation on a value along the axes that it names, of all layers if `layer` is one."""
 
-    def made(e: Values, node: Node, layer: int) -> Array:
+    def operation(e: Values, node: Node, layer: int) -> Array:
         x = function(e.gathered(node.args[0], node.axes, layer), node.axes)
         return e.own(x, node.axes, layer)
 
-    return made
+    return operation
 
 
 @_along
@@ -45,10 +45,10 @@ def cumsum(x: Array, axes: Sequence[str]) -> Array:
 @_along
 def sort(x: Array, axes: Sequence[str]) -> Array:
     """The present values, ascending along one axis, at the places that have one."""
-    along = x.axes.index(axes[0])
-    ascending = np.sort(np.where(x.present, x.data, np.inf), along)
-    nth = np.maximum(x.present.cumsum(along) - 1, 0)
-    return Array.of(x.axes, np.take_along_axis(ascending, nth, along), x.present)
+    dim = x.axes.index(axes[0])
+    ascending = np.sort(np.where(x.present, x.data, np.inf), dim)
+    nth = np.maximum(x.present.cumsum(dim) - 1, 0)
+    return Array.of(x.axes, np.take_along_axis(ascending, nth, dim), x.present)
 
 
 def index(e: Values, node: Node, layer: int) -> Array:
@@ -64,30 +64,32 @@ def maxpool(e: Values, node: Node, layer: int) -> Array:
     return _pool(e, node, layer, -np.inf, lambda near, width: near.max(-1))
 
 
-def _pool(e: Values, node: Node, layer: int, nothing: float, of: Pool) -> Array:
-    """`of` the present neighbours along `token`, centred; `nothing` stands for absent ones.
+def _pool(e: Values, node: Node, layer: int, absent_value: float, of: Pool) -> Array:
+    """`of` the present neighbours along `token`, centred; `absent_value` stands for absent ones.
 
     Where KV heads hold different entries, neighbours are a head's own.
     """
     width = max(1, counts.whole(e.number(node.args[1], layer), 2**31))
-    x, there = e.value(node.args[0], layer), e.layers[layer].there
-    at = x.axes.index("token")
-    data, present = np.moveaxis(x.data, at, -1), np.moveaxis(x.present, at, -1)
-    filled = np.where(present, data, nothing)
+    x, masks = e.value(node.args[0], layer), e.layers[layer].there
+    token_dim = x.axes.index("token")
+    data, present = np.moveaxis(x.data, token_dim, -1), np.moveaxis(x.present, token_dim, -1)
+    filled = np.where(present, data, absent_value)
     if "kv" not in x.axes or not e.layers[layer].ragged:
         result = _pooled(filled, width, of)
     else:
-        result, heads = np.zeros_like(filled), x.axes.index("kv")
-        rows = zip(np.moveaxis(filled, heads, 0), np.moveaxis(result, heads, 0), there, strict=True)
-        for own, out, held in rows:
-            out[..., held] = _pooled(own[..., held], width, of)
+        result, kv_dim = np.zeros_like(filled), x.axes.index("kv")
+        rows = zip(
+            np.moveaxis(filled, kv_dim, 0), np.moveaxis(result, kv_dim, 0), masks, strict=True
+        )
+        for values, out, held in rows:
+            out[..., held] = _pooled(values[..., held], width, of)
     result = np.where(present, result, 0.0)
-    return Array.of(x.axes, np.moveaxis(result, -1, at), np.moveaxis(present, -1, at))
+    return Array.of(x.axes, np.moveaxis(result, -1, token_dim), np.moveaxis(present, -1, token_dim))
 
 
 def _pooled(filled: np.ndarray, width: int, of: Pool) -> np.ndarray:
-    before = (width - 1) // 2
+    half = (width - 1) // 2
     result = np.empty_like(filled)
     for i in range(filled.shape[-1]):
-        result[..., i] = of(filled[..., max(0, i - before) : i - before + width], width)
+        result[..., i] = of(filled[..., max(0, i - half) : i - half + width], width)
     return result

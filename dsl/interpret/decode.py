@@ -43,35 +43,35 @@ class Cache:
 
     def leave(self, layer: int, kept: np.ndarray) -> None:
         """Drops every entry that is not kept (bool [G, M]); states follow their entries."""
-        here = self.layers[layer]
-        some = kept.any(0)
+        entries = self.layers[layer]
+        kept_by_any = kept.any(0)
         self.layers[layer] = replace(
-            here,
-            positions=here.positions[some],
-            keys=np.where(kept[..., None], here.keys, 0)[:, some],
-            values=np.where(kept[..., None], here.values, 0)[:, some],
-            there=kept[:, some],
+            entries,
+            positions=entries.positions[kept_by_any],
+            keys=np.where(kept[..., None], entries.keys, 0)[:, kept_by_any],
+            values=np.where(kept[..., None], entries.values, 0)[:, kept_by_any],
+            there=kept[:, kept_by_any],
         )
-        for name, number in self.states:
-            state = self.states[name, number]
-            if number == layer and "token" in state.axes:
-                at, places = state.axes.index("token"), np.flatnonzero(some)
-                data, present = state.data.take(places, at), state.present.take(places, at)
-                self.states[name, number] = Array.of(state.axes, data, present)
+        for name, state_layer in self.states:
+            state = self.states[name, state_layer]
+            if state_layer == layer and "token" in state.axes:
+                dim, places = state.axes.index("token"), np.flatnonzero(kept_by_any)
+                data, present = state.data.take(places, dim), state.present.take(places, dim)
+                self.states[name, state_layer] = Array.of(state.axes, data, present)
 
     def append(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         """Adds the step's token, q [H, D], k and v [G, D], and forgets old queries."""
-        here, position = self.layers[layer], [self.position]
-        most = self.bound.step_queries(self.prompt)
-        queries = np.concatenate([here.queries, q[:, None]], 1)
-        first = max(0, queries.shape[1] - most)
+        entries, position = self.layers[layer], [self.position]
+        limit = self.bound.step_queries(self.prompt)
+        queries = np.concatenate([entries.queries, q[:, None]], 1)
+        first = max(0, queries.shape[1] - limit)
         self.layers[layer] = Layer(
-            np.concatenate([here.positions, position]).astype(np.int64),
-            np.concatenate([here.keys, k[:, None].astype(here.keys.dtype)], 1),
-            np.concatenate([here.values, v[:, None].astype(here.values.dtype)], 1),
+            np.concatenate([entries.positions, position]).astype(np.int64),
+            np.concatenate([entries.keys, k[:, None].astype(entries.keys.dtype)], 1),
+            np.concatenate([entries.values, v[:, None].astype(entries.values.dtype)], 1),
             queries[:, first:],
-            np.concatenate([here.query_positions, position])[first:],
-            np.concatenate([here.there, np.ones((len(k), 1), np.bool_)], 1),
+            np.concatenate([entries.query_positions, position])[first:],
+            np.concatenate([entries.there, np.ones((len(k), 1), np.bool_)], 1),
         )
 
 
@@ -87,15 +87,15 @@ def decode(
         names: position in the recording of each position in the cache.
     """
     results = []
-    rules, read = cache.bound.program.decode, cache.bound.folded.decode
+    rules, folded_rules = cache.bound.program.decode, cache.bound.folded.decode
     for q, k, v in zip(*steps, strict=True):
         cache.generated += 1
         leaves = cache.bound.leaves_at(cache.generated, cache.prompt)
         named: dict[str, list[LayerValue]] = {}
         for layer in range(len(cache.layers)):
             cache.append(layer, q[layer], k[layer], v[layer])
-            if rules is not None and read is not None:
-                _step(cache, rules, read, layer, leaves, inv_freq, named)
+            if rules is not None and folded_rules is not None:
+                _step(cache, rules, folded_rules, layer, leaves, inv_freq, named)
         cache.position += 1
         results.append(_result(cache, names, named))
     return results
@@ -104,7 +104,7 @@ def decode(
 def _step(
     cache: Cache,
     rules: Rules,
-    read: Rules,
+    folded_rules: Rules,
     layer: int,
     leaves: bool,
     inv_freq: np.ndarray | None,
@@ -114,28 +114,28 @@ def _step(
 
     Args:
         rules: the program's rules of decode.
-        read: those of the bound policy, with only the states and `let`s that something reads.
+        folded_rules: those of the bound policy, with only states and `let`s that something reads.
         leaves: whether entries may leave.
         inv_freq: as in `interpret`.
         named: reported `let`, by name -> its values at the layers below; this layer's is added.
     """
     bound = cache.bound
-    here = {layer: cache.layers[layer]}
+    layers = {layer: cache.layers[layer]}
     stored = {**cache.states, **cache.merge_states}
     e = Values(
-        bound, rules, here, cache.prompt, cache.generated, stored, cache.budgets,
+        bound, rules, layers, cache.prompt, cache.generated, stored, cache.budgets,
         decided=cache.decided,
     )  # fmt: skip
-    for name in read.states:
+    for name in folded_rules.states:
         cache.states[name, layer] = e.state(name, layer)
-    for name in read.lets:
+    for name in folded_rules.lets:
         value = e.value(rules.lets[name], layer) if leaves else None
         named.setdefault(name, []).append(reported(value))
     if not leaves or rules.keep is None:
         return
-    there = cache.layers[layer].there
-    kept = e.spread(e.truth(rules.keep, layer), ("kv", "token"), layer).data & there
-    if (kept == there).all():
+    held = cache.layers[layer].there
+    kept = e.spread(e.truth(rules.keep, layer), ("kv", "token"), layer).data & held
+    if (kept == held).all():
         return
     if rules.merge is not None:
         merged = merge(e, rules.merge, layer, kept)
@@ -143,18 +143,18 @@ def _step(
             cache.merge_states[name, layer] = state
         _store(cache, layer, merged.keys, merged.values)
     if bound.positions == "slots" and inv_freq is not None:
-        gone = there & ~kept
-        after = gone.sum(-1, keepdims=True) - gone.cumsum(-1)
-        keys = turned(cache.layers[layer].keys.astype(np.float64), after, inv_freq)
+        dropped = held & ~kept
+        shift = dropped.sum(-1, keepdims=True) - dropped.cumsum(-1)
+        keys = turned(cache.layers[layer].keys.astype(np.float64), shift, inv_freq)
         _store(cache, layer, keys, cache.layers[layer].values)
     cache.leave(layer, kept)
 
 
 def _store(cache: Cache, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-    here = cache.layers[layer]
-    dtype = here.keys.dtype
+    entries = cache.layers[layer]
+    dtype = entries.keys.dtype
     keys, values = as_stored(keys, dtype), as_stored(values, dtype)
-    cache.layers[layer] = replace(here, keys=keys, values=values)
+    cache.layers[layer] = replace(entries, keys=keys, values=values)
 
 
 def as_stored(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -172,9 +172,9 @@ def turned(keys: np.ndarray, shift: np.ndarray, inv_freq: np.ndarray) -> np.ndar
 
 def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]]) -> StepResult:
     kept, vectors = [], []
-    for here in cache.layers:
-        kept.append([names[here.positions[held]].tolist() for held in here.there])
-        rows = zip(here.keys, here.values, here.there, strict=True)
+    for entries in cache.layers:
+        kept.append([names[entries.positions[held]].tolist() for held in entries.there])
+        rows = zip(entries.keys, entries.values, entries.there, strict=True)
         vectors.append([(k[held].astype(float), v[held].astype(float)) for k, v, held in rows])
     rules = None if cache.bound.folded.decode is None else cache.bound.program.decode
     section = None if rules is None else rules.merge
@@ -183,5 +183,5 @@ def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]])
         name: [reported(cache.merge_states.get((name, i))) for i in range(len(cache.layers))]
         for name in states
     }
-    changed = vectors if cache.bound.changes_vectors else None
-    return StepResult(kept, changed, thresholds, named)
+    merged = vectors if cache.bound.changes_vectors else None
+    return StepResult(kept, merged, thresholds, named)

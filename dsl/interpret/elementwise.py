@@ -48,7 +48,7 @@ def nearest(x: np.ndarray) -> Any:
 
 def mask(e: Values, node: Node, layer: int) -> Array:
     """`x where condition`."""
-    return arrays.mask(*(e.value(each, layer) for each in node.args))
+    return arrays.mask(*(e.value(arg, layer) for arg in node.args))
 
 
 def choose(e: Values, node: Node, layer: int) -> Array:
@@ -57,7 +57,7 @@ def choose(e: Values, node: Node, layer: int) -> Array:
     if e.bound.static.needs(condition) is not None:
         chosen = e.value(x if e.number(condition, layer) else y, layer)
         return e.broadcast(chosen, node.type, layer)
-    return arrays.choose(*(e.value(each, layer) for each in node.args))
+    return arrays.choose(*(e.value(arg, layer) for arg in node.args))
 
 
 # Reductions over the present data.

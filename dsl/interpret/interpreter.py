@@ -78,12 +78,12 @@ class InterpretedPrompt:
     ) -> None:
         _check_finite(bound, {"q": q, "k": k, "v": v})
         tokens = k.shape[2]
-        first = _Pass(bound, q, k, v, tokens)
-        acted = first.run(bound.propagates)
-        lets = first.propagation_lets(acted)
-        self._chosen, self._last, self._inv_freq = np.arange(tokens), first, inv_freq
-        if bound.restarts and acted:
-            self._chosen = chosen = next(iter(acted.values()))
+        first_pass = _Pass(bound, q, k, v, tokens)
+        propagated = first_pass.run(bound.propagates)
+        lets = first_pass.propagation_lets(propagated)
+        self._chosen, self._last, self._inv_freq = np.arange(tokens), first_pass, inv_freq
+        if bound.restarts and propagated:
+            self._chosen = chosen = next(iter(propagated.values()))
             rows = chosen[chosen >= tokens - q.shape[2]] - (tokens - q.shape[2])
             self._last = _Pass(bound, q[:, :, rows], k[:, :, chosen], v[:, :, chosen], tokens)
             self._last.run(propagate=False)
@@ -91,13 +91,13 @@ class InterpretedPrompt:
         result = _result(self._last, self._chosen, tokens)
         result = replace(result, named={**result.named, **lets} if tokens else {})
         propagate = bound.program.propagate
-        if acted and propagate is not None:
-            positions = list(acted.values())[-1].tolist()
-            every = propagate.repeats
+        if propagated and propagate is not None:
+            positions = list(propagated.values())[-1].tolist()
+            repeats = propagate.repeats
             result = replace(
                 result,
-                selected_layer=None if every else next(iter(acted)),
-                propagated={i: x.tolist() for i, x in acted.items()} if every else positions,
+                selected_layer=None if repeats else next(iter(propagated)),
+                propagated={i: x.tolist() for i, x in propagated.items()} if repeats else positions,
                 positions=list(range(len(self._chosen))) if bound.restarts else positions,
             )
         self.result = result
@@ -116,8 +116,8 @@ class InterpretedPrompt:
             self._last.bound, dict(zip(("q_step", "k_step", "v_step"), steps, strict=True))
         )
         first, cache = self._last.prompt, self._cache
-        new = np.arange(first, first + cache.generated + len(steps[0]))
-        return decode(cache, steps, self._inv_freq, np.concatenate([self._chosen, new]))
+        new_positions = np.arange(first, first + cache.generated + len(steps[0]))
+        return decode(cache, steps, self._inv_freq, np.concatenate([self._chosen, new_positions]))
 
 
 def _check_finite(bound: Bound, tensors: Mapping[str, np.ndarray]) -> None:
@@ -155,23 +155,23 @@ class _Pass:
             The positions that go deeper, ascending, by layer that acted.
         """
         rules = self.bound.program.propagate if propagate else None
-        there = np.arange(self.tokens)
-        acted: dict[int, np.ndarray] = {}
+        positions = np.arange(self.tokens)
+        propagated: dict[int, np.ndarray] = {}
         for layer in self.e.every_layer:
-            self.e.layers[layer] = self._layer(layer, there)
-            if rules is None or not len(there) or (acted and not rules.repeats):
+            self.e.layers[layer] = self._layer(layer, positions)
+            if rules is None or not len(positions) or (propagated and not rules.repeats):
                 continue
             if self.e.truth(rules.moment, layer).data:
-                acted[layer] = there = self._chosen(rules, layer, there)
+                propagated[layer] = positions = self._chosen(rules, layer, positions)
                 if self.bound.restarts:
-                    return acted
-        return acted
+                    return propagated
+        return propagated
 
-    def propagation_lets(self, acted: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
+    def propagation_lets(self, propagated: dict[int, np.ndarray]) -> dict[str, list[LayerValue]]:
         """Reported `let`s on which `propagate` is decided, at the layers where it is tested."""
         lets, rules = self.e.rules.lets, self.bound.program.propagate
         first = rules is not None and not rules.repeats
-        last = next(iter(acted)) if first and acted else len(self.e.every_layer) - 1
+        last = next(iter(propagated)) if first and propagated else len(self.e.every_layer) - 1
         return {
             name: [
                 reported(self.e.value(lets[name], layer) if layer <= last else None)
@@ -180,21 +180,23 @@ class _Pass:
             for name in self.bound.propagation_lets
         }
 
-    def _layer(self, layer: int, there: np.ndarray) -> Layer:
+    def _layer(self, layer: int, positions: np.ndarray) -> Layer:
         first = self.tokens - self.q.shape[2]
-        asking = there[there >= first]
-        check_layer_queries(self.bound, self.prompt, layer, len(asking), len(there))
-        kv = np.ones((self.k.shape[1], len(there)), np.bool_)
-        k, v = self.k[layer][:, there], self.v[layer][:, there]
-        return Layer(there, k, v, self.q[layer][:, asking - first], asking, kv)
+        query_positions = positions[positions >= first]
+        check_layer_queries(self.bound, self.prompt, layer, len(query_positions), len(positions))
+        held = np.ones((self.k.shape[1], len(positions)), np.bool_)
+        k, v = self.k[layer][:, positions], self.v[layer][:, positions]
+        return Layer(
+            positions, k, v, self.q[layer][:, query_positions - first], query_positions, held
+        )
 
-    def _chosen(self, rules: Propagate, layer: int, there: np.ndarray) -> np.ndarray:
+    def _chosen(self, rules: Propagate, layer: int, positions: np.ndarray) -> np.ndarray:
         """The positions in `propagate.tokens`; all if it holds none."""
         self.e.own_budget = rules.budget
         # All KV heads have one set here; a set that fills a budget is still computed for each.
         chosen = self.e.spread(self.e.truth(rules.tokens, layer), ("kv", "token"), layer).data[0]
         self.e.own_budget = self.e.rules.budget
-        return there[chosen] if chosen.any() else there
+        return positions[chosen] if chosen.any() else positions
 
     def decide(self, inv_freq: np.ndarray | None) -> None:
         """Selects at every layer, then merges and rotates."""
@@ -209,8 +211,8 @@ class _Pass:
             self.vectors = shared(e, share)
             return
         for layer, kept in enumerate(self.kept):
-            here = e.layers[layer]
-            keys, values = here.keys.astype(np.float64), here.values.astype(np.float64)
+            entries = e.layers[layer]
+            keys, values = entries.keys.astype(np.float64), entries.values.astype(np.float64)
             if e.rules.merge is not None and not kept.all():
                 merged = merge(e, e.rules.merge, layer, kept)
                 keys, values = merged.keys, merged.values
@@ -218,10 +220,10 @@ class _Pass:
                     self.merge_states[name, layer] = state
             if self.bound.positions == "slots" and inv_freq is not None:
                 # Tokens that did not reach the layer take no slot there either.
-                gone = np.ones((len(kept), self.tokens), np.bool_)
-                gone[:, here.positions] = ~kept
-                after = gone.sum(-1, keepdims=True) - gone.cumsum(-1)
-                keys = turned(keys, after[:, here.positions], inv_freq)
+                dropped = np.ones((len(kept), self.tokens), np.bool_)
+                dropped[:, entries.positions] = ~kept
+                shift = dropped.sum(-1, keepdims=True) - dropped.cumsum(-1)
+                keys = turned(keys, shift[:, entries.positions], inv_freq)
             self.vectors.append((keys, values))
 
     def cache(self) -> Cache:
@@ -245,15 +247,15 @@ class _Pass:
         dtype = self.k.dtype
         queries = bound.step_queries(self.prompt)
         layers = []
-        for here, (keys, values) in zip(e.layers.values(), self.vectors, strict=True):
-            first = max(0, len(here.query_positions) - queries)
+        for entries, (keys, values) in zip(e.layers.values(), self.vectors, strict=True):
+            first = max(0, len(entries.query_positions) - queries)
             layers.append(
                 replace(
-                    here,
+                    entries,
                     keys=as_stored(keys, dtype),
                     values=as_stored(values, dtype),
-                    queries=here.queries[:, first:],
-                    query_positions=here.query_positions[first:],
+                    queries=entries.queries[:, first:],
+                    query_positions=entries.query_positions[first:],
                 )
             )
         cache = Cache(
@@ -265,26 +267,26 @@ class _Pass:
         return cache
 
 
-def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
+def _result(last_pass: _Pass, chosen: np.ndarray, tokens: int) -> Result:
     """The result of a pass over the tokens `chosen` of N."""
-    e, bound = last.e, last.bound
-    kv = last.k.shape[1]
+    e, bound = last_pass.e, last_pass.bound
+    kv = last_pass.k.shape[1]
     kept, budgets, scores, merged = [], [], [], []
     for layer in e.every_layer:
-        where = chosen[e.layers[layer].positions]
-        kept.append(_on_prompt(last.kept[layer], where, tokens, False))
+        positions = chosen[e.layers[layer].positions]
+        kept.append(_on_prompt(last_pass.kept[layer], positions, tokens, False))
         if e.rules.budget is not None:
             budget = e.spread(whole_budget(e, layer), ("kv",), layer).data
             budgets.append(np.clip(budget, -_MOST, _MOST).astype(np.int64))
         if e.rules.score is not None:
             score = e.spread(e.value(e.rules.score, layer), ("kv", "token"), layer)
             present = np.where(score.present, score.data, np.nan)
-            scores.append(_on_prompt(present, where, tokens, np.nan))
-        keys, values = (_on_prompt(x, where, tokens, 0.0) for x in last.vectors[layer])
+            scores.append(_on_prompt(present, positions, tokens, np.nan))
+        keys, values = (_on_prompt(x, positions, tokens, 0.0) for x in last_pass.vectors[layer])
         merged.append((keys, values))
     names = () if e.rules.merge is None else e.rules.merge.states
     thresholds = {
-        name: [reported(last.merge_states.get((name, layer))) for layer in e.every_layer]
+        name: [reported(last_pass.merge_states.get((name, layer))) for layer in e.every_layer]
         for name in names
     }
     lets = {name: e.rules.lets[name] for name in bound.folded.prefill.lets}
@@ -305,8 +307,8 @@ def _result(last: _Pass, chosen: np.ndarray, tokens: int) -> Result:
     )
 
 
-def _on_prompt(x: np.ndarray, where: np.ndarray, tokens: int, fill: float | bool) -> np.ndarray:
-    """[G, N, ...] from [G, n, ...] values at the places `where`; `fill` elsewhere."""
+def _on_prompt(x: np.ndarray, positions: np.ndarray, tokens: int, fill: float | bool) -> np.ndarray:
+    """[G, N, ...] from [G, n, ...] values at `positions`; `fill` elsewhere."""
     result = np.full((len(x), tokens, *x.shape[2:]), fill, x.dtype)
-    result[:, where] = x
+    result[:, positions] = x
     return result

@@ -55,36 +55,36 @@ def _window(e: Values, node: Node, layer: int) -> int:
 
 
 def distance(e: Values, node: Node, layer: int) -> Array:
-    here, window = e.layers[layer], _window(e, node, layer)
-    queries = here.query_positions[len(here.query_positions) - window :]
-    apart = queries[:, None] - here.positions
-    x = Array.of(("query", "token"), apart, apart >= 0)
-    if not here.ragged:
+    entries, window = e.layers[layer], _window(e, node, layer)
+    queries = entries.query_positions[len(entries.query_positions) - window :]
+    distances = queries[:, None] - entries.positions
+    x = Array.of(("query", "token"), distances, distances >= 0)
+    if not entries.ragged:
         return x
-    shape = (e.kv, *apart.shape)
-    data, present = (np.broadcast_to(each, shape) for each in (x.data, x.present))
+    shape = (e.kv, *distances.shape)
+    data, present = (np.broadcast_to(part, shape) for part in (x.data, x.present))
     return Array.of(("kv", "query", "token"), data, present)
 
 
 def logits(e: Values, node: Node, layer: int) -> Array:
     """q.k / sqrt(D), absent where the token comes after the query."""
-    here, window = e.layers[layer], _window(e, node, layer)
-    heads, total, width = here.queries.shape
-    q = here.queries[:, total - window :].astype(np.float64)
+    entries, window = e.layers[layer], _window(e, node, layer)
+    heads, total, width = entries.queries.shape
+    q = entries.queries[:, total - window :].astype(np.float64)
     q = q.reshape(e.kv, heads // e.kv, window, width)
-    data = np.einsum("grwd,gnd->grwn", q, here.keys.astype(np.float64)) / math.sqrt(width)
-    seen = here.query_positions[total - window :, None] >= here.positions
-    present = seen & here.there[:, None, None]
+    data = np.einsum("grwd,gnd->grwn", q, entries.keys.astype(np.float64)) / math.sqrt(width)
+    seen = entries.query_positions[total - window :, None] >= entries.positions
+    present = seen & entries.there[:, None, None]
     return Array.of(("kv", "group", "query", "token"), data, np.broadcast_to(present, data.shape))
 
 
 def attn(e: Values, node: Node, layer: int) -> Array:
-    before = logits(e, node, layer)
-    data = np.where(before.present, before.data, -np.inf)
+    scores = logits(e, node, layer)
+    data = np.where(scores.present, scores.data, -np.inf)
     highest = data.max(-1, keepdims=True, initial=-np.inf)
     weights = np.exp(data - np.where(np.isfinite(highest), highest, 0.0))
     total = weights.sum(-1, keepdims=True)
-    return Array.of(before.axes, weights / np.where(total > 0, total, 1.0), before.present)
+    return Array.of(scores.axes, weights / np.where(total > 0, total, 1.0), scores.present)
 
 
 def uniform(e: Values, node: Node, layer: int) -> Array:

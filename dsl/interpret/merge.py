@@ -95,8 +95,8 @@ class _MergeValues(Values):
         shape = {"kv": self.kv, "token": self.places.shape[1]}
         index = self.places.reshape([shape.get(axis, 1) for axis in axes])
         kv, token = axes.index("kv"), axes.index("token")
-        per_head = (np.repeat(each, self.kv // each.shape[kv], kv) for each in x.to(axes))
-        data, present = (np.take_along_axis(each, index, token) for each in per_head)
+        per_head = (np.repeat(part, self.kv // part.shape[kv], kv) for part in x.to(axes))
+        data, present = (np.take_along_axis(part, index, token) for part in per_head)
         result = Array.of(["dropped" if axis == "token" else axis for axis in axes], data, present)
         return arrays.mask(result, Array.of(("kv", "dropped"), self.real))
 
@@ -116,16 +116,16 @@ class _MergeValues(Values):
         x = self.value(into.args[0], self.layer)
         vectors = self.spread_vectors(x)
         lengths = np.sqrt((vectors**2).sum(-1))  # [G, M]
-        gone = np.take_along_axis(vectors, self.places[:, :, None], 1)
+        dropped = np.take_along_axis(vectors, self.places[:, :, None], 1)
         with np.errstate(all="ignore"):
-            cosines = np.einsum("gmd,gpd->gmp", vectors, gone) / (
+            cosines = np.einsum("gmd,gpd->gmp", vectors, dropped) / (
                 lengths[:, :, None] * np.take_along_axis(lengths, self.places, 1)[:, None]
             )
         cosines = np.float32(np.where(np.isnan(cosines), 0.0, cosines))
         cosines = np.where(self.kept[:, :, None], cosines, -np.inf)
         best = cosines.argmax(1)[:, None]  # the first of equal ones, so the lower position
-        one = np.arange(cosines.shape[1])[:, None] == best
-        nearest: np.ndarray = one & self.kept[:, :, None]
+        is_best = np.arange(cosines.shape[1])[:, None] == best
+        nearest: np.ndarray = is_best & self.kept[:, :, None]
         return nearest
 
     def spread_vectors(self, x: Array) -> np.ndarray:
@@ -135,10 +135,10 @@ class _MergeValues(Values):
 
     def _next(self, into: Node) -> np.ndarray:
         number = counts.whole(self.number(into.args[0], self.layer), self.candidates(self.layer))
-        after = np.arange(self.candidates(self.layer))[:, None] > self.places[:, None]
-        follows = self.kept[:, :, None] & after
-        among: np.ndarray = follows & (follows.cumsum(1) <= number)
-        return among
+        is_after = np.arange(self.candidates(self.layer))[:, None] > self.places[:, None]
+        follows = self.kept[:, :, None] & is_after
+        chosen: np.ndarray = follows & (follows.cumsum(1) <= number)
+        return chosen
 
     def _per_dropped(self, node: Node | None, default: float | bool) -> np.ndarray:
         """[G, P] values of a part of the merge."""
@@ -152,7 +152,7 @@ class _MergeValues(Values):
         links: np.ndarray = self.receivers() & self._per_dropped(self.merge.accept, True)[:, None]
         return links
 
-    def _own(self) -> np.ndarray:
+    def _own_weight(self) -> np.ndarray:
         x = Array.of((), 1.0) if self.merge.own is None else self.value(self.merge.own, self.layer)
         return np.broadcast_to(x.to(("kv",))[0], (self.kv,))[:, None]
 
@@ -162,7 +162,7 @@ class _MergeValues(Values):
         return np.where(self._links(), weights, 0.0)
 
     def _mass(self) -> np.ndarray:
-        mass: np.ndarray = self._own() + self._weights().sum(-1)
+        mass: np.ndarray = self._own_weight() + self._weights().sum(-1)
         return mass
 
     def _members(self) -> np.ndarray:
@@ -172,8 +172,10 @@ class _MergeValues(Values):
     def written(self, vectors: np.ndarray) -> np.ndarray:
         """[G, M, D] vectors with the receivers changed; all reads precede all writes."""
         x = vectors.astype(np.float64)
-        gone = np.take_along_axis(x, self.places[:, :, None], 1)
-        total = self._own()[..., None] * x + np.einsum("gmp,gpd->gmd", self._weights(), gone)
+        dropped = np.take_along_axis(x, self.places[:, :, None], 1)
+        total = self._own_weight()[..., None] * x + np.einsum(
+            "gmp,gpd->gmd", self._weights(), dropped
+        )
         divide = self._mass()
         if self.merge.divide is not None:
             divide = self.spread(
@@ -201,7 +203,7 @@ class _ShareValues(Values):
 
 def shared(e: Values, rules: Share) -> list[tuple[np.ndarray, np.ndarray]]:
     """Keys and values of every layer, float64 [G, N, D], as two layers read them back."""
-    read = {
+    vectors = {
         name: [getattr(e.layers[layer], f"{name}s").astype(np.float64) for layer in e.every_layer]
         for name in ("key", "value")
     }
@@ -209,14 +211,14 @@ def shared(e: Values, rules: Share) -> list[tuple[np.ndarray, np.ndarray]]:
         if not e.number(rules.when, layer):
             continue
         for name in rules.apply:
-            own, below = read[name][layer], read[name][layer - 1]
+            own, below = vectors[name][layer], vectors[name][layer - 1]
             values = _ShareValues(e, own, below)
             direction = values.value(rules.direction, layer).to(("kv", "token", "dim"))[0]
-            apart = np.zeros((*own.shape[:2], 1), np.bool_)
+            exceptions = np.zeros((*own.shape[:2], 1), np.bool_)
             if rules.exceptions is not None:
                 x = values.truth(rules.exceptions, layer)
-                apart = values.spread(x, ("kv", "token"), layer).data[..., None]
-            for place, x in ((layer, own), (layer - 1, below)):
+                exceptions = values.spread(x, ("kv", "token"), layer).data[..., None]
+            for target, x in ((layer, own), (layer - 1, below)):
                 length = np.sqrt((x**2).sum(-1, keepdims=True))
-                read[name][place] = np.where(apart, x, length * direction)
-    return list(zip(read["key"], read["value"], strict=True))
+                vectors[name][target] = np.where(exceptions, x, length * direction)
+    return list(zip(vectors["key"], vectors["value"], strict=True))

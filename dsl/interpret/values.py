@@ -114,18 +114,18 @@ class Values:
             what = "a decode step" if self.generated else "the end of a layer's prefill"
             name = self.bound.program.name
             raise refused(name, "phase", f"`{node.op}` is not available at {what}")
-        made = form(node.operation.interpret, "interpret")
+        function = form(node.operation.interpret, "interpret")
         if kind is Kind.ARITHMETIC:
-            return arrays.elementwise(made, *(self.value(each, layer) for each in node.args))
+            return arrays.elementwise(function, *(self.value(arg, layer) for arg in node.args))
         if kind is Kind.LOGIC:
-            return arrays.elementwise(made, *(self.truth(each, layer) for each in node.args))
+            return arrays.elementwise(function, *(self.truth(arg, layer) for arg in node.args))
         if kind is Kind.COMPARISON:
-            return arrays.compare(made, *(self.value(each, layer) for each in node.args))
+            return arrays.compare(function, *(self.value(arg, layer) for arg in node.args))
         if kind is Kind.REDUCTION:
             x = self.gathered(node.args[0], node.axes, layer)
-            return self.own(arrays.reduce(made, x, node.axes), node.axes, layer)
-        found: Array = made(self, node, layer)
-        return found
+            return self.own(arrays.reduce(function, x, node.axes), node.axes, layer)
+        result: Array = function(self, node, layer)
+        return result
 
     def truth(self, node: Node, layer: int) -> Array:
         """A truth value, false where absent."""
@@ -158,9 +158,9 @@ class Values:
             return x
         if not {"kv", "token"} <= set(x.axes):
             return x
-        there = self.layers[layer].there
-        held = there.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
-        return Array.of(x.axes, x.data, x.present & held)
+        held = self.layers[layer].there
+        mask = held.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
+        return Array.of(x.axes, x.data, x.present & mask)
 
     # States.
 
@@ -170,8 +170,8 @@ class Values:
 
     @once
     def _reads(self, node: Node, state: str) -> bool:
-        own = node.op == "state" and node.value == state
-        return own or any(self._reads(each, state) for each in node.args)
+        is_state = node.op == "state" and node.value == state
+        return is_state or any(self._reads(arg, state) for arg in node.args)
 
     def state(self, name: str, layer: int) -> Array:
         """A state after this step."""
@@ -208,7 +208,7 @@ class Values:
         """A node's value at this layer, or at all layers if `axes` names `layer`."""
         if "layer" not in axes:
             return self.value(node, layer)
-        return self.stacked(lambda each: self.value(node, each), layer)
+        return self.stacked(lambda source: self.value(node, source), layer)
 
     def stacked(self, value: Callable[[int], Array], layer: int) -> Array:
         """The values of all layers, with the axis `layer` in front.
@@ -216,10 +216,10 @@ class Values:
         A layer's token axis is the prompt's; values are absent at tokens that did not reach it.
         """
         values = []
-        for each in self.every_layer:
-            values.append(self._everywhere(value(each), each))
-            if each != layer:
-                self.forget_maps(each)
+        for source in self.every_layer:
+            values.append(self._everywhere(value(source), source))
+            if source != layer:
+                self.forget_maps(source)
         return arrays.stack("layer", values)
 
     def own(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
@@ -237,19 +237,19 @@ class Values:
     def _everywhere(self, x: Array, layer: int) -> Array:
         if "token" not in x.axes or not self.bound.propagates:
             return x
-        at, positions = x.axes.index("token"), self.layers[layer].positions
+        dim, positions = x.axes.index("token"), self.layers[layer].positions
         shape = list(x.data.shape)
-        shape[at] = self.candidates(0)
+        shape[dim] = self.candidates(0)
         data, present = np.zeros(shape, x.data.dtype), np.zeros(shape, np.bool_)
-        index: tuple[slice | np.ndarray, ...] = (*[slice(None)] * at, positions)
+        index: tuple[slice | np.ndarray, ...] = (*[slice(None)] * dim, positions)
         data[index], present[index] = x.data, x.present
         return Array.of(x.axes, data, present)
 
     def _at_tokens(self, x: Array, layer: int) -> Array:
         if "token" not in x.axes or not self.bound.propagates:
             return x
-        at, positions = x.axes.index("token"), self.layers[layer].positions
-        return Array.of(x.axes, x.data.take(positions, at), x.present.take(positions, at))
+        dim, positions = x.axes.index("token"), self.layers[layer].positions
+        return Array.of(x.axes, x.data.take(positions, dim), x.present.take(positions, dim))
 
     def spread(self, x: Array, axes: tuple[str, ...], layer: int) -> Array:
         """The array with the axes `axes`, repeated along those of `kv`, `token` that it lacks."""
@@ -268,7 +268,7 @@ class Values:
         axes = arrays.union(x, *(Array.of((axis,), [0.0]) for axis in missing))
         sizes = {axis: self.size(axis, type_, layer) for axis in missing} | dict(_sizes(x))
         shape = tuple(sizes[axis] for axis in axes)
-        data, present = (np.broadcast_to(each, shape) for each in x.to(axes))
+        data, present = (np.broadcast_to(part, shape) for part in x.to(axes))
         return self._masked(Array.of(axes, data, present), layer)
 
     def size(self, axis: str, type_: Type, layer: int) -> int:
@@ -284,10 +284,10 @@ class Values:
 
     def asking(self, kind: str, count: Node | None, layer: int) -> int:
         """Number of queries in a window, or along the axis `query`."""
-        known = len(self.layers[layer].query_positions)
+        queries = len(self.layers[layer].query_positions)
         if kind == "new" and self.generated:
             return 1
-        most = known if self.generated else self.candidates(layer)
+        most = queries if self.generated else self.candidates(layer)
         return most if count is None else counts.whole(self.number(count, layer), most)
 
 

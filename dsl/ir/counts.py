@@ -104,15 +104,15 @@ def cluster(values: Sequence[Number], k: int) -> list[int]:
 
     best = [[0.0] + [math.inf] * n] + [[math.inf] * (n + 1) for _ in range(k)]
     cut = [[0] * (n + 1) for _ in range(k + 1)]
-    for used in range(1, k + 1):
-        for end in range(used, n + 1):
-            for first in range(used - 1, end):
-                cost = best[used - 1][first] + spread(first, end)
-                if cost < best[used][end]:
-                    best[used][end], cut[used][end] = cost, first
+    for clusters in range(1, k + 1):
+        for end in range(clusters, n + 1):
+            for first in range(clusters - 1, end):
+                cost = best[clusters - 1][first] + spread(first, end)
+                if cost < best[clusters][end]:
+                    best[clusters][end], cut[clusters][end] = cost, first
     labels, end = [0] * n, n
-    for used in range(k, 0, -1):
-        for i in range(cut[used][end], end):
-            labels[order[i]] = used - 1
-        end = cut[used][end]
+    for clusters in range(k, 0, -1):
+        for i in range(cut[clusters][end], end):
+            labels[order[i]] = clusters - 1
+        end = cut[clusters][end]
     return labels

@@ -36,17 +36,17 @@ def union(nodes: Iterable[Node]) -> tuple[str, ...]:
 
 def extents(nodes: Iterable[Node], axis: str) -> list[Extent]:
     """The different extents of an axis among nodes; at most one, if they can be combined."""
-    found = (node.type.extent(axis) for node in nodes)
-    return list(dict.fromkeys(x for x in found if x is not None))
+    axis_extents = (node.type.extent(axis) for node in nodes)
+    return list(dict.fromkeys(extent for extent in axis_extents if extent is not None))
 
 
 def _extent(
-    axis: str, result: tuple[str, ...], made: Extent | None, args: tuple[Node, ...]
+    axis: str, result: tuple[str, ...], extent: Extent | None, args: tuple[Node, ...]
 ) -> Extent | None:
     if axis not in result:
         return None
-    if made is not None and made.axis == axis:
-        return made
+    if extent is not None and extent.axis == axis:
+        return extent
     return next(iter(extents(args, axis)), None)
 
 
@@ -120,7 +120,7 @@ class Graph:
         Literals are computed; names of lets and the order of commutative arguments do not matter.
         Two parameters never share it, because they may be set apart.
         """
-        parts = [self.definition_id(each) for each in node.args]
+        parts = [self.definition_id(arg) for arg in node.args]
         if node.operation.commutative:
             parts.sort()
         key: tuple[object, ...] = (node.op, type(node.value), node.value, node.axes, *parts)

@@ -38,23 +38,23 @@ class _Rewriting:
     @once
     def visit(self, node: Node) -> Node:
         """The node rewritten."""
-        args = tuple(self.visit(each) for each in node.args)
-        made = node if args == node.args else replace(node, args=args)
-        apart = across_heads(made) and made.operation.is_reduction and len(made.axes) > 1
-        return self._apart(made) if apart else made
+        args = tuple(self.visit(arg) for arg in node.args)
+        result = node if args == node.args else replace(node, args=args)
+        splits = across_heads(result) and result.operation.is_reduction and len(result.axes) > 1
+        return self._split(result) if splits else result
 
-    def _apart(self, node: Node) -> Node:
+    def _split(self, node: Node) -> Node:
         row, (x,) = node.operation, node.args
         if not row.averages:
-            inner = "sum" if row.adds_up else node.op
-            return self._of_heads(inner, self._reduced(node.op, node, x), node)
+            inner_op = "sum" if row.adds_up else node.op
+            return self._of_heads(inner_op, self._reduced(node.op, node, x), node)
         if row.linear:
             return self._mean(node, x)
-        mean = self._elementwise("subtract", node, x, self._mean(node, x))
+        deviation = self._elementwise("subtract", node, x, self._mean(node, x))
         two = self._share(
             Node("number", value=Fraction(2), type=Type("number", exact=True), when=x.when)
         )
-        return self._mean(node, self._elementwise("power", node, mean, two))
+        return self._mean(node, self._elementwise("power", node, deviation, two))
 
     def _mean(self, node: Node, x: Node) -> Node:
         number = self._reduced("count", node, x)
@@ -63,8 +63,8 @@ class _Rewriting:
             total = self._share(replace(mean, op="multiply", args=(mean, number), axes=()))
         else:
             total = self._reduced("sum", node, x)
-        both = (self._of_heads("sum", each, node) for each in (total, number))
-        return self._share(replace(node, op="divide", args=tuple(both), axes=()))
+        sums = (self._of_heads("sum", part, node) for part in (total, number))
+        return self._share(replace(node, op="divide", args=tuple(sums), axes=()))
 
     def _elementwise(self, op: str, node: Node, x: Node, y: Node) -> Node:
         return self._share(Node(op, (x, y), type=x.type, when=node.when, span=node.span))
@@ -81,6 +81,6 @@ class _Rewriting:
     def _of_heads(self, op: str, x: Node, node: Node) -> Node:
         return self._share(replace(node, op=op, args=(x,), axes=_HEADS))
 
-    def _share(self, made: Node) -> Node:
-        key = (made.op, made.axes, type(made.value), made.value, *map(id, made.args))
-        return self._unique.setdefault(key, made)
+    def _share(self, node: Node) -> Node:
+        key = (node.op, node.axes, type(node.value), node.value, *map(id, node.args))
+        return self._unique.setdefault(key, node)

@@ -58,10 +58,10 @@ def evaluator(env: Mapping[str, Value]) -> Evaluator:
     evaluation = _Evaluation(env)
 
     def value(node: Node, layer: int | None = None) -> Value:
-        found = (evaluation if layer is None else evaluation.at_layer(layer)).value(node)
-        if found is None:
+        result = (evaluation if layer is None else evaluation.at_layer(layer)).value(node)
+        if result is None:
             raise NotStatic("the value is absent")
-        return found
+        return result
 
     return value
 
@@ -75,7 +75,7 @@ def truth(condition: Node, known: Callable[[Node], Value | None]) -> bool | None
     value = known(condition)
     if value is not None or condition.op not in ("and", "or"):
         return None if value is None else bool(value)
-    parts = [truth(each, known) for each in condition.args]
+    parts = [truth(arg, known) for arg in condition.args]
     decisive = condition.op == "or"
     if decisive in parts:
         return decisive
@@ -87,25 +87,25 @@ class _Evaluation:
 
     Args:
         env: as of `evaluate`.
-        whole: the evaluation whose layer this is; it is not kept in memory for it.
-        layer: which one.
+        parent: the evaluation of all layers, of which this is one; held by a weak reference.
+        layer: the number of this layer.
     """
 
     def __init__(
         self,
         env: Mapping[str, Value],
-        whole: _Evaluation | None = None,
+        parent: _Evaluation | None = None,
         layer: Fraction | None = None,
     ) -> None:
         self._env = env
-        self._whole = None if whole is None else ref(whole)
-        self._layer = env.get("layer") if whole is None else layer
+        self._parent = None if parent is None else ref(parent)
+        self._layer = env.get("layer") if parent is None else layer
         self._layers: dict[int, _Evaluation] = {}
 
     @property
     def _of_all_layers(self) -> _Evaluation:
         """The evaluation whose layer this is, or this one."""
-        return (None if self._whole is None else self._whole()) or self
+        return (None if self._parent is None else self._parent()) or self
 
     def at_layer(self, layer: int) -> _Evaluation:
         """This environment at a layer."""
@@ -118,16 +118,16 @@ class _Evaluation:
         """The value of a node; raises NotStatic."""
         if node.type.axes:
             raise NotStatic(node.op)
-        whole = self._of_all_layers
-        if whole is not self and not node.counts_layers:
-            return whole.value(node)
+        all_layers = self._of_all_layers
+        if all_layers is not self and not node.counts_layers:
+            return all_layers.value(node)
         row = node.operation
         if row.kind is Kind.LITERAL:
             return node.literal
         if node.op == "size" and node.value == "pi":
             return math.pi
         if row.kind is Kind.GIVEN or node.op == "budget":
-            return self._given(node)
+            return self._from_env(node)
         if "layer" in node.axes:
             return self._over_layers(node)
         if node.op == "at":
@@ -145,7 +145,7 @@ class _Evaluation:
             return False if node.type.kind == "truth" else None
         return applied(row.host, args)
 
-    def _given(self, node: Node) -> Value:
+    def _from_env(self, node: Node) -> Value:
         name = {"size": str(node.value), "param": f"param:{node.value}"}.get(node.op, "budget")
         value = self._layer if name == "layer" else self._env.get(name)
         if value is None:
@@ -156,12 +156,12 @@ class _Evaluation:
         """This environment at every layer."""
         if "layers" not in self._env:
             raise NotStatic("layers")
-        whole = self._of_all_layers
-        return [whole.at_layer(i) for i in range(int(self._env["layers"]))]
+        all_layers = self._of_all_layers
+        return [all_layers.at_layer(i) for i in range(int(self._env["layers"]))]
 
     def _at(self, node: Node) -> Value | None:
-        which, here = self.value(node.args[0]), self._given_layer()
-        layer = None if which is None else counts.index(which, here + 1)
+        source, own_layer = self.value(node.args[0]), self._given_layer()
+        layer = None if source is None else counts.index(source, own_layer + 1)
         return None if layer is None else self._of_all_layers.at_layer(layer).value(node.args[1])
 
     def _given_layer(self) -> int:
@@ -176,8 +176,8 @@ class _Evaluation:
             return Fraction(self._of_all_layers.split(node, total)[self._given_layer()])
         if row.host is None:
             raise NotStatic(node.op)
-        found = [layer.value(node.args[0]) for layer in self._each_layer()]
-        values = [value for value in found if value is not None]
+        layer_values = [layer.value(node.args[0]) for layer in self._each_layer()]
+        values = [value for value in layer_values if value is not None]
         if any(isinstance(value, float) for value in values):
             values = [as_float(value) for value in values]
         return applied(partial(row.host, values), [])
@@ -185,9 +185,9 @@ class _Evaluation:
     @once
     def split(self, node: Node, total: Value) -> list[int]:
         """[L] shares of a total at each layer, by a node that shares it out."""
-        layers, given = self._each_layer(), node.args[1:]
-        weights, *more = ([_share(layer.value(arg)) for layer in layers] for arg in given)
-        maxima = more[0] if more else None
+        layers, args = self._each_layer(), node.args[1:]
+        weights, *limits = ([_share(layer.value(arg)) for layer in layers] for arg in args)
+        maxima = limits[0] if limits else None
         return counts.split(total, weights, maxima, cascade=node.op == "cascade")
 
 

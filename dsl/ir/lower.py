@@ -107,8 +107,8 @@ class Static:
         if not node.operation.elementwise or node.op == "mask":
             return None
         parts = [self.needs(argument) for argument in node.args]
-        known = [names for names in parts if names is not None]
-        return frozenset().union(*known) if len(known) == len(parts) else None
+        name_sets = [names for names in parts if names is not None]
+        return frozenset().union(*name_sets) if len(name_sets) == len(parts) else None
 
     def follows(self, node: Node, *names: str) -> bool:
         """Whether a node is a static scalar that depends on nothing but these names."""
@@ -134,18 +134,18 @@ def fold(sections: Sections, env: Env) -> Sections:
             if not isinstance(value, float):
                 return _constant(value, node)
         if node.op == "decided":
-            made = visit(sections.prefill.decided[node.symbol])
-            return made if static.follows(made) else node
+            result = visit(sections.prefill.decided[node.symbol])
+            return result if static.follows(result) else node
         if node.op == "choose" and static.follows(node.args[1]):
             return visit(node.args[0 if evaluate(node.args[1]) else 2])
         args = tuple(visit(argument) for argument in node.args)
         if args == node.args:
             return node
-        made = _with_arguments(node, args)
-        if made.type != node.type and static.follows(made):
-            value = evaluate(made)
-            return made if isinstance(value, float) else _constant(value, made)
-        return made
+        result = _with_arguments(node, args)
+        if result.type != node.type and static.follows(result):
+            value = evaluate(result)
+            return result if isinstance(value, float) else _constant(value, result)
+        return result
 
     return rewritten(sections, visit)
 
@@ -173,24 +173,24 @@ def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
     """The node with other arguments, which may have lost axes that nothing reads along."""
     first = _with_axes(args[0], node.args[0], node.operation.reads_along or node.axes)
     args = (first, *args[1:])
-    lost = set(axes_of(*node.args)) - set(axes_of(*args))
-    if not lost:
+    lost_axes = set(axes_of(*node.args)) - set(axes_of(*args))
+    if not lost_axes:
         return replace(node, args=args)
-    return replace(node, args=args, type=_without(node.type, lost))
+    return replace(node, args=args, type=_without(node.type, lost_axes))
 
 
-def _with_axes(made: Node, old: Node, read: tuple[str, ...]) -> Node:
+def _with_axes(argument: Node, original: Node, read_axes: tuple[str, ...]) -> Node:
     """A rewritten argument, broadcast to all its old axes if the node reads along an axis.
 
     To all: where KV heads hold different entries, `token` is another axis without `kv`.
     """
-    if not read or not set(old.type.axes) - set(made.type.axes):
-        return made
-    return Node("broadcast", (made,), type=old.type, when=made.when)
+    if not read_axes or not set(original.type.axes) - set(argument.type.axes):
+        return argument
+    return Node("broadcast", (argument,), type=original.type, when=argument.when)
 
 
-def _without(type_: Type, lost: set[str]) -> Type:
-    axes = tuple(axis for axis in type_.axes if axis not in lost)
+def _without(type_: Type, lost_axes: set[str]) -> Type:
+    axes = tuple(axis for axis in type_.axes if axis not in lost_axes)
     window = type_.window if "query" in axes else None
     return replace(type_, axes=axes, window=window, reach=type_.reach if "past" in axes else None)
 
@@ -204,21 +204,23 @@ def _constant(value: Fraction | bool, node: Node) -> Node:
 def lower(sections: Sections) -> Sections:
     """The sections without `then`, unsized `top` and the name `budget`; equal nodes are one."""
     budget = sections.prefill.budget
-    first = _Lowering(budget)
+    lowering = _Lowering(budget)
     if sections.propagate is not None and sections.propagate.budget is not None:
-        first.own["propagate"] = sections.propagate.budget
-    prefill = rewritten(sections.prefill, first.visit)
+        lowering.own["propagate"] = sections.propagate.budget
+    prefill = rewritten(sections.prefill, lowering.visit)
     if sections.share is not None and sections.share.exceptions is not None:
-        first.visit(sections.share.exceptions)  # equal nodes in `direction` then take its names
-    share = rewritten(sections.share, first.visit)
+        lowering.visit(sections.share.exceptions)  # equal nodes in `direction` then take its names
+    share = rewritten(sections.share, lowering.visit)
     # An unsized `top` in `tokens` fills the section's own budget; lets are shared with `keep`.
-    first.filled = "propagate"
-    propagate = rewritten(sections.propagate, first.visit)
-    own = None if sections.decode is None else sections.decode.budget
-    if own is None and budget is not None:
+    lowering.filled = "propagate"
+    propagate = rewritten(sections.propagate, lowering.visit)
+    decode_budget = None if sections.decode is None else sections.decode.budget
+    if decode_budget is None and budget is not None:
         kind = Type("number", budget.type.axes, "tokens")
-        own = Node("budget", type=kind, when=When.STEP)
-    return Sections(prefill, rewritten(sections.decode, _Lowering(own).visit), propagate, share)
+        decode_budget = Node("budget", type=kind, when=When.STEP)
+    return Sections(
+        prefill, rewritten(sections.decode, _Lowering(decode_budget).visit), propagate, share
+    )
 
 
 class _Lowering:
@@ -235,17 +237,17 @@ class _Lowering:
         """The node rewritten."""
         return self._share(self._rewrite(node))
 
-    def _share(self, made: Node) -> Node:
-        own = made.type if made.op == "broadcast" else None
-        key = (made.op, made.axes, type(made.value), made.value, own, *map(id, made.args))
-        return self._unique.setdefault(key, made)
+    def _share(self, node: Node) -> Node:
+        type_ = node.type if node.op == "broadcast" else None
+        key = (node.op, node.axes, type(node.value), node.value, type_, *map(id, node.args))
+        return self._unique.setdefault(key, node)
 
     def _nothing(self) -> Node:
         return self._share(Node("truth", value=False, type=Type("truth"), when=When.LOAD))
 
-    def _present(self, taken: Node) -> Node:
+    def _present(self, taken_set: Node) -> Node:
         """A token set, empty where it is absent."""
-        return self._share(_or(taken, self._nothing())) if taken.type.absent else taken
+        return self._share(_or(taken_set, self._nothing())) if taken_set.type.absent else taken_set
 
     def _floored(self, node: Node) -> Node:
         """A count, floored where it is used: exactly if it is known before the prefill."""
@@ -268,40 +270,42 @@ class _Lowering:
         if node.op != "then":
             args = tuple(self.visit(argument) for argument in node.args)
             return node if args == node.args else replace(node, args=args)
-        taken = self._present(self.visit(node.args[0]))
+        taken_set = self._present(self.visit(node.args[0]))
         for argument in node.args[1:]:
-            taken = self._after(taken, argument)
-        return taken
+            taken_set = self._after(taken_set, argument)
+        return taken_set
 
-    def _after(self, taken: Node, right: Node) -> Node:
-        """`taken then right`; a name on the right is computed on all candidates."""
+    def _after(self, taken_set: Node, right: Node) -> Node:
+        """`taken_set then right`; a name on the right is computed on all candidates."""
         if right.op != "top" or right.name is not None:
-            return self._share(_or(taken, self._present(self.visit(right))))
+            return self._share(_or(taken_set, self._present(self.visit(right))))
         if len(right.args) == 1:
-            return self._fill(right, taken)
+            return self._fill(right, taken_set)
         x, count = self.visit(right.args[0]), self._floored(self.visit(right.args[1]))
-        left = self._share(Node("not", (taken,), type=taken.type, when=taken.when))
-        kind = Type("number", axes_of(x, left), x.type.unit, absent=True)
-        when = max(x.when, left.when)
-        rest = self._share(Node("mask", (x, left), value="rest", type=kind, when=when))
+        left_over = self._share(Node("not", (taken_set,), type=taken_set.type, when=taken_set.when))
+        kind = Type("number", axes_of(x, left_over), x.type.unit, absent=True)
+        when = max(x.when, left_over.when)
+        rest = self._share(Node("mask", (x, left_over), value="rest", type=kind, when=when))
         kind = Type("truth", axes_of(rest, count))
-        origin = right.origin if taken.op == "truth" else None
+        origin = right.origin if taken_set.op == "truth" else None
         when = max(rest.when, count.when)
         if "layer" in right.axes and when > When.PROMPT:
             when = max(when, When.END)
         top = Node("top", (rest, count), right.axes, type=kind, when=when, origin=origin)
-        return self._share(_or(taken, self._share(top)))
+        return self._share(_or(taken_set, self._share(top)))
 
-    def _fill(self, top: Node, taken: Node) -> Node:
+    def _fill(self, top: Node, taken_set: Node) -> Node:
         x, budget, axes = self.visit(top.args[0]), self._budget(self.filled), top.axes
-        kind = Type("number", axes_of(budget, taken, without=(*axes, "token")), "tokens")
-        moment = When.END if "layer" in axes else max(budget.when, taken.when)
-        count = Node("missing", (budget, taken), axes, type=kind, when=moment)
-        kind = Type("number", axes_of(taken, without=(*axes, "token")), "tokens")
-        left = Node("remaining", (taken,), axes, type=kind, when=max(taken.when, moment))
-        kind = Type("truth", axes_of(x, taken, count))
+        kind = Type("number", axes_of(budget, taken_set, without=(*axes, "token")), "tokens")
+        moment = When.END if "layer" in axes else max(budget.when, taken_set.when)
+        count = Node("missing", (budget, taken_set), axes, type=kind, when=moment)
+        kind = Type("number", axes_of(taken_set, without=(*axes, "token")), "tokens")
+        remaining = Node(
+            "remaining", (taken_set,), axes, type=kind, when=max(taken_set.when, moment)
+        )
+        kind = Type("truth", axes_of(x, taken_set, count))
         moment = max(moment, x.when)
-        return Node("fill", (x, taken, count, left), axes, type=kind, when=moment)
+        return Node("fill", (x, taken_set, count, remaining), axes, type=kind, when=moment)
 
 
 def _or(a: Node, b: Node) -> Node:

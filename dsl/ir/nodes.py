@@ -149,7 +149,7 @@ class Node:
             return True
         if self.operation.shares_out:  # to each layer its part
             return True
-        return "layer" not in self.axes and any(each.counts_layers for each in self.args)
+        return "layer" not in self.axes and any(arg.counts_layers for arg in self.args)
 
     def walk(self, seen: set[Node] | None = None) -> Iterator[Node]:
         """Every node below and including this one, once, arguments before users."""
@@ -303,8 +303,8 @@ class Program:
 
     def refused(self, code: str, message: str, span: Span | None, help: str) -> PolicyError:
         """The error to raise about it; `span` is its place in the file, if there is a file."""
-        found = Diagnostic(code, message, span if self.file else None, help)
-        return PolicyError([found], self.file or Source(self.name, ""))
+        diagnostic = Diagnostic(code, message, span if self.file else None, help)
+        return PolicyError([diagnostic], self.file or Source(self.name, ""))
 
 
 @dataclass(frozen=True)

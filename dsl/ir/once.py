@@ -26,13 +26,13 @@ def once(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
     @wraps(method)
     def remembering(self: S, *args: P.args, **options: P.kwargs) -> T:
-        given = (*args, *sorted(options.items())) if options else args
+        key = (*args, *sorted(options.items())) if options else args
         try:
-            found: T = self.__dict__[name][given]
+            result: T = self.__dict__[name][key]
         except KeyError:
-            found = method(self, *args, **options)
-            self.__dict__.setdefault(name, {})[given] = found
-        return found
+            result = method(self, *args, **options)
+            self.__dict__.setdefault(name, {})[key] = result
+        return result
 
     return cast(Callable[Concatenate[S, P], T], remembering)
 
@@ -45,9 +45,9 @@ class _Last(Generic[P, T]):
 
     def __get__(self, instance: object, owner: type) -> Callable[P, T]:
         method = self._method.__get__(instance)
-        remembered = cast(Callable[P, T], lru_cache(maxsize=self._most)(method))
-        vars(instance)[self._method.__name__] = remembered  # found before this from now on
-        return remembered
+        cached_method = cast(Callable[P, T], lru_cache(maxsize=self._most)(method))
+        vars(instance)[self._method.__name__] = cached_method  # found before this from now on
+        return cached_method
 
 
 def once_at_most(number: int) -> Callable[[Callable[Concatenate[Any, Q], U]], _Last[Q, U]]:

@@ -34,19 +34,19 @@ def split_layers(
     count = len(weights)
     if count == 0:
         return []
-    most = [MOST] * count if maxima is None else [_whole(maximum) for maximum in maxima]
-    whole = _whole(total)
-    placed = _floors(whole, weights)
+    caps = [MOST] * count if maxima is None else [_whole(maximum) for maximum in maxima]
+    floored_total = _whole(total)
+    shares = _floors(floored_total, weights)
     while True:
-        excess = sum(max(0, have - top) for have, top in zip(placed, most, strict=True))
-        placed = [min(have, top) for have, top in zip(placed, most, strict=True)]
-        _pour(placed, most, excess)
-        missing = whole - sum(placed)
-        poured = _pour(placed, most, missing)
+        excess = sum(max(0, share - cap) for share, cap in zip(shares, caps, strict=True))
+        shares = [min(share, cap) for share, cap in zip(shares, caps, strict=True)]
+        _pour(shares, caps, excess)
+        missing = floored_total - sum(shares)
+        poured = _pour(shares, caps, missing)
         if not poured and not excess:
-            return placed
-        if all(have >= top for have, top in zip(placed, most, strict=True)):
-            return most
+            return shares
+        if all(share >= cap for share, cap in zip(shares, caps, strict=True)):
+            return caps
 
 
 def cascade_layers(
@@ -61,8 +61,8 @@ def cascade_layers(
     """
     least = [MOST] * len(weights)
     for end in range(1, len(weights) + 1):
-        stage = split_layers(total, weights[:end], None if maxima is None else maxima[:end])
-        least[:end] = map(min, least[:end], stage)
+        shares = split_layers(total, weights[:end], None if maxima is None else maxima[:end])
+        least[:end] = map(min, least[:end], shares)
     return least
 
 
@@ -77,19 +77,19 @@ def _floors(total: int, weights: Sequence[Number]) -> list[int]:
     """Floors of the exact proportional shares."""
     if any(weight == math.inf for weight in weights):
         weights = [int(weight == math.inf) for weight in weights]
-    exact = [Fraction(weight) if weight > 0 else Fraction(0) for weight in weights]
-    whole = sum(exact)
-    if not whole:
-        exact, whole = [Fraction(1)] * len(exact), Fraction(len(exact))
-    return [math.floor(total * weight / whole) for weight in exact]
+    exact_weights = [Fraction(weight) if weight > 0 else Fraction(0) for weight in weights]
+    weight_sum = sum(exact_weights)
+    if not weight_sum:
+        exact_weights, weight_sum = [Fraction(1)] * len(exact_weights), Fraction(len(exact_weights))
+    return [math.floor(total * weight / weight_sum) for weight in exact_weights]
 
 
-def _pour(placed: list[int], most: Sequence[int], amount: int) -> bool:
+def _pour(shares: list[int], caps: Sequence[int], amount: int) -> bool:
     """Adds an amount in equal parts to the layers below their maximum; whether it could."""
-    room = [i for i, have in enumerate(placed) if have < most[i]]
-    if amount <= 0 or not room:
+    open_layers = [i for i, share in enumerate(shares) if share < caps[i]]
+    if amount <= 0 or not open_layers:
         return False
-    each, odd = divmod(amount, len(room))
-    for rank, layer in enumerate(room):
-        placed[layer] += each + (rank < odd)
+    part, remainder = divmod(amount, len(open_layers))
+    for rank, layer in enumerate(open_layers):
+        shares[layer] += part + (rank < remainder)
     return True

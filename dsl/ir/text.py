@@ -44,14 +44,14 @@ class _Printer:
 
     def reference(self, node: Node) -> str:
         """The number of a node, printing it and what it needs first; equal nodes share one."""
-        for each in node.walk():
-            if each in self._known:
+        for part in node.walk():
+            if part in self._known:
                 continue
-            text = self._text(each)
+            text = self._text(part)
             if text not in self._by_text:
                 self._by_text[text] = f"%{len(self.lines)}"
                 self.lines.append(f"%{len(self.lines)} = {text}")
-            self._known[each] = self._by_text[text]
+            self._known[part] = self._by_text[text]
         return self._known[node]
 
     def _text(self, node: Node) -> str:
@@ -74,14 +74,14 @@ class _Printer:
         parts = _parts(value)
         if parts is None:
             return [f"{name} = {value}"]
-        return [line for key, each in parts for line in self.section(f"{name}.{key}", each)]
+        return [line for key, part in parts for line in self.section(f"{name}.{key}", part)]
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]] | None:
     """The parts of a field with their names or indices; None: it is a single value."""
     if isinstance(value, dict):
         return sorted(value.items())
-    if isinstance(value, tuple) and any(isinstance(each, Node) for each in value):
+    if isinstance(value, tuple) and any(isinstance(item, Node) for item in value):
         return enumerate(value)
     if isinstance(value, Propagate):  # under the keys of the language
         names = ["tokens", "first", "every", "budget", "restart"]

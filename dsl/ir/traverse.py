@@ -31,15 +31,15 @@ _SECTIONS = Sections | Rules | Merge | State | Propagate | Share
 
 def rewritten(section: S, visit: Callable[[Node], Node]) -> S:
     """A section, or several, with every node in it rewritten by `visit`."""
-    made: Any = section
+    result: Any = section
     if isinstance(section, Node):
-        made = visit(section)
+        result = visit(section)
     elif isinstance(section, dict):
-        made = {name: rewritten(each, visit) for name, each in section.items()}
+        result = {name: rewritten(part, visit) for name, part in section.items()}
     elif isinstance(section, _SECTIONS):
         parts = {field.name: getattr(section, field.name) for field in fields(section)}
-        made = replace(section, **rewritten(parts, visit))
-    return cast(S, made)
+        result = replace(section, **rewritten(parts, visit))
+    return cast(S, result)
 
 
 def rules_roots(rules: Rules) -> list[Node]:
@@ -76,11 +76,11 @@ def nodes_of(roots: Iterable[Node | None]) -> Iterator[Node]:
 
 def states_needed(roots: list[Node | None], states: Mapping[str, State]) -> set[str]:
     """Names of the states that the roots read, directly or through other states."""
-    found: set[str] = set()
-    waiting = roots
-    while waiting:
-        names = {node.symbol for node in nodes_of(waiting) if node.op == "state"}
-        new = (names & states.keys()) - found
-        found |= new
-        waiting = [*state_roots({name: states[name] for name in new})]
-    return found
+    needed: set[str] = set()
+    frontier = roots
+    while frontier:
+        names = {node.symbol for node in nodes_of(frontier) if node.op == "state"}
+        new_names = (names & states.keys()) - needed
+        needed |= new_names
+        frontier = [*state_roots({name: states[name] for name in new_names})]
+    return needed

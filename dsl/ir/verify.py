@@ -70,11 +70,11 @@ def _roots(value: object) -> Iterator[Node]:
     if isinstance(value, Node):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _roots(each)
+        for item in value.values():
+            yield from _roots(item)
     elif isinstance(value, tuple):
-        for each in value:
-            yield from _roots(each)
+        for item in value:
+            yield from _roots(item)
     elif is_dataclass(value):
         for field in fields(value):
             yield from _roots(getattr(value, field.name))
@@ -113,20 +113,22 @@ def _verify_type(node: Node) -> None:
 
 
 def _verify_axes(node: Node) -> None:
-    own, axes, row = node.axes, node.type.axes, node.operation
+    over, axes, row = node.axes, node.type.axes, node.operation
     _expect(axes == in_order(axes), f"has the axes {axes} out of order")
-    _expect(bool(own) == row.names_axes, f"is over {own}")
-    _expect(len(set(own)) == len(own), "names an axis twice")
-    _expect(all(axis in (*AXES, "layer") for axis in own), f"is over {own}")
-    inner = {axis for arg in node.args for axis in arg.type.axes}
+    _expect(bool(over) == row.names_axes, f"is over {over}")
+    _expect(len(set(over)) == len(over), "names an axis twice")
+    _expect(all(axis in (*AXES, "layer") for axis in over), f"is over {over}")
+    arg_axes = {axis for arg in node.args for axis in arg.type.axes}
     _expect(row.result_axes in (None, axes), f"has the axes {axes}")
     if row.elementwise or node.op == "then":
-        _expect(set(axes) == inner, f"has the axes {axes} of arguments with {sorted(inner)}")
-    if own:
-        read = set(node.args[0].type.axes)
-        _expect(set(own) - {"layer"} <= read, f"is over {own}, which its argument lacks")
+        _expect(set(axes) == arg_axes, f"has the axes {axes} of arguments with {sorted(arg_axes)}")
+    if over:
+        read_axes = set(node.args[0].type.axes)
+        _expect(set(over) - {"layer"} <= read_axes, f"is over {over}, which its argument lacks")
     if row.is_reduction:
-        _expect(set(axes) == inner - set(own), f"has the axes {axes} left of {sorted(inner)}")
+        _expect(
+            set(axes) == arg_axes - set(over), f"has the axes {axes} left of {sorted(arg_axes)}"
+        )
 
 
 _VALUES: dict[str | None, Callable[[Node, Program], bool]] = {

@@ -20,7 +20,7 @@ def written(node: Node, *, named: bool = False) -> str:
     """
     if named and node.name is not None:
         return node.name
-    args = [written(each, named=True) for each in node.args]
+    args = [written(arg, named=True) for arg in node.args]
     row = node.operation
     if row.kind is Kind.LITERAL:
         return shown(node.literal)
@@ -28,20 +28,20 @@ def written(node: Node, *, named: bool = False) -> str:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
     if node.takes_an_end:
         count = node.args[1]  # floored by lowering
-        inner = written(count.args[0], named=True) if count.op == "floor" else args[1]
-        return f"{node.origin}({inner})"
+        count_text = written(count.args[0], named=True) if count.op == "floor" else args[1]
+        return f"{node.origin}({count_text})"
     if not args:
         return str(node.value) if node.value is not None else node.op
     if row.sign is not None:
-        one = f"{row.sign}{' ' if row.sign.isalpha() else ''}{args[0]}"
-        return one if len(args) == 1 else f"({args[0]} {row.sign} {args[1]})"
+        unary = f"{row.sign}{' ' if row.sign.isalpha() else ''}{args[0]}"
+        return unary if len(args) == 1 else f"({args[0]} {row.sign} {args[1]})"
     if row.kind is Kind.BRANCH:
-        other = f" else {args[2]}" if node.op == "choose" else ""
-        return f"({args[0]} where {args[1]}{other})"
+        else_text = f" else {args[2]}" if node.op == "choose" else ""
+        return f"({args[0]} where {args[1]}{else_text})"
     if node.op == "then":
         return f"({' then '.join(args)})"
-    inner = ", ".join(bare(text) for text in args)
-    return f"{_PAIRS.get(node.op, node.op)}{brackets(node.axes)}({inner})"
+    arguments = ", ".join(bare(text) for text in args)
+    return f"{_PAIRS.get(node.op, node.op)}{brackets(node.axes)}({arguments})"
 
 
 def described(node: Node) -> str:
@@ -54,8 +54,8 @@ def bare(text: str) -> str:
     if not text.startswith("("):
         return text
     depth = 0
-    for at, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
         if depth == 0:
-            return text[1:-1] if at == len(text) - 1 else text
+            return text[1:-1] if index == len(text) - 1 else text
     return text

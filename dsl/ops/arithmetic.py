@@ -12,8 +12,8 @@ from kvpolicy.dsl.ops.operations import Function, Kind, Operation, Parameter
 
 def _row(name: str, kind: Kind, arguments: int, *forms: Any, **traits: Any) -> Operation:
     """A row; `forms` are those of the host, intervals, the interpreter, torch and Triton."""
-    given = dict(zip(("host", "interval", "interpret", "torch", "triton"), forms, strict=False))
-    return Operation(name, kind, arguments, arguments, per_head=True, **given, **traits)
+    form_of = dict(zip(("host", "interval", "interpret", "torch", "triton"), forms, strict=False))
+    return Operation(name, kind, arguments, arguments, per_head=True, **form_of, **traits)
 
 
 def _numeric(name: str, arguments: int, *forms: Any, **traits: Any) -> Operation:

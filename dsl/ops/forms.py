@@ -17,6 +17,6 @@ LIBRARIES = ("numpy", "torch", "operator")
 def form(path: str, package: str) -> Callable[..., Any]:
     """A function by its path, `module.name`, in a package of `dsl` or in a library."""
     module, _, name = path.rpartition(".")
-    where = module if module in LIBRARIES else f"kvpolicy.dsl.{package}.{module}"
-    found: Callable[..., Any] = getattr(import_module(where), name)
-    return found
+    module_path = module if module in LIBRARIES else f"kvpolicy.dsl.{package}.{module}"
+    function: Callable[..., Any] = getattr(import_module(module_path), name)
+    return function

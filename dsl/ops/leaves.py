@@ -14,10 +14,10 @@ _SCORED = ("query", "key")
 
 def _name(
     name: str, where: str, meaning: str, axes: tuple[str, ...] = (), unit: str | None = None,
-    *, op: str = "size", **given: Any,
+    *, op: str = "size", **fields: Any,
 ) -> Builtin:  # fmt: skip
     """A name of the language that an operation holds as `Node.value`."""
-    return Builtin(name, op, axes, unit, where, meaning, **{"value": name, **given})
+    return Builtin(name, op, axes, unit, where, meaning, **{"value": name, **fields})
 
 
 def _named(
@@ -25,8 +25,8 @@ def _named(
     unit: str | None = None, *, result: str = "number", unserved: bool = False, **traits: Any,
 ) -> Operation:  # fmt: skip
     """The row of a name of the language that is an operation of its own."""
-    own = Builtin(name, name, axes, unit, where, meaning, result, unserved=unserved)
-    return Operation(name, kind, names=(own,), result=result, **traits)
+    builtin = Builtin(name, name, axes, unit, where, meaning, result, unserved=unserved)
+    return Operation(name, kind, names=(builtin,), result=result, **traits)
 
 
 def _vector(name: str, meaning: str) -> Operation:

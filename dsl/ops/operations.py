@@ -228,7 +228,7 @@ def called(
 ) -> Operation:  # fmt: skip
     """The row of an operation that authors call as a function, its parameters as arguments."""
     function = Function(name, rule, parameters, meaning, cost, axes, unit, verb, shape, group=group)
-    least = sum(not each.optional for each in parameters)
-    order = ", ".join(each.name for each in parameters)
-    given = {"least": least, "most": len(parameters), "names_axes": axes != "none", **traits}
-    return Operation(name, kind, meaning=order, function=function, **given)
+    least = sum(not parameter.optional for parameter in parameters)
+    order = ", ".join(parameter.name for parameter in parameters)
+    row_traits = {"least": least, "most": len(parameters), "names_axes": axes != "none", **traits}
+    return Operation(name, kind, meaning=order, function=function, **row_traits)

@@ -21,15 +21,15 @@ class Comment:
 
 def find_comments(source: Source, root: YamlNode) -> list[Comment]:
     """Every comment: a `#` outside scalars, at a line start or after a space, comma or bracket."""
-    covered = sorted(interval for scalar in _scalars(root) for interval in _text_of(scalar))
-    comments, at, text = [], 0, source.text
-    for start, end in [*covered, (len(text), len(text))]:
-        gap = text[at:start]
+    intervals = sorted(interval for scalar in _scalars(root) for interval in _text_of(scalar))
+    comments, gap_start, text = [], 0, source.text
+    for start, end in [*intervals, (len(text), len(text))]:
+        gap = text[gap_start:start]
         for match in re.finditer(r"(?:^|(?<=[\s,\[\]{}]))#[^\n]*", gap):
-            offset = at + match.start()
+            offset = gap_start + match.start()
             line = text[text.rfind("\n", 0, offset) + 1 : offset]
             comments.append(Comment(offset, match.group().rstrip(), not line.strip()))
-        at = max(at, end)
+        gap_start = max(gap_start, end)
     return comments
 
 

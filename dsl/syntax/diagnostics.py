@@ -30,10 +30,10 @@ class Diagnostic:
         else:
             number, column = source.place(self.span.start)
             margin = " " * len(str(number))
-            text, at = _shortened(source.line(number), column - 1)
-            width = max(1, min(self.span.end - self.span.start, len(text) - at))
+            text, caret = _shortened(source.line(number), column - 1)
+            width = max(1, min(self.span.end - self.span.start, len(text) - caret))
             # Tabs are repeated so that the caret stands under its text.
-            indent = "".join("\t" if c == "\t" else " " for c in text[:at])
+            indent = "".join("\t" if c == "\t" else " " for c in text[:caret])
             lines = [
                 f"{source.name}:{number}:{column}: {head}",
                 f"{margin} |",
@@ -45,14 +45,14 @@ class Diagnostic:
         return "\n".join(lines)
 
 
-def _shortened(line: str, at: int) -> tuple[str, int]:
-    """A line shortened around a place, and that place in the result."""
-    if len(line) > MAX_LINE and at > MAX_LINE // 2:
-        cut = at - MAX_LINE // 4
-        line, at = "... " + line[cut:], at - cut + 4
+def _shortened(line: str, caret: int) -> tuple[str, int]:
+    """A line shortened around its caret, and the caret's index in the result."""
+    if len(line) > MAX_LINE and caret > MAX_LINE // 2:
+        cut = caret - MAX_LINE // 4
+        line, caret = "... " + line[cut:], caret - cut + 4
     if len(line) > MAX_LINE:
         line = line[:MAX_LINE] + " ..."
-    return line, at
+    return line, caret
 
 
 def on_one_line(text: str, most: int) -> str:

@@ -108,8 +108,8 @@ def tokenize(text: str) -> list[Token]:
         raise _foreign(text, error.pos_in_stream) from None
 
 
-def _foreign(text: str, at: int) -> ExpressionError:
-    character = text[at]
+def _foreign(text: str, offset: int) -> ExpressionError:
+    character = text[offset]
     help: str | None
     if character.isupper():
         help = "names are lower case"
@@ -119,10 +119,12 @@ def _foreign(text: str, at: int) -> ExpressionError:
         help = _FOREIGN.get(character) or _KINDS.get(unicodedata.category(character))
         if unicodedata.east_asian_width(character) == "F":
             help = f"write `{unicodedata.normalize('NFKC', character)}`, without full width"
-    shown = f"`{character}`" if character.isprintable() else f"`U+{ord(character):04X}`"
+    subject = f"`{character}`" if character.isprintable() else f"`U+{ord(character):04X}`"
     if character == "`":
-        shown, help = "a backtick", "names and numbers stand alone, without quotes"
-    return ExpressionError("syntax", f"{shown} is not part of an expression", at, at + 1, help)
+        subject, help = "a backtick", "names and numbers stand alone, without quotes"
+    return ExpressionError(
+        "syntax", f"{subject} is not part of an expression", offset, offset + 1, help
+    )
 
 
 def parse_expression(text: str, place: Callable[[int], int]) -> Expr:
@@ -272,26 +274,26 @@ def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
     """The error for a token that cannot stand where it does."""
     token, expected = error.token, error.expected
     at_end = token.type == "$END"
-    read = [t for t in tokens if at_end or t.start_pos < token.start_pos]
-    last = read[-1] if read else None
-    before = f"after `{last}`" if last else "at the start"
+    read_tokens = [t for t in tokens if at_end or t.start_pos < token.start_pos]
+    last = read_tokens[-1] if read_tokens else None
+    context = f"after `{last}`" if last else "at the start"
     place, help, unbalanced = token, None, False
     if at_end:  # a caret needs something to stand under
         place = last or Token("$END", "", start_pos=0, end_pos=0)
     if at_end and not last:
         message = "the expression is empty"
     elif "NUMBER" in expected:
-        message = f"expected an operand {before}"
+        message = f"expected an operand {context}"
         if not at_end:
             message += f", not `{token}`"
         if token.type == "STAR" and last and last.type == "STAR":
             help = "the power operator is `^`"
-        elif len(read) > 1 and last == "%" and read[-2].type == "NUMBER":
-            return _percent(read[-2], last)
+        elif len(read_tokens) > 1 and last == "%" and read_tokens[-2].type == "NUMBER":
+            return _percent(read_tokens[-2], last)
     elif expected <= {"NAME"}:
-        message = f"expected the name of an axis {before}"
+        message = f"expected the name of an axis {context}"
     elif "RSQB" in expected and not at_end:
-        message = f"expected `,` or `]` {before}, not `{token}`"
+        message = f"expected `,` or `]` {context}, not `{token}`"
     elif at_end and ("RPAR" in expected or "RSQB" in expected):
         opening = _open_bracket(tokens)
         message = f"`{opening}` is never closed"
@@ -299,7 +301,7 @@ def _unexpected(tokens: list[Token], error: UnexpectedToken) -> ExpressionError:
     elif token.type == "LSQB":
         message = "`[` may follow only the name of a function, as in `sum[query](x)`"
     elif expected == {"LPAR"}:
-        message = f"expected `(` {before}"
+        message = f"expected `(` {context}"
         help = "axes belong to a function call, as in `sum[query](x)`"
     elif token.type in ("RPAR", "RSQB"):
         message, unbalanced = f"`{token}` closes nothing", True
@@ -345,10 +347,10 @@ def _follow_help(token: Token, expected: set[str]) -> str | None:
 
 
 def _open_bracket(tokens: list[Token]) -> Token:
-    opened = []
+    open_brackets = []
     for token in tokens:
         if token.type in ("LPAR", "LSQB"):
-            opened.append(token)
-        elif token.type in ("RPAR", "RSQB") and opened:
-            opened.pop()
-    return opened[-1]
+            open_brackets.append(token)
+        elif token.type in ("RPAR", "RSQB") and open_brackets:
+            open_brackets.pop()
+    return open_brackets[-1]

@@ -52,18 +52,18 @@ def format_policy(source: Source) -> str:
     Raises:
         PolicyError: the form of the policy has defects, or its meaning cannot be preserved.
     """
-    found: list[Diagnostic] = []
-    block = parse(source, found.append)
-    if found or block is None:
-        raise PolicyError(found, source)
-    root = read_yaml(source, found.append)
+    diagnostics: list[Diagnostic] = []
+    block = parse(source, diagnostics.append)
+    if diagnostics or block is None:
+        raise PolicyError(diagnostics, source)
+    root = read_yaml(source, diagnostics.append)
     assert isinstance(root, Mapping)
     comments = find_comments(source, root)
     writer = _PolicyWriter(source, comments, root)
     text = writer.file(root)
-    again = Source(source.name, text)
-    new_root = read_yaml(again, found.append)
-    if found or new_root is None or not _same(root, new_root, again, comments):
+    new_source = Source(source.name, text)
+    new_root = read_yaml(new_source, diagnostics.append)
+    if diagnostics or new_root is None or not _same(root, new_root, new_source, comments):
         message = "the file cannot be formatted without changing its meaning or its comments"
         raise PolicyError([Diagnostic("file", message)], source)
     return text
@@ -125,23 +125,23 @@ class _PolicyWriter:
         while self.taken < self._until(name.span.start):
             entry.above.append(pad + self.comments[self.taken].text)
             self.taken += 1
-        expanded = self._expands(value, key, len(pad) + len(name.text) + 2)
-        if expanded is not None:
+        block_keys = self._expands(value, key, len(pad) + len(name.text) + 2)
+        if block_keys is not None:
             assert isinstance(value, Mapping)
-            beside = self._beside(name.span.end, value.entries[0][0].span.start)
-            last = self._end_of(value, stop)
-            entry.lines = [f"{pad}{name.text}:{beside}"]
-            entry.lines += self.block(value, expanded, indent + 2, last)
+            side_comment = self._beside(name.span.end, value.entries[0][0].span.start)
+            value_end = self._end_of(value, stop)
+            entry.lines = [f"{pad}{name.text}:{side_comment}"]
+            entry.lines += self.block(value, block_keys, indent + 2, value_end)
             return entry
         entry.lines = self.inline(f"{pad}{name.text}: ", value, key, indent)
-        mine = self.comments[self.taken : self._until(self._line_end(value.span.end, stop))]
-        self.taken += len(mine)
-        entry.above += [pad + comment.text for comment in mine[:-1]]
-        if mine and mine[-1].alone:
-            entry.above.append(pad + mine[-1].text)
-        elif mine:
+        comments = self.comments[self.taken : self._until(self._line_end(value.span.end, stop))]
+        self.taken += len(comments)
+        entry.above += [pad + comment.text for comment in comments[:-1]]
+        if comments and comments[-1].alone:
+            entry.above.append(pad + comments[-1].text)
+        elif comments:
             line = 0 if entry.lines[0].endswith(": |") else -1
-            entry.lines[line] += f"  {mine[-1].text}"
+            entry.lines[line] += f"  {comments[-1].text}"
         return entry
 
     def _beside(self, start: int, end: int) -> str:
@@ -162,10 +162,10 @@ class _PolicyWriter:
 
     def _blank_before(self, name: Scalar) -> bool:
         """Whether the author left an empty line above the key and the comments on top of it."""
-        before = self.source.text[: name.span.start].split("\n")[:-1]
-        while before and before[-1].lstrip().startswith("#"):
-            before.pop()
-        return bool(before) and not before[-1].strip()
+        lines_above = self.source.text[: name.span.start].split("\n")[:-1]
+        while lines_above and lines_above[-1].lstrip().startswith("#"):
+            lines_above.pop()
+        return bool(lines_above) and not lines_above[-1].strip()
 
     def _expands(self, value: YamlNode, key: Key, head: int) -> tuple[Key, ...] | Key | None:
         """The keys of a value that is written as a block below its key; else None."""
@@ -175,8 +175,8 @@ class _PolicyWriter:
             return key.item
         if key.name in ("parameter", "tensor"):
             first = value.entries[0][0].span.start  # a comment before it goes beside the key
-            inside = self._until(first) < self._until(value.span.end)
-            if not inside and head + len(self.flow(value, key)) <= WIDTH:
+            has_comments = self._until(first) < self._until(value.span.end)
+            if not has_comments and head + len(self.flow(value, key)) <= WIDTH:
                 return None
         return key.keys
 
@@ -197,10 +197,10 @@ class _PolicyWriter:
         if isinstance(value, Sequence):
             return f"[{', '.join(self.flow(item, key) for item in value.items)}]"
         if isinstance(value, Mapping):
-            known = {k.name: k for k in key.keys}
-            entries = sorted(value.entries, key=lambda entry: list(known).index(entry[0].text))
-            inner = [f"{name.text}: {self.flow(item, known[name.text])}" for name, item in entries]
-            return f"{{{', '.join(inner)}}}"
+            key_of = {k.name: k for k in key.keys}
+            entries = sorted(value.entries, key=lambda entry: list(key_of).index(entry[0].text))
+            pairs = [f"{name.text}: {self.flow(item, key_of[name.text])}" for name, item in entries]
+            return f"{{{', '.join(pairs)}}}"
         assert isinstance(value, Scalar)
         if key.form in _EXPRESSIONS:
             text = _expression_text(value)
@@ -246,15 +246,15 @@ class _Piece:
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
-    before = ""  # kind of the token before; a sign without a left operand is UNARY
+    previous_kind = ""  # kind of the token before; a sign without a left operand is UNARY
     for token in tokenize(text):
         kind = token.type
-        if kind == "MINUS" and before not in _OPERANDS:
+        if kind == "MINUS" and previous_kind not in _OPERANDS:
             kind = "UNARY"
-        call = kind in ("LPAR", "LSQB") and before in ("NAME", "RSQB")
-        tight = call or not before or before in _TIGHT_AFTER or kind in _TIGHT_BEFORE
+        call = kind in ("LPAR", "LSQB") and previous_kind in ("NAME", "RSQB")
+        tight = call or not previous_kind or previous_kind in _TIGHT_AFTER or kind in _TIGHT_BEFORE
         yield _Piece(str(token), not tight, text.count("\n", 0, token.start_pos))
-        before = kind
+        previous_kind = kind
 
 
 def _joined(pieces: Iterable[_Piece]) -> str:
@@ -283,11 +283,11 @@ def _wrapped(head: str, text: str, indent: int) -> list[str]:
     """An expression broken where the fewest brackets are open, if it is too long for one line."""
     lines = []
     while len(head) + len(text) > WIDTH:
-        spaces = [at for at, character in enumerate(text) if character == " "]
-        fitting = [at for at in spaces if len(head) + at <= WIDTH] or spaces[:1]
-        if not fitting:
+        spaces = [index for index, character in enumerate(text) if character == " "]
+        candidates = [index for index in spaces if len(head) + index <= WIDTH] or spaces[:1]
+        if not candidates:
             break
-        cut = min(fitting, key=lambda at: (_open_brackets(text[:at]), -at))
+        cut = min(candidates, key=lambda index: (_open_brackets(text[:index]), -index))
         lines.append(head + text[:cut])
         head, text = " " * indent, text[cut + 1 :]
     return [*lines, head + text]
@@ -302,8 +302,8 @@ def _open_brackets(text: str) -> int:
 
 def _same(old: YamlNode, new: YamlNode, source: Source, comments: list[Comment]) -> bool:
     texts = sorted(comment.text for comment in comments)
-    kept = sorted(comment.text for comment in find_comments(source, new))
-    return texts == kept and _said(old) == _said(new)
+    new_texts = sorted(comment.text for comment in find_comments(source, new))
+    return texts == new_texts and _said(old) == _said(new)
 
 
 def _said(node: YamlNode) -> object:

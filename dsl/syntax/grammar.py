@@ -36,10 +36,10 @@ def build() -> Lark:
 
 def save() -> None:
     """Writes the parser's file anew."""
-    saved = io.BytesIO(_HEADER)
-    saved.seek(0, io.SEEK_END)
-    build().save(saved)
-    SAVED.write_bytes(saved.getvalue())
+    buffer = io.BytesIO(_HEADER)
+    buffer.seek(0, io.SEEK_END)
+    build().save(buffer)
+    SAVED.write_bytes(buffer.getvalue())
 
 
 def literals() -> dict[str, str]:

@@ -127,15 +127,15 @@ def rewrite(path: Path, text: str, name: str) -> None:
         PolicyError: it cannot be written.
     """
     file = path.resolve()  # a link stays a link
-    new = file.with_name(f".{file.name}.new")
+    new_file = file.with_name(f".{file.name}.new")
     try:
         with file.open("r+"):  # a write-protected file is not replaced either
             pass
         try:
-            new.write_text(text, encoding="utf-8")
-            shutil.copymode(file, new)
-            new.replace(file)
+            new_file.write_text(text, encoding="utf-8")
+            shutil.copymode(file, new_file)
+            new_file.replace(file)
         finally:
-            new.unlink(missing_ok=True)
+            new_file.unlink(missing_ok=True)
     except OSError as error:
         raise refused(name, "file", why(error, "it cannot be written")) from None

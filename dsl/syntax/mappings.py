@@ -71,11 +71,11 @@ def whole(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
         report(Diagnostic("yaml", f"{kind.one} is a mapping", span, f"start with `{kind.begins}`"))
         return None
     spans = {name.text: name.span for name, _ in root.entries}
-    other = next((key for key in kind.others if key in spans), None)
-    if kind.own in spans or other is None:
+    other_key = next((key for key in kind.others if key in spans), None)
+    if kind.own in spans or other_key is None:
         return root
-    message, help = kind.others[other]
-    report(Diagnostic("key", message, spans[other], help))
+    message, help = kind.others[other_key]
+    report(Diagnostic("key", message, spans[other_key], help))
     return None
 
 
@@ -95,21 +95,21 @@ def read_block(
         value: (node, its key, its path, the key's span) -> value that the node stands for.
     """
     block = Block(place)
-    known = {key.name: key for key in keys}
+    key_of = {key.name: key for key in keys}
     for name, entry in node.entries:
-        key = known.get(name.text)
+        key = key_of.get(name.text)
         if key is None:
-            inside = f" in `{path}`" if path else ""
-            help = did_you_mean(name.text, known) or f"the keys here are {listed(known, 'and')}"
-            report(Diagnostic("key", f"unknown key `{name.text}`{inside}", name.span, help))
+            location = f" in `{path}`" if path else ""
+            help = did_you_mean(name.text, key_of) or f"the keys here are {listed(key_of, 'and')}"
+            report(Diagnostic("key", f"unknown key `{name.text}`{location}", name.span, help))
             continue
-        below = f"{path}.{name.text}" if path else name.text
-        read = value(entry, key, below, name.span)
-        block.items[name.text] = Item(below, name.span, entry.span, read)
+        key_path = f"{path}.{name.text}" if path else name.text
+        item_value = value(entry, key, key_path, name.span)
+        block.items[name.text] = Item(key_path, name.span, entry.span, item_value)
     for key in keys:
         if key.required and key.name not in block:
-            inside = f"`{path}`" if path else "the file"
-            message = f"{inside} needs the key `{key.name}`"
+            location = f"`{path}`" if path else "the file"
+            message = f"{location} needs the key `{key.name}`"
             report(Diagnostic("key", message, place, f"{key.name}: {key.meaning}"))
     return block
 

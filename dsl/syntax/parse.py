@@ -108,13 +108,13 @@ class _PolicyReader:
                 help = "names are lower case letters, digits and `_`, and start with a letter"
                 self.error("key", f"`{name.text}` is not a name", name.span, help)
                 continue
-            below = f"{path}.{name.text}"
+            key_path = f"{path}.{name.text}"
             if key.item.name == "parameter" and not isinstance(value, Mapping):
                 default = next(k for k in key.item.keys if k.name == "default")
-                read: Any = self.value(value, default, below, name.span)
+                item_value: Any = self.value(value, default, key_path, name.span)
             else:
-                read = self.value(value, key.item, below, name.span)
-            block.items[name.text] = Item(below, name.span, value.span, read)
+                item_value = self.value(value, key.item, key_path, name.span)
+            block.items[name.text] = Item(key_path, name.span, value.span, item_value)
         return block
 
     def list(self, node: YamlNode, key: Key, path: str, name: Span) -> list[Item] | None:
@@ -125,14 +125,14 @@ class _PolicyReader:
                 help = f"write `{path}: [...]`"
             self.error("key", f"`{path}` takes a list", node.span, help)
             return None
-        read = {
+        readers = {
             "expressions": self.expression, "choices": self.choice, "values": self.literal,
             "names": self.listed_name,
         }  # fmt: skip
         items = []
         for item in node.items:
             if isinstance(item, Scalar):
-                value = read[key.form](item, key, path)
+                value = readers[key.form](item, key, path)
                 items.append(Item(path, name, item.span, value))
             else:
                 self.error("key", f"`{path}` lists plain values", item.span)

@@ -82,8 +82,8 @@ def _value(key: Key) -> dict[str, Any]:
     if key.form == "keys":
         return mapping(key.keys, _value)
     if key.form in ("same", "either"):
-        other = {"const": "same"} if key.form == "same" else _VALUE
-        return {"anyOf": [other, mapping(key.keys, _value)]}
+        short_form = {"const": "same"} if key.form == "same" else _VALUE
+        return {"anyOf": [short_form, mapping(key.keys, _value)]}
     if key.form == "choice":
         return {"enum": list(key.choices)}
     if key.form == "choices":

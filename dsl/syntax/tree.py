@@ -18,8 +18,8 @@ class Expr:
     @property
     def children(self) -> tuple[Expr, ...]:
         """The expressions directly inside this one, in the order of writing."""
-        held = (each if isinstance(each, tuple) else (each,) for each in vars(self).values())
-        values = (x.value if isinstance(x, Argument) else x for each in held for x in each)
+        fields = (field if isinstance(field, tuple) else (field,) for field in vars(self).values())
+        values = (x.value if isinstance(x, Argument) else x for field in fields for x in field)
         return tuple(value for value in values if isinstance(value, Expr))
 
     def walk(self) -> Iterator[Expr]:

@@ -75,27 +75,27 @@ class Scalar(YamlNode):
     @cached_property
     def offsets(self) -> list[int]:
         """Offset in the file of every character of the text, and of its end."""
-        raw, at, end = self.source.text, self.span.start, self.span.end
+        raw, position, end = self.source.text, self.span.start, self.span.end
         if self.style == "|":
-            at = raw.index("\n", at, end) if "\n" in raw[at:end] else end
+            position = raw.index("\n", position, end) if "\n" in raw[position:end] else end
         elif self.style:
-            at, end = at + 1, end - 1
+            position, end = position + 1, end - 1
         offsets = []
         for character in self.text:
             if not character.isspace():
-                while at < end and raw[at] != character and raw[at] in " \t\n":
-                    at += 1
-            offsets.append(min(at, end))
-            at += self._written_length(raw, at)
-        offsets.append(max(min(at, end), offsets[-1] if offsets else at))
+                while position < end and raw[position] != character and raw[position] in " \t\n":
+                    position += 1
+            offsets.append(min(position, end))
+            position += self._written_length(raw, position)
+        offsets.append(max(min(position, end), offsets[-1] if offsets else position))
         return offsets
 
-    def _written_length(self, raw: str, at: int) -> int:
+    def _written_length(self, raw: str, position: int) -> int:
         """Characters of the file that stand for one character of the text."""
-        if self.style == "'" and raw.startswith("''", at):
+        if self.style == "'" and raw.startswith("''", position):
             return 2
-        if self.style == '"' and raw.startswith("\\", at):
-            return {"x": 4, "u": 6, "U": 10}.get(raw[at + 1 : at + 2], 2)
+        if self.style == '"' and raw.startswith("\\", position):
+            return {"x": 4, "u": 6, "U": 10}.get(raw[position + 1 : position + 2], 2)
         return 1
 
     def place(self, offset: int) -> int:
@@ -155,8 +155,8 @@ class _Composer:
         self.kind = kind
         self.flow = 0
 
-    def refuse(self, message: str, at: yaml.Event | Span, help: str | None = None) -> None:
-        span = at if isinstance(at, Span) else _span(at, at)
+    def refuse(self, message: str, place: yaml.Event | Span, help: str | None = None) -> None:
+        span = place if isinstance(place, Span) else _span(place, place)
         self.report(Diagnostic("yaml", message, span, help))
 
     def document(self, events: Iterator[yaml.Event]) -> YamlNode | None:
@@ -231,11 +231,11 @@ class _Composer:
         span = _span(event, event)
         if event.style == ">":
             message = f"folded text (`>`) is not used in {self.kind.several}"
-            at = Span(span.start, span.start + 1)
-            self.refuse(message, at, "use `|`, quotes, or one line")
+            indicator = Span(span.start, span.start + 1)
+            self.refuse(message, indicator, "use `|`, quotes, or one line")
         if event.style in ("|", ">"):
-            written = self.source.text[span.start : span.end].rstrip()
-            span = Span(span.start, span.start + len(written))
+            block_text = self.source.text[span.start : span.end].rstrip()
+            span = Span(span.start, span.start + len(block_text))
         style = event.style or None
         tagged = event.tag is not None
         return Scalar(span, event.value, style, self.flow > 0, self.source, tagged)

@@ -9,7 +9,7 @@ from kvpolicy.dsl.syntax.diagnostics import Diagnostic
 from kvpolicy.dsl.syntax.source import Source, Span
 
 # Part of what PyYAML says -> message and help.
-_SAID = {
+_MESSAGES = {
     "sequence entries are not allowed": (
         "a list cannot begin on its key's line",
         "the minus sign has no space after it, as in `-c`; a list begins on the next line",
@@ -57,43 +57,43 @@ class _Marked:
         if "mapping values are not allowed" in self.problem:
             return self._colon()
         if "found unexpected end of stream" in self.problem and "quoted" in self.context:
-            return self._said(self.begin, f"`{self.text[self.begin]}` is never closed")
+            return self._message_at(self.begin, f"`{self.text[self.begin]}` is never closed")
         if "could not find expected ':'" in self.problem:
             help = "a key and its value are parted by a colon and a space"
-            return self._said(self.begin, "this is no key with a value", help)
+            return self._message_at(self.begin, "this is no key with a value", help)
         if " tag" in f"{self.context}: {self.problem}":
             help = "`!` is written `not`; a text that begins with `!` stands in quotes"
-            return self._said(self.begin, "`!` begins a tag, and tags are not used", help)
+            return self._message_at(self.begin, "`!` begins a tag, and tags are not used", help)
         if "cannot start any token" in self.problem:
             return self._character()
-        for words, (message, help) in _SAID.items():
+        for words, (message, help) in _MESSAGES.items():
             if words in f"{self.context}: {self.problem}":
-                return self._said(self.at, message, help)
+                return self._message_at(self.at, message, help)
         even = self.problem.count("'") % 2 == 0
-        return self._said(self.at, self.problem.replace("'", "`") if even else self.problem)
+        return self._message_at(self.at, self.problem.replace("'", "`") if even else self.problem)
 
-    def _said(self, at: int, message: str, help: str | None = None) -> Diagnostic:
-        return Diagnostic("yaml", message, Span(at, min(at + 1, len(self.text))), help)
+    def _message_at(self, offset: int, message: str, help: str | None = None) -> Diagnostic:
+        return Diagnostic("yaml", message, Span(offset, min(offset + 1, len(self.text))), help)
 
     def _flow(self) -> Diagnostic:
         """The message for an error inside `{}` or `[]`."""
         if "\n" in self.text[self.begin : self.at]:  # the next key was read as part of it
-            return self._said(self.begin, f"`{self.text[self.begin]}` is never closed")
+            return self._message_at(self.begin, f"`{self.text[self.begin]}` is never closed")
         help = "expressions with `[`, `{` or `,` must stand in quotes or in block style"
-        return self._said(self.at, self.problem.replace("'", "`"), help)
+        return self._message_at(self.at, self.problem.replace("'", "`"), help)
 
     def _block(self) -> Diagnostic:
         """The message for a line that cannot continue the mapping or list before it."""
         if self.problem.endswith("'-'"):
-            return self._said(self.at, "a list begins where a key is expected", _COLUMN)
-        return self._said(self.at, "this line is indented unlike the lines above it", _COLUMN)
+            return self._message_at(self.at, "a list begins where a key is expected", _COLUMN)
+        return self._message_at(self.at, "this line is indented unlike the lines above it", _COLUMN)
 
     def _colon(self) -> Diagnostic:
         line = self.text[self.text.rfind("\n", 0, self.at) + 1 : self.at]
         key = re.fullmatch(r" +([A-Za-z0-9_]+)", line)
         if key is None:
             help = "text with `: ` in it must stand in quotes"
-            return self._said(self.at, "this text has a colon, which ends a key", help)
+            return self._message_at(self.at, "this text has a colon, which ends a key", help)
         start = self.at - len(key[1])
         message = f"`{key[1]}` is indented further than the key that it follows"
         return Diagnostic("yaml", message, Span(start, self.at), _COLUMN)
@@ -101,6 +101,8 @@ class _Marked:
     def _character(self) -> Diagnostic:
         character = self.text[self.at : self.at + 1]
         if character == "\t":
-            return self._said(self.at, "a tab stands where a line is indented", "indent by spaces")
-        shown = "a backtick" if character == "`" else f"`{character}`"
-        return self._said(self.at, f"no value begins with {shown}", "put it into quotes")
+            return self._message_at(
+                self.at, "a tab stands where a line is indented", "indent by spaces"
+            )
+        subject = "a backtick" if character == "`" else f"`{character}`"
+        return self._message_at(self.at, f"no value begins with {subject}", "put it into quotes")
