@@ -30,7 +30,7 @@ Answers = AsyncGenerator[Any, None]  # answers to one request, as SGLang yields 
 
 _SERVER = "kv_policy_server"  # attribute of SGLang's tokenizer manager
 _FACTS = "kv_policy_facts"  # attribute of SGLang's state of a request; key in an ASGI scope's state
-_OWN = (KEY, RAW)  # the plugin's keys in SGLang's customized_info
+_INFO_KEYS = (KEY, RAW)  # the plugin's keys in SGLang's customized_info
 
 
 _next: FrontEnd | None = None  # for the tokenizer manager that is made next
@@ -79,8 +79,8 @@ def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None
 
 def _server_of(manager: Any) -> FrontEnd | None:
     """The `FrontEnd` of a tokenizer manager; None for an engine without policies."""
-    found: FrontEnd | None = getattr(manager, _SERVER, None)
-    return found
+    server: FrontEnd | None = getattr(manager, _SERVER, None)
+    return server
 
 
 def _shadows_of(manager: Any) -> Shadows | None:
@@ -170,8 +170,8 @@ def _around_meta_info(
     SGLang collects customized info per output token. A policy's facts are one value per request;
     later elements that are not None update it.
     """
-    others = {name: values for name, values in info.items() if name not in _OWN}
-    original(manager, meta_info, state, others, index, *args)
+    other_info = {name: values for name, values in info.items() if name not in _INFO_KEYS}
+    original(manager, meta_info, state, other_info, index, *args)
     server = _server_of(manager)
     if server is None:
         return
@@ -183,7 +183,7 @@ def _around_meta_info(
     if facts or "arm" in assigned:
         meta_info[KEY] = {**({} if facts else {"policy": NO_POLICY}), **facts, **assigned}
     if meta_info.get("finish_reason") is not None:
-        recorded = [each for each in (info.get(RAW) or {index: ()})[index] if each is not None]
+        recorded = [value for value in (info.get(RAW) or {index: ()})[index] if value is not None]
         server.ended(state, meta_info, facts, recorded[-1] if recorded else None)
 
 
@@ -251,8 +251,8 @@ def _noted(answers: Answers, obj: Any, request: Any) -> Answers:
 async def _noting(answers: Answers, request: Any) -> Answers:
     async with aclosing(answers):
         async for answer in answers:
-            found = answer if isinstance(answer, list) else [answer]
-            facts = [each["meta_info"].get(KEY) for each in found[:MOST_CHOICES]]
+            choices = answer if isinstance(answer, list) else [answer]
+            facts = [choice["meta_info"].get(KEY) for choice in choices[:MOST_CHOICES]]
             if any(facts):
                 request.scope.setdefault("state", {})[_FACTS] = facts
             yield answer
@@ -286,8 +286,8 @@ class FactsHeader:
 
 
 def _header(facts: list[Mapping[str, Any] | None]) -> str:
-    shown = [
-        None if each is None else {name: value for name, value in each.items() if name != "kept"}
-        for each in facts
+    values = [
+        None if item is None else {name: value for name, value in item.items() if name != "kept"}
+        for item in facts
     ]
-    return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))
+    return json.dumps(values[0] if len(values) == 1 else values, separators=(",", ":"))

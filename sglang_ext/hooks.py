@@ -45,9 +45,9 @@ def install(runtime: Runtime) -> None:
                 shape = refusals.model_shape(runner.model_config)
                 try:
                     heads = refusals.shape_of_rank(shape, compat.tensor_group().size).heads
-                    in_use = compat.attention_backends(compat.resolved(runner.server_args))
-                    given = (backend, name, runtime.services, heads, runner.dtype)
-                    return backends.attach(*given, decodes=name == in_use[1])
+                    backend_names = compat.attention_backends(compat.resolved(runner.server_args))
+                    arguments = (backend, name, runtime.services, heads, runner.dtype)
+                    return backends.attach(*arguments, decodes=name == backend_names[1])
                 except Refused as error:
                     raise stop(error) from None
             raise stop(Refused(f"--attention-backend {name} cannot read compressed entries."))
@@ -122,7 +122,7 @@ def _around_size_pool(services: Services) -> Function:
         try:
             return reserved.size_pool(
                 services,
-                lambda left: original(configurator, left, **options),
+                lambda pool_budget: original(configurator, pool_budget, **options),
                 configurator,
                 budget,
             )
@@ -155,11 +155,11 @@ def _after_pool(services: Services) -> Function:
         rows = compat.slot_table(runner).shape[0]
         services.join(compat.tensor_group(), refusals.model_shape(runner.model_config).kv_heads)
         try:
-            aside = options.experiment_slots(allocator.size, runner.model_config.context_len)
+            set_aside = options.experiment_slots(allocator.size, runner.model_config.context_len)
         except Refused as error:
             raise stop(error) from None
-        if aside:
-            logger.info("%d slots of the pool are set aside for scoring requests again.", aside)
+        if set_aside:
+            logger.info("%d slots of the pool are set aside for scoring requests again.", set_aside)
         services.tables = DeviceTables(
             services.arena, rows, allocator.size, services.streams, pairs=services.shares
         )
@@ -169,7 +169,7 @@ def _after_pool(services: Services) -> Function:
             lambda policy, slots: services.metrics.private_slots(policy, slots),
             services.tables,
             services.streams,
-            SetAside(allocator, aside),
+            SetAside(allocator, set_aside),
             services.ranks.heads,
         )
         runner.req_to_token_pool.attach_aux_cache(services.store)
@@ -195,8 +195,8 @@ def _after_positions(services: Services) -> Function:
         shifts = propagate.shifts(batch) if services.propagates else None
         if shifts is not None:
             positions = forward_batch.positions
-            moved = host.to_device(shifts.tolist(), positions.dtype, positions.device)
-            forward_batch.positions = positions - moved
+            device_shifts = host.to_device(shifts.tolist(), positions.dtype, positions.device)
+            forward_batch.positions = positions - device_shifts
         return forward_batch
 
     return after

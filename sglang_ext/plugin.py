@@ -124,21 +124,21 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
                 "experiments are served by `python -m sglang.launch_server` only; unset the "
                 "variable."
             )
-        resolved = compat.resolved(server_args)
-        refusals.check_options(resolved)
+        server_options = compat.resolved(server_args)
+        refusals.check_options(server_options)
         config = compat.model_config(server_args)
         refusals.check_model(config)
         policies = options.load_policies(*options.requested())
         options.check_policies(policies, refusals.model_sizes(config), config.context_len)
         options.log_warnings(policies)
-        if resolved.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
+        if server_options.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
             raise Refused(
-                f"--tokenizer-worker-num {resolved.tokenizer_worker_num} cannot be combined with "
-                "--kv-policy: this SGLang loads no plugins in its workers; 0.5.23 can, where "
+                f"--tokenizer-worker-num {server_options.tokenizer_worker_num} cannot be combined "
+                "with --kv-policy: this SGLang loads no plugins in its workers; 0.5.23 can, where "
                 "SGLANG_HTTP_SERVER_APP_PATH is not set."
             )
         if compat.has_tokenizer():
-            _serve_clients(policies, config, resolved.tokenizer_worker_num)
+            _serve_clients(policies, config, server_options.tokenizer_worker_num)
     except Refused as error:
         raise _stop(error, command_line=_command_line) from None
 

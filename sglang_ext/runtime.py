@@ -65,7 +65,7 @@ class Runtime:
         self.services = Services([policy.program for policy in policies])
         self.forcing = Forcing()
         self.raw = Raw()
-        self._under_way: deque[Outcome] = deque()
+        self._outcomes: deque[Outcome] = deque()
         self._unconfirmed: list[Unconfirmed] = []  # until the host has read how much stays
         # Most tokens of a prompt that `propagate:` needs in one piece; None: any number.
         self.one_piece: int | None = None
@@ -97,10 +97,10 @@ class Runtime:
         Raises:
             ValueError: it asks for what cannot be done; the message is for the client.
         """
-        wanted = asked.of(req, inspection=self.inspection)
-        shows_kept = kept.wanted(wanted)
-        self.forcing.note(req, wanted)
-        served = self.policies.choose(wanted)
+        params = asked.of(req, inspection=self.inspection)
+        shows_kept = kept.wanted(params)
+        self.forcing.note(req, params)
+        served = self.policies.choose(params)
         if shows_kept and served is not None and served.program.exchanged:
             raise ValueError(kept.NOT_IN_STAGES.format(served.name))
         return served, shows_kept
@@ -126,15 +126,15 @@ class Runtime:
         The observation window, and at least the prompt's last token, is computed again: a resumed
         request must pass the end of its prompt to be compressed there.
         """
-        state, most = state_of(req), matched
+        state, limit = state_of(req), matched
         if state is None or not state.observed:
             return matched
         with self.services.failures.contained(req, ADMISSION):
-            most = state.prompt - max(state.queries, 1)
+            limit = state.prompt - max(state.queries, 1)
             plan = state.followed_plan
             if plan is not None:
-                most = min(most, plan.most_prefix)
-        return max(min(matched, most), 0)
+                limit = min(limit, plan.most_prefix)
+        return max(min(matched, limit), 0)
 
     @collection.put_off()
     def reserve(self, adder: Any, req: Any, extend: int | None) -> int:
@@ -146,12 +146,12 @@ class Runtime:
             adder: SGLang's prefill adder.
             extend: tokens that this pass computes; None while the whole request is considered.
         """
-        state, more = state_of(req), 0
+        state, slots = state_of(req), 0
         if state is None or not state.observed or state.private is not None:
             return 0
         with self.services.failures.contained(req, ADMISSION):
-            more = admission.reserve(self.services.store, adder, req, state, extend)
-        return more
+            slots = admission.reserve(self.services.store, adder, req, state, extend)
+        return slots
 
     def still_needs(self, req: Any, estimate: float) -> float:
         """Slots that a running request may still take besides those that it holds.
@@ -260,7 +260,7 @@ class Runtime:
             self._unconfirmed += step.prefill.unconfirmed
         finishing = list(iterate_finishing(batch)) if batch.forward_mode.is_extend() else []
         if self.services.stages.size > 1:
-            self._under_way.append(Outcome(self.services, batch, step, finishing))
+            self._outcomes.append(Outcome(self.services, batch, step, finishing))
         elif finishing:
             self.services.reports.finished(finishing)
         return result
@@ -274,23 +274,25 @@ class Runtime:
         is how much stays, where the host did not wait for the device (forward/unconfirmed.py).
         """
         if self.services.stages.size > 1:
-            self._under_way.popleft().take_up(batch)
+            self._outcomes.popleft().take_up(batch)
         elif self._unconfirmed and batch.forward_mode.is_extend():
             # The forward that ends a prompt may run while the chunk before it is processed.
             rows = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
-            ended = [req for req, prefix, new in rows if prefix + new >= len(req.origin_input_ids)]
-            self._confirm(set(map(id, ended)))
+            ended_requests = [
+                req for req, prefix, new in rows if prefix + new >= len(req.origin_input_ids)
+            ]
+            self._confirm(set(map(id, ended_requests)))
 
     def _confirm(self, processed: Collection[int]) -> None:
         """Read from the device what stays of prompts; `processed` has the ids of their requests."""
-        waiting, self._unconfirmed = self._unconfirmed, []
-        for each in waiting:
-            if not each.goes_on:
+        unconfirmed_prompts, self._unconfirmed = self._unconfirmed, []
+        for unconfirmed in unconfirmed_prompts:
+            if not unconfirmed.goes_on:
                 continue
-            if id(each.request) in processed:
-                each.confirm(self.services)
+            if id(unconfirmed.request) in processed:
+                unconfirmed.confirm(self.services)
             else:
-                self._unconfirmed.append(each)
+                self._unconfirmed.append(unconfirmed)
 
     def chunk_must_wait(self, adder: Any, req: Any) -> bool:
         """Whether a request in chunks cannot go on in a pass.

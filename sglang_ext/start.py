@@ -50,11 +50,11 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     shape = refusals.model_shape(scheduler.model_config)
     refusals.check_added_heads(runner.model_config, shape, services.ranks.size)
     attention = compat.attention_layers(runner.model)
-    of_rank = refusals.shape_of_rank(shape, services.ranks.size)
-    refusals.check_layers(attention, of_rank, services.stages.own)
+    rank_shape = refusals.shape_of_rank(shape, services.ranks.size)
+    refusals.check_layers(attention, rank_shape, services.stages.own)
     if services.arena.scales is not None:
-        in_use = compat.attention_backends(compat.resolved(scheduler.server_args))
-        refusals.check_scales(attention, in_use)
+        backend_names = compat.attention_backends(compat.resolved(scheduler.server_args))
+        refusals.check_scales(attention, backend_names)
         services.store.when_empty(
             lambda: services.arena.set_scales([compat.kv_scales(layer) for layer in attention])
         )
@@ -70,42 +70,42 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
         except PolicyError as error:
             raise Refused(f"{policy.option}: {error}") from error
 
-    served = [make(policy, policy.bind(shape)) for policy in runtime.asked_for]
-    names = [each.name for each in served]
-    resolved = compat.resolved(scheduler.server_args)
-    propagating = [each.name for each in served if each.bound.propagates]
+    served_policies = [make(policy, policy.bind(shape)) for policy in runtime.asked_for]
+    names = [served.name for served in served_policies]
+    server_options = compat.resolved(scheduler.server_args)
+    propagating = [served.name for served in served_policies if served.bound.propagates]
     if propagating:
-        refusals.check_propagation(resolved, propagating)
+        refusals.check_propagation(server_options, propagating)
         layers.wrap(services, runner, propagating)
-        runtime.one_piece = options.one_piece(resolved.chunked_prefill_size)
+        runtime.one_piece = options.one_piece(server_options.chunked_prefill_size)
     metrics = Metrics(compat.metric_labels(scheduler), names)
     services.start(metrics, runtime.max_failures)
-    _compile(services, scheduler, served)
-    of_set = partial(_warm_variant, queries=runner.dtype)
-    variant = _within(services, make, of_set)
+    _compile(services, scheduler, served_policies)
+    compile_variant = partial(_warm_variant, queries=runner.dtype)
+    make_variant = _within(services, make, compile_variant)
     background = Background(services.arena.storage.device)
-    variants = Variants(shape, variant, services.ranks, background)
-    runtime.policies = ServedPolicies(served, variants, metrics)
-    captured = compat.captured_requests(resolved)
-    within = _within(services, make, partial(warm, queries=runner.dtype))
-    given = (runner, shape, within, captured, background)
-    runtime.changes = Changes(services, runtime.policies, *given)
+    variants = Variants(shape, make_variant, services.ranks, background)
+    runtime.policies = ServedPolicies(served_policies, variants, metrics)
+    captured_requests = compat.captured_requests(server_options)
+    make_served = _within(services, make, partial(warm, queries=runner.dtype))
+    arguments = (runner, shape, make_served, captured_requests, background)
+    runtime.changes = Changes(services, runtime.policies, *arguments)
 
 
-def _compile(services: Services, scheduler: Any, served: Sequence[Served]) -> None:
+def _compile(services: Services, scheduler: Any, served_policies: Sequence[Served]) -> None:
     """Compile every kernel known to be needed, before the server says that it is ready."""
     runner = scheduler.tp_worker.model_runner
-    for each in served:
+    for served in served_policies:
         started = time.perf_counter()
-        with compiling(f"KV-cache policy {each.name}"):
-            _ready(services, each.policy, partial(warm, services, each, runner.dtype))
-        params = ", ".join(f"{k}={_shown(v)}" for k, v in each.bound.params.items())
+        with compiling(f"KV-cache policy {served.name}"):
+            _ready(services, served.policy, partial(warm, services, served, runner.dtype))
+        params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
         logger.info(
             "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
-            each.name,
-            each.policy.path,
+            served.name,
+            served.policy.path,
             params or "no parameters",
-            each.bound.digest[:12],
+            served.bound.digest[:12],
             time.perf_counter() - started,
         )
     if services.arena.storage.device.type == "cuda":
@@ -129,7 +129,7 @@ def _within(
         warm: compiles the kernels of a policy.
     """
 
-    def within(policy: Policy, bound: Bound) -> Served:
+    def make_at_runtime(policy: Policy, bound: Bound) -> Served:
         if bound.propagates and not services.layers:
             raise Refused("tokens would leave the prefill, and this server is not prepared for it")
         served = make(policy, bound)
@@ -137,7 +137,7 @@ def _within(
             _ready(services, policy, partial(warm, services, served))
         return served
 
-    return within
+    return make_at_runtime
 
 
 def _warm_variant(services: Services, served: Served, queries: torch.dtype) -> None:
@@ -183,8 +183,8 @@ def verify(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
         raise Refused(f"--kv-policy: SGLang did not apply the hooks on {', '.join(missing)}.")
     runner = scheduler.tp_worker.model_runner
     _verify_arena(runtime.services.arena, runner.token_to_kv_pool)
-    used = compat.backends_in_use(runner)
-    if any(backend.forward_decode.__module__ != backends.__name__ for backend in used):
+    used_backends = compat.backends_in_use(runner)
+    if any(backend.forward_decode.__module__ != backends.__name__ for backend in used_backends):
         raise Refused("--kv-policy: the attention backend was replaced after it was made.")
     graphs.verify(runner)
 

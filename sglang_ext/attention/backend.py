@@ -63,8 +63,8 @@ def attach(
     Raises:
         Refused: as `readers.by_flashinfer`.
     """
-    stock, noting = type(backend), compat.gives_lse(name, backend)
-    if noting:
+    stock, notes_lse = type(backend), compat.gives_lse(name, backend)
+    if notes_lse:
         logger.info("KV-cache policies read the log-sum-exp that %s finds in prefills.", name)
     attention: _ByLists | _ByTables
     if name == REFERENCE:
@@ -74,7 +74,7 @@ def attach(
     if name == FLASHINFER:
         compat.begin_at_tails(backend, partial(_tails, services))
     members = {
-        "forward_extend": _forward_extend(stock, services, attention, name if noting else None),
+        "forward_extend": _forward_extend(stock, services, attention, name if notes_lse else None),
         "forward_decode": _forward_decode(stock, services, attention),
         **attention.members(stock),
     }
@@ -93,27 +93,29 @@ def _forward_extend(
     ) -> Any:  # fmt: skip
         step, lse = services.step, None
         prefill = None if step is None else step.prefill
-        given = (self, q, k, v, layer, batch, save_kv_cache)
-        if prefill is not None and gives_lse is not None and wanted(prefill, q, layer):
-            out, lse = compat.extend_with_lse(gives_lse, stock.forward_extend, *given, **options)
+        arguments = (self, q, k, v, layer, batch, save_kv_cache)
+        if prefill is not None and gives_lse is not None and lse_wanted(prefill, q, layer):
+            out, lse = compat.extend_with_lse(
+                gives_lse, stock.forward_extend, *arguments, **options
+            )
         else:
-            out = stock.forward_extend(*given, **options)
+            out = stock.forward_extend(*arguments, **options)
         # If SGLang replays a prefill's graph in pieces, attention runs between them: once per
         # layer, without padding rows, with this forward's step.
         if step is not None and prefill is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             prefill.observe(layer, Queries(heads, lse))
-            made = out.view(heads.shape)
-            step.resume.overwrite(layer, heads, made, attention.of_lists)
+            out_rows = out.view(heads.shape)
+            step.resume.overwrite(layer, heads, out_rows, attention.of_lists)
             step.resume.observe(layer, heads)
             if step.decoding is not None:
-                decode(self, heads[step.decoding], made[step.decoding], layer, batch)
+                decode(self, heads[step.decoding], out_rows[step.decoding], layer, batch)
         return out
 
-    def wanted(prefill: Any, q: Any, layer: Any) -> bool:
+    def lse_wanted(prefill: Any, q: Any, layer: Any) -> bool:
         """Whether policies need the log-sum-exp, and attention has the logits that they see."""
-        alike = q.dtype == services.arena.storage.dtype and compat.scale(layer) == 1.0
-        return alike and prefill.reads_lse
+        same_logits = q.dtype == services.arena.storage.dtype and compat.scale(layer) == 1.0
+        return same_logits and prefill.reads_lse
 
     def decode(self: Any, heads: Any, out: Any, layer: Any, batch: Any) -> None:
         """Attention of the last rows of a mixed forward: [B, H, D] queries `heads`, to `out`."""
@@ -134,10 +136,10 @@ def _forward_decode(
         self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any,
         save_kv_cache: bool = True, **options: Any,
     ) -> Any:  # fmt: skip
-        given = (self, q, k, v, layer, batch, save_kv_cache)
-        out = attention.decode(*given)
+        arguments = (self, q, k, v, layer, batch, save_kv_cache)
+        out = attention.decode(*arguments)
         if out is None:
-            out = stock.forward_decode(*given, **options)
+            out = stock.forward_decode(*arguments, **options)
         if graphs.notes_queries(services):
             heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             services.queries.write(layer, heads, services.arena.own)
@@ -168,11 +170,11 @@ class _ByLists:
             if save_kv_cache and k is not None:
                 compat.save_kv(backend, layer, batch, k, v)
             heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            made, plain = torch.empty_like(heads), step.plain
+            out, plain = torch.empty_like(heads), step.plain
             if plain.numel():
-                made[plain] = compat.stock_decode_rows(backend, layer, batch, heads, plain)
-            self.overwrite(backend, step, heads, made, layer, batch)
-        return made.view(q.shape)
+                out[plain] = compat.stock_decode_rows(backend, layer, batch, heads, plain)
+            self.overwrite(backend, step, heads, out, layer, batch)
+        return out.view(q.shape)
 
     def overwrite(
         self, backend: Any, step: DecodeStep, heads: Any, out: Any, layer: Any, batch: Any

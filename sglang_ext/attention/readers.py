@@ -75,8 +75,8 @@ class TritonReader:
         elements = workspace_elements(requests, *sizes, storage.device)
         self.workspace = Workspace.empty(elements, storage.device)
         self.requests = requests
-        noted = (storage.shape[0], requests, self._heads, storage.shape[4])
-        self._services.queries.reserve(noted, self.dtype, storage.device)
+        queries_shape = (storage.shape[0], requests, self._heads, storage.shape[4])
+        self._services.queries.reserve(queries_shape, self.dtype, storage.device)
 
     def decode(
         self, backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool
@@ -108,14 +108,14 @@ class TritonReader:
 
         services = self._services
         key_scale, value_scale = scales_of(services.arena, layer)
-        made = decode_attention_triton.decode_attention(
+        out = decode_attention_triton.decode_attention(
             heads,
             Requests(services.arena.storage, services.tables.tables, rows, lengths, req_to_token),
             layer=services.arena.place_of(layer.layer_id),
             scale=layer.scaling * key_scale,
             workspace=self.workspace if heads.shape[0] <= self.requests else None,
         )
-        return made if value_scale == 1.0 else made * value_scale
+        return out if value_scale == 1.0 else out * value_scale
 
 
 class _Lists(NamedTuple):
@@ -157,9 +157,9 @@ class FlashInferReader:
         self._services, self._attention, self._forward = services, attention, forward
         self._group, self._dtype, self._always = group, dtype, always
         self._sizes: list[int] = []  # of captured batches
-        self._failed = self._told = False
+        self._failed = self._warned = False
         # The last question to `ready`, its answer, and what is planned.
-        self._asked: tuple[weakref.ref[DecodeStep], int | None] | None = None
+        self._question: tuple[weakref.ref[DecodeStep], int | None] | None = None
         self._answer = False
         self._planned: tuple[int | None, tuple[int, ...]] | None = None
         # Of the latest batch: layout versions by row, lists by version, entries int64 [l, B, g].
@@ -169,7 +169,7 @@ class FlashInferReader:
 
     def reserve(self, requests: int) -> None:
         """As of `Reader`."""
-        self._sizes, self._planned, self._asked = [], None, None
+        self._sizes, self._planned, self._question = [], None, None
         self._attention.reserve(requests)
 
     def capture(self, requests: int) -> None:
@@ -190,7 +190,7 @@ class FlashInferReader:
 
     def chosen(self, step: DecodeStep) -> bool:
         """Whether the last answer of `replays` or `ready` was true, and about this step."""
-        return self._answer and self._asked is not None and self._asked[0]() is step
+        return self._answer and self._question is not None and self._question[0]() is step
 
     def ready(self, step: DecodeStep, rows: torch.Tensor, *, captured: int | None = None) -> bool:
         """Whether this is to read a step's batch; if so, its attention is planned.
@@ -201,9 +201,13 @@ class FlashInferReader:
             rows: as of `replays`.
             captured: number of requests of the graph that is replayed; None: no graph.
         """
-        if self._asked is None or self._asked[0]() is not step or self._asked[1] != captured:
+        if (
+            self._question is None
+            or self._question[0]() is not step
+            or self._question[1] != captured
+        ):
             self._answer = self._prepare(step, rows, captured)
-            self._asked = (weakref.ref(step), captured)
+            self._question = (weakref.ref(step), captured)
         return self._answer
 
     def warm(self) -> None:
@@ -221,10 +225,10 @@ class FlashInferReader:
     def _plan_nothing(self, captured: int) -> None:
         """Plan a graph of `captured` requests, of which none reads private pages."""
         storage = self._services.arena.storage
-        none = torch.zeros(0, dtype=torch.int64, device=storage.device)
+        no_rows = torch.zeros(0, dtype=torch.int64, device=storage.device)
         counts = np.zeros((storage.shape[0], 0, storage.shape[3]), dtype=np.int64)
         self._planned = None
-        self._attention.plan(self._services.tables.tables, none, counts, captured=captured)
+        self._attention.plan(self._services.tables.tables, no_rows, counts, captured=captured)
 
     def _prepare(self, step: DecodeStep, rows: torch.Tensor, captured: int | None) -> bool:
         if self._failed:
@@ -232,51 +236,60 @@ class FlashInferReader:
         try:
             if not self._wants(step):
                 return False
-            asked = (captured, self._versions)
-            if self._planned != asked:
+            plan_key = (captured, self._versions)
+            if self._planned != plan_key:
                 self._planned = None
                 tables = self._services.tables.tables
-                given = (tables, rows[: len(self._versions)], self._counts)
-                self._attention.plan(*given, captured=captured)
-                self._planned = asked
+                arguments = (tables, rows[: len(self._versions)], self._counts)
+                self._attention.plan(*arguments, captured=captured)
+                self._planned = plan_key
         except Exception as error:  # of another library: no request need fail for it
-            several = self._services.ranks.size > 1
-            if several and captured is not None:
+            several_ranks = self._services.ranks.size > 1
+            if several_ranks and captured is not None:
                 # Other ranks may have planned: the same graph is replayed here.
                 step.fail_reading(error)
                 self._plan_nothing(captured)
                 return True
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.exception(
                     "FlashInfer could not plan for KV-cache policies%s; Triton's kernel reads "
                     "instead.",
-                    " at a step" if several else "",
+                    " at a step" if several_ranks else "",
                 )
             # Without a graph, ranks may differ at a step; the graphs that they replay may not.
-            self._failed = not several
+            self._failed = not several_ranks
             return False
         return True
 
     def _wants(self, step: DecodeStep) -> bool:
         """Whether this is to read the step's batch; notes the lists of the batch."""
         private_of_rows = step.private_of_rows
-        if not step.reads or any(x is not None and x.shared is not None for x in private_of_rows):
+        if not step.reads or any(
+            private is not None and private.shared is not None for private in private_of_rows
+        ):
             return False
         tables, storage = self._services.tables, self._services.arena.storage
-        versions = tuple(0 if x is None else tables.version(x.row) for x in private_of_rows)
+        versions = tuple(
+            0 if private is None else tables.version(private.row) for private in private_of_rows
+        )
         if versions != self._versions:
-            known, pairs = self._lists, zip(versions, private_of_rows, strict=True)
-            self._lists = {v: known[v] if v in known else self._lists_of(x) for v, x in pairs}
+            lists_by_version, pairs = self._lists, zip(versions, private_of_rows, strict=True)
+            self._lists = {
+                version: lists_by_version[version]
+                if version in lists_by_version
+                else self._lists_of(private)
+                for version, private in pairs
+            }
             self._counts = np.stack([self._lists[version].entries for version in versions], 1)
             self._versions = versions
         if self._always:
             return True
-        lists = len(private_of_rows) * storage.shape[3]
-        private = sum(self._lists[version].average for version in versions)
-        entries = int(private + step.tail) // len(private_of_rows)
-        where = (self._dtype, storage.shape[4], self._group, lists, max(entries, 1))
-        return tuned.choice("decode_reader", storage.device, *where).get("reader") == FLASHINFER
+        list_count = len(private_of_rows) * storage.shape[3]
+        private_entries = sum(self._lists[version].average for version in versions)
+        entries = int(private_entries + step.tail) // len(private_of_rows)
+        key = (self._dtype, storage.shape[4], self._group, list_count, max(entries, 1))
+        return tuned.choice("decode_reader", storage.device, *key).get("reader") == FLASHINFER
 
     def _lists_of(self, private: Private | None) -> _Lists:
         if private is None:
@@ -307,11 +320,11 @@ def may_read(name: str, device: torch.device) -> bool:
     Args:
         name: of the backend in SGLang's registry.
     """
-    asked = options.attention()
-    if name != FLASHINFER or asked != "auto":
-        return asked == name == FLASHINFER
-    measured = tuned.load(device).choices.get("decode_reader", ())
-    return any(each.get("reader") == FLASHINFER for _, each in measured)
+    option = options.attention()
+    if name != FLASHINFER or option != "auto":
+        return option == name == FLASHINFER
+    measurements = tuned.load(device).choices.get("decode_reader", ())
+    return any(choice.get("reader") == FLASHINFER for _, choice in measurements)
 
 
 def by_flashinfer(
@@ -332,7 +345,7 @@ def by_flashinfer(
     Raises:
         Refused: the operator asked for it, and it cannot read.
     """
-    asked, storage = options.attention(), services.arena.storage
+    option, storage = options.attention(), services.arena.storage
     if not may_read(name, storage.device):
         return None
     from kvpolicy.kernels.attention.private_attention_flashinfer import PrivateAttention
@@ -341,11 +354,11 @@ def by_flashinfer(
         workspace, tensor_cores = compat.flashinfer_decode(backend)
         attention = PrivateAttention(storage, heads, dtype, workspace, tensor_cores=tensor_cores)
     except (ImportError, ValueError) as error:
-        if asked == FLASHINFER:
+        if option == FLASHINFER:
             help_ = "leave the option out, and Triton's kernel reads"
             raise Refused(f"--kv-policy-attention flashinfer: {error}; {help_}.") from error
         logger.warning("Measured to be fastest by FlashInfer, but %s.", error)
         return None
     logger.info("KV-cache policies: FlashInfer reads private pages of decode batches.")
-    given = (services, attention, forward, heads // storage.shape[3], dtype)
-    return FlashInferReader(*given, always=asked == FLASHINFER)
+    arguments = (services, attention, forward, heads // storage.shape[3], dtype)
+    return FlashInferReader(*arguments, always=option == FLASHINFER)

@@ -21,19 +21,22 @@ def with_arms(
         Both; with settings added, all of them as `POLICY.NAME=VALUE`.
     """
     names = list(policies)
-    given = [each if "." in each.partition("=")[0] else f"{names[0]}.{each}" for each in settings]
+    qualified_settings = [
+        setting if "." in setting.partition("=")[0] else f"{names[0]}.{setting}"
+        for setting in settings
+    ]
     paths, values = dict(policies), list(settings)
     for arm in experiment.arms:
         if not arm.settings:
             continue
-        values = given if values == list(settings) else values
+        values = qualified_settings if values == list(settings) else values
         name = arm.served_as
         paths[name] = policies[arm.policy]
-        own = {key: text_of(value) for key, value in arm.settings.items()}
-        for setting in given:
-            left, _, value = setting.partition("=")
-            policy, _, key = left.strip().rpartition(".")
+        arm_values = {key: text_of(value) for key, value in arm.settings.items()}
+        for setting in qualified_settings:
+            qualified_name, _, value = setting.partition("=")
+            policy, _, key = qualified_name.strip().rpartition(".")
             if policy == arm.policy:
-                own.setdefault(key, value)
-        values = [*values, *(f"{name}.{key}={value}" for key, value in own.items())]
+                arm_values.setdefault(key, value)
+        values = [*values, *(f"{name}.{key}={value}" for key, value in arm_values.items())]
     return paths, values

@@ -103,11 +103,11 @@ class Control:
             )
         try:
             text, settings = _policy_in(content)
-            given = (compat.manager(), name, text, settings)
+            arguments = (compat.manager(), name, text, settings)
             if dry:
-                policy = await self._catalog.rehearse(*given)
+                policy = await self._catalog.rehearse(*arguments)
             else:
-                policy = await self._catalog.put(*given, _claim(live, name))
+                policy = await self._catalog.put(*arguments, _claim(live, name))
         except InUse as error:
             return _problem(409, f"{error}; add the new version under another name")
         except Refused as error:
@@ -218,11 +218,11 @@ async def _with_flags(
     return _problem(400, unknown) if unknown else await endpoint(request)
 
 
-def _unknown(where: str, given: Collection[str], known: Sequence[str]) -> str | None:
+def _unknown(where: str, names: Collection[str], known_names: Sequence[str]) -> str | None:
     """A sentence about the first name given that is not known; None if there is none."""
-    for name in given:
-        if name not in known:
-            takes = ", ".join(f"`{each}`" for each in known) or "nothing"
+    for name in names:
+        if name not in known_names:
+            takes = ", ".join(f"`{known_name}`" for known_name in known_names) or "nothing"
             return f"`{name[:60]}` is not known in {where}, which takes {takes}"
     return None
 
@@ -258,20 +258,20 @@ def _policy_in(content: bytes) -> tuple[str, dict[str, str]]:
     """
     text = _text(content)
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         return text, {}
     except RecursionError:
         raise Refused("the body is nested too deeply") from None
-    values = found.get("set", {}) if isinstance(found, dict) else None
-    if not isinstance(values, dict) or not isinstance(found.get("policy"), str):
+    values = document.get("set", {}) if isinstance(document, dict) else None
+    if not isinstance(values, dict) or not isinstance(document.get("policy"), str):
         raise Refused('expected a policy, or {"policy": "its YAML", "set": {"name": value}}')
-    if unknown := _unknown("the body", found, ("policy", "set")):
+    if unknown := _unknown("the body", document, ("policy", "set")):
         raise Refused(unknown)
     for key, value in values.items():
         if not isinstance(value, bool | int | float):
             raise Refused(f"set.{key[:60]}: expected a number, true or false")
-    return found["policy"], {key: text_of(value) for key, value in values.items()}
+    return document["policy"], {key: text_of(value) for key, value in values.items()}
 
 
 def _abort(live: Live, body: Mapping[str, Any]) -> bool:
@@ -288,8 +288,8 @@ def _promote(live: Live, body: Mapping[str, Any]) -> bool:
     name = body.get("arm")
     names = [arm.name for arm in live.experiment.arms]
     if name not in names:
-        listed = ", ".join(f"`{each}`" for each in names)
-        raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {listed}')
+        arms_text = ", ".join(f"`{arm}`" for arm in names)
+        raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {arms_text}')
     forced, advice = body.get("force") is True, 'send {"force": true} with it'
     if name in live.lifecycle.rolled_back and not forced:
         raise ValueError(
@@ -309,11 +309,13 @@ def _undecided(live: Live, arm: str) -> list[str]:
     if arm == live.experiment.control.name:
         return []
     cleared = {
-        each.metric
-        for each in live.analysis.verdicts()
-        if each.arm == arm and each.outcome == "cleared"
+        verdict.metric
+        for verdict in live.analysis.verdicts()
+        if verdict.arm == arm and verdict.outcome == "cleared"
     }
-    guardrails = [each.metric for each in live.experiment.metrics if each.role == "guardrail"]
+    guardrails = [
+        guardrail.metric for guardrail in live.experiment.metrics if guardrail.role == "guardrail"
+    ]
     return [metric for metric in guardrails if metric not in cleared]
 
 

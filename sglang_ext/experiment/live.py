@@ -85,7 +85,7 @@ class Live:
         # Time of the last write of evidence, and the sum of the counts in it.
         self._evidence_written = (-math.inf, 0)
         self._problem = ""  # what is wrong with the file as last seen
-        self._seen = self._digest(file.read_bytes())
+        self._seen_digest = self._digest(file.read_bytes())
         self._looked = 0.0
         self._warned: set[str] = set()
         self._changing_policies: set[str] = set()  # names of policies that are being changed
@@ -121,13 +121,13 @@ class Live:
         file = state_file.evidence_file(self._state)
         try:
             saved = state_file.load(file)
-            found = None if saved is None else Evidence.restored(self.experiment, saved)
+            evidence = None if saved is None else Evidence.restored(self.experiment, saved)
         except (StateFileError, ValueError) as error:
             logger.warning("The evidence in %s is not used, and begins anew: %s.", file, error)
             return
-        if found is not None:
-            self._begin(found.analysis, found.seconds)
-            self._shadowed_requests = found.shadowed
+        if evidence is not None:
+            self._begin(evidence.analysis, evidence.seconds)
+            self._shadowed_requests = evidence.shadowed
 
     @property
     def experiment(self) -> Experiment:
@@ -146,22 +146,22 @@ class Live:
             key: the text by which its arm is drawn; empty if it has none.
             seconds: Unix time, for arms that take turns.
         """
-        drawn = self.lifecycle.assign(key if place is not None else None, seconds)
-        if drawn.reason != AssignmentReason.DISABLED:
+        assignment = self.lifecycle.assign(key if place is not None else None, seconds)
+        if assignment.reason != AssignmentReason.DISABLED:
             self.analysis.key_source(place)
             self.series.key_source(place)
-        if drawn.arm is None:
-            self.series.assigned(None, drawn.reason)
-            return self.lifecycle.default, {"reason": drawn.reason.value}
-        arm = self.experiment.arm(drawn.arm)
+        if assignment.arm is None:
+            self.series.assigned(None, assignment.reason)
+            return self.lifecycle.default, {"reason": assignment.reason.value}
+        arm = self.experiment.arm(assignment.arm)
         number = _hash(self.experiment.name, key)
         self.analysis.assigned(arm.name, number, seconds=seconds)
-        self.series.assigned(arm.name, drawn.reason)
+        self.series.assigned(arm.name, assignment.reason)
         assigned = {
             "experiment": self.experiment.name,
             "revision": self.experiment.revision,
             "arm": arm.name,
-            "reason": drawn.reason.value,
+            "reason": assignment.reason.value,
             "key": number,
             "seconds": seconds,
         }
@@ -269,19 +269,19 @@ class Live:
 
     def compares(self, assigned: Mapping[str, Any]) -> bool:
         """Whether a request counts in the running analysis."""
-        same = assigned["revision"] == self.experiment.revision
-        gone = assigned["arm"] in self.lifecycle.rolled_back
-        return same and not gone and self.lifecycle.state not in ENDED
+        same_revision = assigned["revision"] == self.experiment.revision
+        arm_gone = assigned["arm"] in self.lifecycle.rolled_back
+        return same_revision and not arm_gone and self.lifecycle.state not in ENDED
 
     def _margin(self) -> float:
-        margins = [each.margin for each in self.experiment.metrics if each.metric == "drift"]
+        margins = [metric.margin for metric in self.experiment.metrics if metric.metric == "drift"]
         return margins[0] if margins and margins[0] is not None else math.inf
 
     @property
     def clip(self) -> float:
         """Largest drift that a token counts with, in nats."""
-        found = [each.clip for each in self.experiment.metrics if each.metric == "drift"]
-        return next(filter(None, [*found, METRICS["drift"].default_clip]), math.inf)
+        clips = [metric.clip for metric in self.experiment.metrics if metric.metric == "drift"]
+        return next(filter(None, [*clips, METRICS["drift"].default_clip]), math.inf)
 
     # How it ends.
 
@@ -289,9 +289,9 @@ class Live:
         """End the experiment if a guardrail is breached; say what looks wrong, once."""
         verdicts = self.analysis.verdicts()
         self.series.statistics(self.analysis, verdicts)
-        for each in verdicts:
-            if each.outcome == "breached" and self.lifecycle.state not in ENDED:
-                self._breached(each)
+        for verdict in verdicts:
+            if verdict.outcome == "breached" and self.lifecycle.state not in ENDED:
+                self._breached(verdict)
         for warning in self.analysis.warnings():
             kind = warning.split(":")[0]
             if kind not in self._warned:
@@ -302,9 +302,9 @@ class Live:
         if self.experiment.analysis.on_fail == "abort":
             self.roll_back(verdict.arm, breach(verdict))
             return
-        told = f"{verdict.metric} of {verdict.arm}"
-        if told not in self._warned:
-            self._warned.add(told)
+        subject = f"{verdict.metric} of {verdict.arm}"
+        if subject not in self._warned:
+            self._warned.add(subject)
             logger.error("KV-cache experiment %s: %s.", self.experiment.name, breach(verdict))
 
     def roll_back(self, arm: str, reason: str) -> bool:
@@ -390,9 +390,11 @@ class Live:
         What could not be written is tried again.
         """
         elapsed, step = self.lifecycle.elapsed, self.lifecycle.step
-        since, before = self._state_written
+        written_seconds, written_step = self._state_written
         if self._state is None or (
-            elapsed < since + _KEEP_EVERY and step == before and self._state not in self._unsaved
+            elapsed < written_seconds + _KEEP_EVERY
+            and step == written_step
+            and self._state not in self._unsaved
         ):
             return
         self._state_written = (elapsed, step)
@@ -406,11 +408,11 @@ class Live:
 
     async def keep_evidence(self) -> None:
         """Write what was seen, if it is time to and there is something new."""
-        now, seen = time.monotonic(), sum(self._counts())
-        since, before = self._evidence_written
-        if self._state is None or now < since + _KEEP_EVERY or seen == before:
+        now, count = time.monotonic(), sum(self._counts())
+        written_at, written_count = self._evidence_written
+        if self._state is None or now < written_at + _KEEP_EVERY or count == written_count:
             return
-        self._evidence_written = (now, seen)
+        self._evidence_written = (now, count)
         file = state_file.evidence_file(self._state)
         saved = Evidence(self.analysis, now - self._analysed, self._shadowed_requests).saved()
         try:
@@ -485,33 +487,33 @@ class Live:
         Raises:
             PolicyError: it is wrong, or needs what this server does not have.
         """
-        found = reading.read(text, name)
-        experiment = found.require()
-        problems = reading.check_policies(found, [*self._served, NO_POLICY])
+        definition = reading.read(text, name)
+        experiment = definition.require()
+        problems = reading.check_policies(definition, [*self._served, NO_POLICY])
         problems += [
             Diagnostic(
                 "name",
                 f"arm `{arm.name}` has settings that this server was not started with",
-                found.places.get(f"arms.{arm.name}.set"),
+                definition.places.get(f"arms.{arm.name}.set"),
                 "settings of an arm are read when the server starts: start it with this file",
             )
             for arm in experiment.arms
             if arm.settings and self._served.get(arm.served_as) != dict(arm.settings)
         ]
-        named: list[tuple[str, tuple[str, ...]]] = [("default", (experiment.default,))]
-        named += [(f"arms.{a.name}.policy", (a.policy, a.served_as)) for a in experiment.arms]
+        references: list[tuple[str, tuple[str, ...]]] = [("default", (experiment.default,))]
+        references += [(f"arms.{a.name}.policy", (a.policy, a.served_as)) for a in experiment.arms]
         problems += [
             Diagnostic(
                 "name",
                 f"policy `{name}` is being changed",
-                found.places.get(path),
+                definition.places.get(path),
                 "send the experiment again when the change is done",
             )
-            for path, names in named
+            for path, names in references
             for name in self._changing_policies.intersection(names)
         ]
         if problems:
-            raise PolicyError(problems, found.source)
+            raise PolicyError(problems, definition.source)
         return experiment
 
     def replace(self, experiment: Experiment) -> bool:
@@ -532,22 +534,22 @@ class Live:
     def reload(self, content: bytes) -> None:
         """Take up the file's content as it is now; if it is wrong, the last good version stays."""
         digest = self._digest(content)
-        if digest == self._seen:
+        if digest == self._seen_digest:
             return
-        self._seen = digest
+        self._seen_digest = digest
         try:
             self.replace(self.read(content.decode("utf-8"), str(self.file)))
         except (PolicyError, UnicodeDecodeError) as error:
             self._failed(str(error))
             if self._changing_policies:
-                self._seen = ""  # it may be right once these policies are served
+                self._seen_digest = ""  # it may be right once these policies are served
         else:
             self.reloaded, self._problem = True, ""
             self.series.reloaded(True)
 
     def unreadable(self, error: OSError) -> None:
         """Note that the file cannot be read; the last good version stays."""
-        self._seen = ""
+        self._seen_digest = ""
         self._failed(f"{self.file} cannot be read: {error}")
 
     def _failed(self, problem: str) -> None:

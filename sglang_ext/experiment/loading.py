@@ -36,9 +36,9 @@ def prepare(server_args: Any) -> None:
     paths, settings = options.requested()
     policies = options.load_policies(paths, settings)
     experiment = read(file, [policy.name for policy in policies])
-    named = {policy.name: policy.path for policy in policies}
-    files, values = with_arms(experiment, named, settings)
-    added = [f"{name}={files[name]}" for name in files if name not in named]
+    policy_paths = {policy.name: policy.path for policy in policies}
+    files, values = with_arms(experiment, policy_paths, settings)
+    added = [f"{name}={files[name]}" for name in files if name not in policy_paths]
     if added:
         os.environ[options.PATHS_VARIABLE] = os.pathsep.join([*paths, *added])
         os.environ[options.SETTINGS_VARIABLE] = ",".join(values)
@@ -57,13 +57,13 @@ def read(file: Path, names: Sequence[str]) -> Experiment:
         Refused: the file is wrong; the message holds the diagnostics.
     """
     try:
-        found = reading.load(file)
-        experiment = found.require()
-        problems = reading.check_policies(found, [*names, NO_POLICY])
+        definition = reading.load(file)
+        experiment = definition.require()
+        problems = reading.check_policies(definition, [*names, NO_POLICY])
     except PolicyError as error:
         raise Refused(f"--kv-experiment {file}:\n{error}") from None
     if problems:
-        raise Refused(f"--kv-experiment {file}:\n{render_all(problems, found.source)}")
+        raise Refused(f"--kv-experiment {file}:\n{render_all(problems, definition.source)}")
     return experiment
 
 
@@ -85,6 +85,6 @@ def live(policies: Sequence[Policy], workers: int) -> Live | None:
             "worker would count for itself."
         )
     experiment = read(file, [policy.name for policy in policies])
-    own = {arm.served_as: dict(arm.settings) for arm in experiment.arms if arm.settings}
-    served = {policy.name: own.get(policy.name, {}) for policy in policies}
+    arm_settings = {arm.served_as: dict(arm.settings) for arm in experiment.arms if arm.settings}
+    served = {policy.name: arm_settings.get(policy.name, {}) for policy in policies}
     return Live(experiment, file, served, options.experiment_state())

@@ -69,13 +69,15 @@ class Raw:
         """Before a forward: note the rows whose candidates are taken."""
         if not self._any or not batch.reqs:
             return
-        found = [
+        row_tops = [
             (row, getattr(request, RAW).top)
             for row, request in enumerate(batch.reqs)
             if getattr(request, RAW, None) is not None
         ]
         rows = (
-            CandidateRows([row for row, _ in found], [top for _, top in found]) if found else None
+            CandidateRows([row for row, _ in row_tops], [top for _, top in row_tops])
+            if row_tops
+            else None
         )
         # Without overlap scheduling the options of the last step come again.
         setattr(batch.sampling_info, _ROWS, rows)
@@ -90,14 +92,14 @@ class Raw:
         rows = getattr(sampling, _ROWS, None)
         if rows is None:
             return run()
-        taken = None
+        candidates = None
         try:
-            taken = take(logits_output.next_token_logits, rows)
+            candidates = take(logits_output.next_token_logits, rows)
         except Exception:  # then these requests are not compared
             logger.exception("The distributions of sampled requests were not taken.")
         result = run()
-        if taken is not None:
-            compat.add_output(logits_output, taken)
+        if candidates is not None:
+            compat.add_output(logits_output, candidates)
         return result
 
 

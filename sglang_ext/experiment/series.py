@@ -95,12 +95,14 @@ class Series:
         names = [*labels, "kv_experiment"]
         self._metrics = {
             **{
-                n: Counter(_PREFIX + n, text, [*names, *own])
-                for n, (text, own) in _COUNTERS.items()
+                n: Counter(_PREFIX + n, text, [*names, *series_labels])
+                for n, (text, series_labels) in _COUNTERS.items()
             },
             **{
-                n: Gauge(_PREFIX + n, text, [*names, *own], multiprocess_mode="mostrecent")
-                for n, (text, own) in _GAUGES.items()
+                n: Gauge(
+                    _PREFIX + n, text, [*names, *series_labels], multiprocess_mode="mostrecent"
+                )
+                for n, (text, series_labels) in _GAUGES.items()
             },
             "shadow_drift": Histogram(
                 _PREFIX + "shadow_drift",
@@ -109,21 +111,21 @@ class Series:
                 buckets=_DRIFT,
             ),
         }
-        for (name, own), value in self._gauges.items():
-            self._show(name, own, value)
+        for (name, series_labels), value in self._gauges.items():
+            self._show(name, series_labels, value)
         self._count_nothing()
 
     def begin_revision(self, experiment: Experiment) -> None:
         """A revision begins: series of its arms are created, gauges of others reset."""
         renamed = experiment.name != self._experiment.name
-        before = dict(self._gauges)
-        for name, own in before:
-            if own or renamed:
-                self._show(name, own, _GONE.get(name, 0.0))
+        gauges = dict(self._gauges)
+        for name, labels in gauges:
+            if labels or renamed:
+                self._show(name, labels, _GONE.get(name, 0.0))
         self._experiment = experiment
         self._gauges.clear()
-        for (name, own), value in before.items():
-            if not own:
+        for (name, labels), value in gauges.items():
+            if not labels:
                 self._set(name, value)
         self._no_keys()
         self._count_nothing()
@@ -186,11 +188,14 @@ class Series:
 
     def statistics(self, analysis: Analysis, verdicts: Iterable[Verdict]) -> None:
         """The evidence now, for the gauges."""
-        for each in verdicts:
-            for against, value in (("breach", each.log_e_breach), ("clear", each.log_e_clear)):
+        for verdict in verdicts:
+            for against, value in (
+                ("breach", verdict.log_e_breach),
+                ("clear", verdict.log_e_clear),
+            ):
                 if value is not None:
-                    own = {"kv_arm": each.arm, "metric": each.metric, "against": against}
-                    self._set("log_e_value", value, **own)
+                    labels = {"kv_arm": verdict.arm, "metric": verdict.metric, "against": against}
+                    self._set("log_e_value", value, **labels)
         for stage, value in analysis.p_values().items():
             self._set("srm_p_value", value, stage=stage)
         for arm, keys in analysis.keys().items():
@@ -198,9 +203,9 @@ class Series:
 
     def standing(self, lifecycle: Lifecycle) -> None:
         """Where the experiment stands now, for the gauges."""
-        now = lifecycle.state
+        current = lifecycle.state
         for state in ExperimentState:
-            self._set("state", float(state == now), state=state.value)
+            self._set("state", float(state == current), state=state.value)
         self._set("coverage_ratio", lifecycle.coverage)
         total = sum(arm.weight for arm in lifecycle.experiment.arms)
         for arm in lifecycle.experiment.arms:
@@ -216,18 +221,20 @@ class Series:
         """The state file holds the present state or not."""
         self._set("state_saved", float(success))
 
-    def _labelled(self, name: str, **own: str) -> Any:
+    def _labelled(self, name: str, **labels: str) -> Any:
         assert self._metrics is not None
-        return self._metrics[name].labels(**self._base, kv_experiment=self._experiment.name, **own)
+        return self._metrics[name].labels(
+            **self._base, kv_experiment=self._experiment.name, **labels
+        )
 
-    def _count(self, name: str, amount: float, **own: str) -> None:
+    def _count(self, name: str, amount: float, **labels: str) -> None:
         if self._metrics is not None:
-            self._labelled(name, **own).inc(amount)
+            self._labelled(name, **labels).inc(amount)
 
-    def _set(self, name: str, value: float, **own: str) -> None:
-        self._gauges[name, tuple(own.items())] = value
-        self._show(name, tuple(own.items()), value)
+    def _set(self, name: str, value: float, **labels: str) -> None:
+        self._gauges[name, tuple(labels.items())] = value
+        self._show(name, tuple(labels.items()), value)
 
-    def _show(self, name: str, own: tuple[tuple[str, str], ...], value: float) -> None:
+    def _show(self, name: str, labels: tuple[tuple[str, str], ...], value: float) -> None:
         if self._metrics is not None:
-            self._labelled(name, **dict(own)).set(value)
+            self._labelled(name, **dict(labels)).set(value)

@@ -135,8 +135,8 @@ class FrontEnd:
         if self.live is not None and "arm" in assigned:
             # SGLang notes the times of the request after this.
             prompt = {"prompt_tokens": meta_info.get("prompt_tokens", 0)}
-            given = (self.live, assigned, state, meta_info, {**prompt, **facts}, recorded)
-            asyncio.get_running_loop().call_soon(self._ended, *given)
+            arguments = (self.live, assigned, state, meta_info, {**prompt, **facts}, recorded)
+            asyncio.get_running_loop().call_soon(self._ended, *arguments)
 
     def _ended(
         self,
@@ -170,8 +170,8 @@ def assigned_to(obj: Any) -> Mapping[str, Any]:
     """What was noted in a single request when its policy was chosen; empty if nothing was."""
     params = getattr(obj, "sampling_params", None)
     custom = params.get("custom_params") if isinstance(params, dict) else None
-    found = custom.get(ASSIGNED) if isinstance(custom, dict) else None
-    return found or {}
+    note = custom.get(ASSIGNED) if isinstance(custom, dict) else None
+    return note or {}
 
 
 def facts_of(assigned: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,21 +71,21 @@ class Budget:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._left, self._at = math.inf, clock()
+        self._tokens_left, self._updated_at = math.inf, clock()
 
     def take(self, tokens: int, rate: float) -> bool:
         """Take `tokens` unless the budget is used up; it may be overdrawn. True if taken."""
         now = self._clock()
-        self._left = min(self._left + (now - self._at) * rate, rate * _BURST)
-        self._at = now
-        if self._left <= 0:
+        self._tokens_left = min(self._tokens_left + (now - self._updated_at) * rate, rate * _BURST)
+        self._updated_at = now
+        if self._tokens_left <= 0:
             return False
-        self._left -= tokens
+        self._tokens_left -= tokens
         return True
 
     def give_back(self, tokens: int) -> None:
         """Return tokens that were taken and not computed."""
-        self._left += tokens
+        self._tokens_left += tokens
 
 
 class Shadows:
@@ -124,8 +124,8 @@ class Shadows:
 
     def _may_score(self) -> bool:
         """Whether the server is idle, and nothing wants it to stay so."""
-        held = self._held or self.released
-        return not held and compat.is_idle(self._manager, MOST_USED)
+        paused = self._held or self.released
+        return not paused and compat.is_idle(self._manager, MOST_USED)
 
     def offer(
         self,
@@ -216,11 +216,11 @@ class Shadows:
         if full is None:
             self._budget.give_back(tokens)
             return None
-        policy = Candidates(*(each[sample.first :] for each in sample.policy))
-        full = Candidates(*(each[sample.first :] for each in full))
-        each = np.minimum(divergence(policy, full), self._live.clip)
+        policy = Candidates(*(array[sample.first :] for array in sample.policy))
+        full = Candidates(*(array[sample.first :] for array in full))
+        token_drifts = np.minimum(divergence(policy, full), self._live.clip)
         top1 = disagreements(policy, full)
-        drift, share = float(each.mean()), float(top1.mean())
+        drift, share = float(token_drifts.mean()), float(top1.mean())
         self._live.shadowed(sample.rid, sample.assigned, drift, share, len(top1))
         return COMPARED
 

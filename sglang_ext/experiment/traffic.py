@@ -81,28 +81,30 @@ class Traffic:
             write(parts, NO_POLICY, {"reason": AssignmentReason.DISABLED.value})
             return
         header = None if request is None else request.headers.get(HEADER)
-        elsewhere = alias if header is None else header
-        named_itself: list[dict[str, Any]] = []
-        others: list[dict[str, Any]] = []
+        outer_policy = alias if header is None else header
+        naming_parts: list[dict[str, Any]] = []
+        other_parts: list[dict[str, Any]] = []
         for part in parts:
             custom = _custom(part) or {}
             if POLICY in custom:
                 self._check(custom[POLICY], f"custom_params.{POLICY}")
-            (named_itself if POLICY in custom else others).append(part)
-        if others and elsewhere is not None:
-            self._check(elsewhere, "the model's policy" if header is None else f"header {HEADER}")
-            if not self.is_policy(elsewhere):
-                raise not_served(f"header {HEADER}", elsewhere, self._policies)
-        for policy, values in await self._values(customs, elsewhere):
+            (naming_parts if POLICY in custom else other_parts).append(part)
+        if other_parts and outer_policy is not None:
+            self._check(
+                outer_policy, "the model's policy" if header is None else f"header {HEADER}"
+            )
+            if not self.is_policy(outer_policy):
+                raise not_served(f"header {HEADER}", outer_policy, self._policies)
+        for policy, values in await self._values(customs, outer_policy):
             await self._prepared.wait(manager, policy, values)
-        if named_itself or elsewhere is not None:
-            noted = {} if self.live is None else self.live.named_itself()
-            write(named_itself, None, noted)
-            if elsewhere is not None:
-                write(others, elsewhere, noted)
-        if others and elsewhere is None and self.live is not None and draws:
-            arm = await self._draw(self.live, others, obj, request, write)
-            if arm is not None and len(others) == len(parts):  # they share their labels
+        if naming_parts or outer_policy is not None:
+            note = {} if self.live is None else self.live.named_itself()
+            write(naming_parts, None, note)
+            if outer_policy is not None:
+                write(other_parts, outer_policy, note)
+        if other_parts and outer_policy is None and self.live is not None and draws:
+            arm = await self._draw(self.live, other_parts, obj, request, write)
+            if arm is not None and len(other_parts) == len(parts):  # they share their labels
                 compat.set_labels(obj, self.live.labels(arm), self._labels)
 
     async def _draw(
@@ -118,16 +120,16 @@ class Traffic:
         Returns:
             The arm, if all parts are in it.
         """
-        drawn = [part for part in parts if part.get("max_new_tokens") != 0]
-        silent = [part for part in parts if part.get("max_new_tokens") == 0]
-        if silent:
-            write(silent, *live.generates_nothing())
-        if not drawn:
+        drawn_parts = [part for part in parts if part.get("max_new_tokens") != 0]
+        silent_parts = [part for part in parts if part.get("max_new_tokens") == 0]
+        if silent_parts:
+            write(silent_parts, *live.generates_nothing())
+        if not drawn_parts:
             return None
         place, key = await self._key(obj, request, live.experiment.targeting_key)
         policy, assigned = live.assign(place, key, time.time())
-        write(drawn, policy, assigned)
-        return None if silent else assigned.get("arm")
+        write(drawn_parts, policy, assigned)
+        return None if silent_parts else assigned.get("arm")
 
     def is_policy(self, name: str) -> bool:
         """Whether a name stands for a served policy or for none."""
@@ -158,25 +160,25 @@ class Traffic:
                 "every request (--kv-policy-override none)"
             )
         if self._override == LISTED and name == NO_POLICY:
-            known = ", ".join(f"`{each}`" for each in self._policies)
+            names = ", ".join(f"`{policy}`" for policy in self._policies)
             raise ValueError(
                 f"{where} is `{NO_POLICY}`, but this server gives no request full "
-                f"KV on demand (--kv-policy-override listed); it has {known}"
+                f"KV on demand (--kv-policy-override listed); it has {names}"
             )
 
     async def _values(
-        self, customs: Sequence[dict[str, Any]], elsewhere: str | None
+        self, customs: Sequence[dict[str, Any]], outer_policy: str | None
     ) -> list[tuple[Policy, Mapping[str, Any]]]:
         """Policies whose parameters the request sets, with the values.
 
         Raises:
             ValueError: it may not set them; the message is for the client.
         """
-        found = []
+        values = []
         for custom in customs:
             if SET not in custom:
                 continue
-            name = custom.get(POLICY, elsewhere)
+            name = custom.get(POLICY, outer_policy)
             if name is None and (self.live is not None or self._override == NOBODY):
                 raise ValueError(
                     f"custom_params.{SET} sets parameters, but the server chooses the policy of "
@@ -184,8 +186,8 @@ class Traffic:
                 )
             if self._allowed is not None:
                 policy = await self._allowed.check(name, custom[SET])
-                found.append((policy, custom[SET]))
-        return found
+                values.append((policy, custom[SET]))
+        return values
 
     async def _key(
         self, obj: Any, request: Any, keys: Sequence[KeySource]
@@ -193,21 +195,21 @@ class Traffic:
         """Place among `keys`, and text, of the first one that the request has; else None and ""."""
         body: Mapping[str, Any] | None = None
         for place, key in enumerate(keys):
-            found: Any = None
+            value: Any = None
             if key.kind == "header" and request is not None:
-                found = request.headers.get(key.name)
+                value = request.headers.get(key.name)
             elif key.kind == "body" and request is not None:
                 if body is None:
-                    read = await request.json()  # it has been read already
-                    body = read if isinstance(read, dict) else {}
-                found = _field(body, key.name)
+                    content = await request.json()  # it has been read already
+                    body = content if isinstance(content, dict) else {}
+                value = _field(body, key.name)
             elif key.kind == "session_id":
-                found = compat.session_of(obj)
+                value = compat.session_of(obj)
             elif key.kind == "rid":
-                found = obj.rid[0] if isinstance(obj.rid, list) and obj.rid else obj.rid
-                found = found or uuid4().hex
-            if isinstance(found, (str, int)) and found != "" and not isinstance(found, bool):
-                return place, str(found)[:_LONGEST_KEY]
+                value = obj.rid[0] if isinstance(obj.rid, list) and obj.rid else obj.rid
+                value = value or uuid4().hex
+            if isinstance(value, (str, int)) and value != "" and not isinstance(value, bool):
+                return place, str(value)[:_LONGEST_KEY]
         return None, ""
 
 
@@ -220,8 +222,8 @@ def _field(body: Any, path: str) -> Any:
 
 def _custom(part: Mapping[str, Any]) -> dict[str, Any] | None:
     """`custom_params` of a part, if it has some; the scheduler refuses other types."""
-    found = part.get("custom_params")
-    return found if isinstance(found, dict) else None
+    custom = part.get("custom_params")
+    return custom if isinstance(custom, dict) else None
 
 
 def _parts(obj: Any) -> list[dict[str, Any]]:
@@ -229,13 +231,13 @@ def _parts(obj: Any) -> list[dict[str, Any]]:
 
     They are made the request's own first, to be written into: a program may send its again.
     """
-    found = obj.sampling_params
-    if found is None:
+    params = obj.sampling_params
+    if params is None:
         return [{}]  # becomes the request's when something is written
-    given = found if isinstance(found, list) else [found]
-    own = [dict(each) if isinstance(each, dict) else each for each in given]
-    obj.sampling_params = own if isinstance(found, list) else own[0]
-    return [each for each in own if isinstance(each, dict)]
+    param_list = params if isinstance(params, list) else [params]
+    copies = [dict(part) if isinstance(part, dict) else part for part in param_list]
+    obj.sampling_params = copies if isinstance(params, list) else copies[0]
+    return [part for part in copies if isinstance(part, dict)]
 
 
 def _write(
@@ -250,10 +252,10 @@ def _write(
     Args:
         preferred: `custom_params` that SGLang gives to parts without.
     """
-    written: dict[str, Any] = {} if policy is None else {POLICY: policy}
+    fields: dict[str, Any] = {} if policy is None else {POLICY: policy}
     if assigned:
-        written[ASSIGNED] = dict(assigned)
-    if not written:
+        fields[ASSIGNED] = dict(assigned)
+    if not fields:
         return
     if policy is not None and isinstance(preferred, dict) and preferred.get(POLICY) != policy:
         # Its parameters are those of another policy.
@@ -263,4 +265,4 @@ def _write(
             obj.sampling_params = params
         custom = params.get("custom_params", preferred)
         if custom is None or isinstance(custom, dict):
-            params["custom_params"] = {**(custom or {}), **written}
+            params["custom_params"] = {**(custom or {}), **fields}

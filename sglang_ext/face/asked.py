@@ -38,25 +38,25 @@ def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
         return {}
     if not isinstance(custom, dict):
         raise ValueError(f"custom_params is {shown(custom)}; expected a JSON object")
-    asked = {key: custom[key] for key in custom if isinstance(key, str) and key.startswith(PREFIX)}
-    asked.pop(ASSIGNED, None)
-    for key in asked:
+    params = {key: custom[key] for key in custom if isinstance(key, str) and key.startswith(PREFIX)}
+    params.pop(ASSIGNED, None)
+    for key in params:
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS) or f"there are {listed(_KEYS, 'and')}"
             raise ValueError(f"custom_params has {named(key)}, which is not known; {hint}")
-        if key in _INSPECTION and not inspection and asked[key] is not False:
+        if key in _INSPECTION and not inspection and params[key] is not False:
             raise ValueError(
                 f"custom_params.{key} is for evaluation, and this server was started without "
                 "--kv-policy-allow-inspection"
             )
-    return asked
+    return params
 
 
 def assigned(request: Any) -> Mapping[str, Any]:
     """What the front end has written into a request (experiment/traffic.py); empty if nothing."""
     custom = request.sampling_params.custom_params
-    found = custom.get(ASSIGNED) if isinstance(custom, dict) else None
-    return {} if found is None else found
+    note = custom.get(ASSIGNED) if isinstance(custom, dict) else None
+    return {} if note is None else note
 
 
 def is_scoring(request: Any) -> bool:
@@ -71,8 +71,8 @@ def not_served(where: str, name: Any, policies: Iterable[str]) -> ValueError:
         where: what holds the name, as messages say it.
         policies: names of those that are served.
     """
-    known = ", ".join(f"`{each}`" for each in (*policies, NO_POLICY))
-    return ValueError(f"{where} is {named(name)}; this server has {known}")
+    names = ", ".join(f"`{policy}`" for policy in (*policies, NO_POLICY))
+    return ValueError(f"{where} is {named(name)}; this server has {names}")
 
 
 def shown(value: Any) -> str:

@@ -183,7 +183,7 @@ def add_middleware(middleware: type) -> None:
     """Add ASGI middleware to SGLang's HTTP application, once, if this process has one."""
     module = sys.modules.get(HTTP_MODULE)
     if module is not None and all(
-        each.cls is not middleware for each in module.app.user_middleware
+        entry.cls is not middleware for entry in module.app.user_middleware
     ):
         module.app.add_middleware(middleware)
 
@@ -269,7 +269,7 @@ def config_values(config: Any) -> dict[str, Any]:
     """The values of a model's config.json, by transformers' common names."""
     text = config.hf_text_config
     values = text.to_dict()
-    common = {name: values.get(own) for name, own in type(text).attribute_map.items()}
+    common = {name: values.get(native) for name, native in type(text).attribute_map.items()}
     return {**values, **{name: value for name, value in common.items() if value is not None}}
 
 
@@ -401,8 +401,8 @@ def attention_layers(model: Any) -> list[Any]:
     layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
     table = getattr(model, "attention_instances", None)
     if table:
-        named = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
-        layers += [table[m.layer_idx] for m in named if getattr(m, "layer_idx", None) in table]
+        modules = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+        layers += [table[m.layer_idx] for m in modules if getattr(m, "layer_idx", None) in table]
     return sorted(layers, key=lambda layer: layer.layer_id)
 
 
@@ -420,8 +420,8 @@ def decoder_layers(model: Any) -> list[Any] | None:
     in the forward batch.
     """
     module = type(model).__module__.removeprefix("sglang.srt.models.")
-    known = f"{module}.{type(model).__name__}" in LOSE_ROWS
-    return list(model.model.layers) if known else None
+    loses_rows = f"{module}.{type(model).__name__}" in LOSE_ROWS
+    return list(model.model.layers) if loses_rows else None
 
 
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -558,16 +558,16 @@ def extend_with_lse(
     if name == "fa3":
         out, lse = forward(backend, *arguments, return_lse=True, **options)
         return out, lse
-    with _noting_lse(backend) as noted:
+    with _noting_lse(backend) as lses:
         out = forward(backend, *arguments, **options)
-    return out, _natural(noted)
+    return out, _natural(lses)
 
 
 class _Noting:
     """A wrapper of FlashInfer that notes the log-sum-exp of every call."""
 
-    def __init__(self, wrapper: Any, noted: list[torch.Tensor]) -> None:
-        self._wrapper, self._noted = wrapper, noted
+    def __init__(self, wrapper: Any, lses: list[torch.Tensor]) -> None:
+        self._wrapper, self._lses = wrapper, lses
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapper, name)
@@ -579,20 +579,20 @@ class _Noting:
         self, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self._wrapper.forward_return_lse(*arguments, **options)
-        self._noted.append(lse)
+        self._lses.append(lse)
         return out, lse
 
 
 @contextmanager
 def _noting_lse(backend: Any) -> Iterator[list[torch.Tensor]]:
     """Base-2 log-sum-exps [rows, H] that a backend's FlashInfer wrappers find in the block."""
-    noted: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
     metadata, ragged = backend.forward_metadata, backend.prefill_wrapper_ragged
     paged = metadata.prefill_wrappers
-    backend.prefill_wrapper_ragged = _Noting(ragged, noted)
-    metadata.prefill_wrappers = [_Noting(each, noted) for each in paged]
+    backend.prefill_wrapper_ragged = _Noting(ragged, lses)
+    metadata.prefill_wrappers = [_Noting(wrapper, lses) for wrapper in paged]
     try:
-        yield noted
+        yield lses
     finally:
         backend.prefill_wrapper_ragged, metadata.prefill_wrappers = ragged, paged
 
@@ -610,15 +610,15 @@ def decode_with_lse(
     Args:
         forward: the stock `forward_decode`, which is called with the backend and all that follows.
     """
-    noted: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
     metadata = backend.forward_metadata
     wrappers = metadata.decode_wrappers
-    metadata.decode_wrappers = [_Noting(each, noted) for each in wrappers]
+    metadata.decode_wrappers = [_Noting(wrapper, lses) for wrapper in wrappers]
     try:
         out = forward(backend, *arguments)
     finally:
         metadata.decode_wrappers = wrappers
-    return out, noted[0]
+    return out, lses[0]
 
 
 def begin_at_tails(
@@ -640,27 +640,27 @@ def begin_at_tails(
         wrapper: Any, lengths: Any, total: Any, indptr: Any, first: Any, spec: Any,
         on_host: Any = None, *arguments: Any, req_pool_indices: Any, **options: Any,
     ) -> None:  # fmt: skip
-        found = tails()
-        if found is not None:
-            starts, of_rows = found
+        tail_starts = tails()
+        if tail_starts is not None:
+            starts, row_starts = tail_starts
             first = starts[req_pool_indices[: len(lengths)]]
             lengths = lengths - first
-            total = None if total is None else total - sum(of_rows)
+            total = None if total is None else total - sum(row_starts)
             if on_host is not None:
                 on_host = on_host.clone()
-                on_host[: len(of_rows)] -= torch.tensor(of_rows, dtype=on_host.dtype)
+                on_host[: len(row_starts)] -= torch.tensor(row_starts, dtype=on_host.dtype)
         options["req_pool_indices"] = req_pool_indices
         begin(wrapper, lengths, total, indptr, first, spec, on_host, *arguments, **options)
 
     updater.call_begin_forward = begin_there
 
 
-def _natural(noted: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _natural(lses: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Natural log-sum-exp of one noted base-2 value, or of two (new tokens and prefix); or None."""
-    if not 1 <= len(noted) <= 2:
+    if not 1 <= len(lses) <= 2:
         return None
-    whole = noted[0] if len(noted) == 1 else noted[0].logaddexp2(noted[1])
-    return whole * math.log(2)
+    lse = lses[0] if len(lses) == 1 else lses[0].logaddexp2(lses[1])
+    return lse * math.log(2)
 
 
 def stock_decode_rows(
@@ -714,11 +714,11 @@ def locked_alone(tree: Any, request: Any) -> int:
     """Slots of the radix cache that nothing but this request's lock keeps from being evicted."""
     if request.lock is None:
         return 0
-    node, before = request.lock.node, tree.evictable_size()
+    node, evictable = request.lock.node, tree.evictable_size()
     tree.unlock(request.lock)
-    alone = tree.evictable_size() - before
+    locked = tree.evictable_size() - evictable
     request.lock = tree.lock(node)
-    return alone
+    return locked
 
 
 def rotary_embeddings(model: Any) -> list[Any | None]:
@@ -729,16 +729,18 @@ def rotary_embeddings(model: Any) -> list[Any | None]:
     from sglang.srt.layers import rotary_embedding
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    found, package = [], rotary_embedding.__name__
+    embeddings, package = [], rotary_embedding.__name__
     for owner in model.modules():
         if any(isinstance(child, RadixAttention) for child in owner.children()):
-            own = [m for m in owner.children() if type(m).__module__.startswith(package)]
+            rotary = [m for m in owner.children() if type(m).__module__.startswith(package)]
             off = not getattr(owner, "use_rope", True) or not getattr(owner, "attn_use_rope", True)
-            late = type(owner).__name__ == "HunYuanAttention" and owner.use_qk_norm
+            normed_after = type(owner).__name__ == "HunYuanAttention" and owner.use_qk_norm
             # The pairs that it turns lie half a head apart, though fewer dimensions turn.
-            apart = getattr(owner, "use_xllm_partial_rope", False)
-            found.append(own[0] if own and not (off or late or apart) else None)
-    return found
+            partial = getattr(owner, "use_xllm_partial_rope", False)
+            embeddings.append(
+                rotary[0] if rotary and not (off or normed_after or partial) else None
+            )
+    return embeddings
 
 
 def frequencies(embedding: Any) -> torch.Tensor | None:
@@ -833,11 +835,11 @@ def refuse_unnoticed(request: Any, message: str) -> None:
 @contextmanager
 def uncounted(adder: Any) -> Iterator[None]:
     """A block whose admissions are not counted among prefilled and cached tokens."""
-    counted = (adder.log_input_tokens, adder.log_hit_tokens)
+    counts = (adder.log_input_tokens, adder.log_hit_tokens)
     try:
         yield
     finally:
-        adder.log_input_tokens, adder.log_hit_tokens = counted
+        adder.log_input_tokens, adder.log_hit_tokens = counts
 
 
 def end_with_error(request: Any, message: str) -> None:
@@ -972,8 +974,8 @@ def dp_rank() -> int | None:
     """This scheduler's data-parallel rank (`--dp-size`); None if it is the only one."""
     from sglang.srt.runtime_context import get_parallel
 
-    found: int | None = get_parallel().dp_rank
-    return found
+    rank: int | None = get_parallel().dp_rank
+    return rank
 
 
 def metric_labels(scheduler: Any) -> dict[str, str] | None:
@@ -1003,8 +1005,8 @@ async def token_bytes(manager: Any) -> int:
     The front end does not know it: `--kv-cache-dtype auto` is what the checkpoint says.
     """
     states = await manager.get_internal_state()
-    found: int = states[0]["kv_policy_token_bytes"]
-    return found
+    size: int = states[0]["kv_policy_token_bytes"]
+    return size
 
 
 def manager() -> Any:
@@ -1024,8 +1026,8 @@ def session_of(obj: Any) -> str | None:
     if obj.session_id is not None:
         return obj.session_id
     params = obj.session_params
-    found = params.get("id") if isinstance(params, dict) else None
-    return found if isinstance(found, str) else None
+    session = params.get("id") if isinstance(params, dict) else None
+    return session if isinstance(session, str) else None
 
 
 def is_adapter(manager: Any, name: str) -> bool:
@@ -1060,16 +1062,16 @@ def set_labels(obj: Any, labels: dict[str, str], allowed: Collection[str]) -> No
     The client's other labels stay where `allowed` has them: any others would end in an error of the
     metrics library.
     """
-    given = obj.custom_labels if isinstance(obj.custom_labels, dict) else {}
-    kept = {name: str(value) for name, value in given.items() if name in allowed}
-    obj.custom_labels = {**kept, **labels}
+    client_labels = obj.custom_labels if isinstance(obj.custom_labels, dict) else {}
+    kept_labels = {name: str(value) for name, value in client_labels.items() if name in allowed}
+    obj.custom_labels = {**kept_labels, **labels}
 
 
 def allow_labels(server_args: Any, labels: tuple[str, ...]) -> None:
     """Add labels to those that requests may have; before SGLang has resolved its options."""
-    earlier = server_args.tokenizer_metrics_allowed_custom_labels or []
-    added = [label for label in labels if label not in earlier]
-    server_args.tokenizer_metrics_allowed_custom_labels = [*earlier, *added]
+    allowed = server_args.tokenizer_metrics_allowed_custom_labels or []
+    added = [label for label in labels if label not in allowed]
+    server_args.tokenizer_metrics_allowed_custom_labels = [*allowed, *added]
 
 
 def front_end_labels(manager: Any) -> dict[str, str] | None:
@@ -1103,9 +1105,9 @@ def memory_tags(obj: Any) -> frozenset[str]:
 
 def has_only_tokens(obj: Any) -> bool:
     """Whether a request's prompt is nothing but tokens."""
-    others = (obj.image_data, obj.video_data, obj.audio_data, obj.input_embeds)
-    none = all(each is None or each == [] for each in others)
-    return none and obj.session_params is None
+    other_inputs = (obj.image_data, obj.video_data, obj.audio_data, obj.input_embeds)
+    only_tokens = all(value is None or value == [] for value in other_inputs)
+    return only_tokens and obj.session_params is None
 
 
 def cache_namespace(obj: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -1115,8 +1117,8 @@ def cache_namespace(obj: Any, meta_info: Mapping[str, Any]) -> dict[str, Any]:
         meta_info: of the answer to `obj`, whose scheduler is to compute the scoring request.
     """
     names = ("extra_key", "cache_salt", "lora_path")
-    found = {name: getattr(obj, name, None) for name in names}
-    return {**found, "routed_dp_rank": meta_info.get("dp_rank")}
+    fields = {name: getattr(obj, name, None) for name in names}
+    return {**fields, "routed_dp_rank": meta_info.get("dp_rank")}
 
 
 def latencies(state: Any) -> tuple[float | None, float | None]:
@@ -1126,8 +1128,8 @@ def latencies(state: Any) -> tuple[float | None, float | None]:
     it notes the time at which all tokens came.
     """
     stats = state.time_stats
-    known = 0 < stats.first_token_time < stats.finished_time
-    ttft = stats.get_first_token_latency() if known else None
+    first_token_known = 0 < stats.first_token_time < stats.finished_time
+    ttft = stats.get_first_token_latency() if first_token_known else None
     return ttft, stats.get_e2e_latency() if stats.finished_time else None
 
 
@@ -1151,8 +1153,8 @@ def add_route(path: str, method: str, endpoint: Function, *, admin: bool) -> Non
     """
     module = sys.modules.get(HTTP_MODULE)
     if module is None or any(
-        getattr(each, "path", None) == path and method in (getattr(each, "methods", None) or ())
-        for each in module.app.routes
+        getattr(route, "path", None) == path and method in (getattr(route, "methods", None) or ())
+        for route in module.app.routes
     ):
         return
     from fastapi import Request
@@ -1176,7 +1178,7 @@ async def change_policies(manager: Any, body: dict[str, Any]) -> list[dict[str, 
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
     answers = await manager.dumper_control(DumperControlReqInput(method=CHANGE, body=body))
-    return [each.response[0] for each in answers]
+    return [answer.response[0] for answer in answers]
 
 
 def answer_change(scheduler: Any, request: Any, answer: dict[str, Any]) -> None:

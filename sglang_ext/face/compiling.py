@@ -29,19 +29,19 @@ def compiling(what: str) -> Iterator[None]:
         return
     started = said = time.monotonic()
 
-    def progress(made: Made) -> None:
+    def progress(kernels: Made) -> None:
         nonlocal said
         if time.monotonic() - said > _EVERY:
             said = time.monotonic()
-            logger.info("%s: %d kernels ready so far.", what, len(made.names))
+            logger.info("%s: %d kernels ready so far.", what, len(kernels.names))
 
-    with compilations.expected(progress) as made:
+    with compilations.expected(progress) as kernels:
         yield
-    if made.names:
-        seconds, all_seconds = sum(made.seconds), time.monotonic() - started
+    if kernels.names:
+        seconds, all_seconds = sum(kernels.seconds), time.monotonic() - started
         logger.info(
             "%s: %d kernels ready in %.1f s, %.1f s of it for compiling them or reading them from "
-            "Triton's cache.", what, len(made.names), all_seconds, seconds,
+            "Triton's cache.", what, len(kernels.names), all_seconds, seconds,
         )  # fmt: skip
 
 

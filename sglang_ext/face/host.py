@@ -18,16 +18,16 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not tensors:
         return []
-    flat = torch.cat([each.reshape(-1).to(torch.int64) for each in tensors]).cpu()
-    parts = flat.split([each.numel() for each in tensors])
-    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    flat = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def to_device(
     values: Sequence[Any] | torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Numbers of the host, or lists of them, on a device; the host does not wait for the copy."""
-    made = torch.as_tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
-        made = made.pin_memory()
-    return made.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -66,8 +66,8 @@ def chosen_for(asked: str, device: str) -> KernelsInUse:
     name = asked
     if asked == "auto":
         name = "triton" if device == "cuda" else "torch"
-    said = _tuned(device)
-    logger.info("KV-cache policy kernels: %s.", f"{name}, {said}" if name == "triton" else name)
+    note = _tuned(device)
+    logger.info("KV-cache policy kernels: %s.", f"{name}, {note}" if name == "triton" else name)
     return _triton() if name == "triton" else _torch()
 
 

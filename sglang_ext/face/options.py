@@ -98,8 +98,8 @@ class Policy:
         """What asked for it, in messages: its option, or its name if it came as a `REQUEST`."""
         if self.path == REQUEST:
             return f"policy `{self.name}`"
-        named = "" if self.name == self.program.name else f"{self.name}="
-        return f"--kv-policy {named}{self.path}"
+        prefix = "" if self.name == self.program.name else f"{self.name}="
+        return f"--kv-policy {prefix}{self.path}"
 
     def with_settings(self, values: Texts) -> Policy:
         """The same policy with other values of some parameters."""
@@ -144,21 +144,21 @@ def check_policies(policies: Sequence[Policy], model: ModelConfig, length: int) 
     """
     from kvpolicy.dsl.tools.trial import trial  # it needs torch, which the command line does not
 
-    most = max_cost()
-    started, tried = time.perf_counter(), set()
+    max_percent = max_cost()
+    started, digests = time.perf_counter(), set()
     for policy in policies:
         bound = policy.bind(model.shape)
-        if bound.digest in tried:
+        if bound.digest in digests:
             continue
-        tried.add(bound.digest)
+        digests.add(bound.digest)
         try:
-            if most:
-                check_cost(bound, model, length, most / 100, "--kv-policy-max-cost")
+            if max_percent:
+                check_cost(bound, model, length, max_percent / 100, "--kv-policy-max-cost")
             trial(bound)
         except PolicyError as error:
             raise Refused(f"{policy.option}: {error}") from None
     seconds = time.perf_counter() - started
-    logger.info("KV-cache policies: %d tried in %.1f s.", len(tried), seconds)
+    logger.info("KV-cache policies: %d tried in %.1f s.", len(digests), seconds)
 
 
 class _Extend(_StoreAction):
@@ -167,8 +167,8 @@ class _Extend(_StoreAction):
     def __call__(
         self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        earlier = getattr(namespace, self.dest, None) or []
-        setattr(namespace, self.dest, [*earlier, *values])
+        earlier_values = getattr(namespace, self.dest, None) or []
+        setattr(namespace, self.dest, [*earlier_values, *values])
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -317,8 +317,8 @@ def export(arguments: Namespace) -> None:
         os.environ[variable] = "1" if value is True else value
         check()
         if not requested()[0]:
-            shown = _flag(option) if value is True else f"{_flag(option)} {value}"
-            raise Refused(f"{shown}: there is no --kv-policy")
+            setting = _flag(option) if value is True else f"{_flag(option)} {value}"
+            raise Refused(f"{setting}: there is no --kv-policy")
 
 
 def _absolute(value: str) -> str:
@@ -377,7 +377,7 @@ def refuse_experiment(why: str) -> None:
 
 def allowed_to_set() -> list[str]:
     """Parameters that requests may set, `[POLICY.]NAME`, from the environment."""
-    return [each for each in os.environ.get(ALLOW_SET_VARIABLE, "").split(",") if each]
+    return [name for name in os.environ.get(ALLOW_SET_VARIABLE, "").split(",") if name]
 
 
 def fold_interval() -> int:
@@ -386,8 +386,8 @@ def fold_interval() -> int:
     Raises:
         Refused: it is not a whole number from 1 on.
     """
-    found = _whole(INTERVAL_VARIABLE, "--kv-policy-fold-interval", 1)
-    return DEFAULT_INTERVAL if found is None else found
+    interval = _whole(INTERVAL_VARIABLE, "--kv-policy-fold-interval", 1)
+    return DEFAULT_INTERVAL if interval is None else interval
 
 
 def max_cost() -> int:
@@ -396,8 +396,8 @@ def max_cost() -> int:
     Raises:
         Refused: it is not a whole number.
     """
-    found = _whole(COST_VARIABLE, "--kv-policy-max-cost", 0)
-    return DEFAULT_COST if found is None else found
+    percent = _whole(COST_VARIABLE, "--kv-policy-max-cost", 0)
+    return DEFAULT_COST if percent is None else percent
 
 
 def max_failures() -> int:
@@ -406,8 +406,8 @@ def max_failures() -> int:
     Raises:
         Refused: it is not a whole number.
     """
-    found = _whole(FAILURES_VARIABLE, "--kv-policy-max-failures", 0)
-    return DEFAULT_FAILURES if found is None else found
+    failures = _whole(FAILURES_VARIABLE, "--kv-policy-max-failures", 0)
+    return DEFAULT_FAILURES if failures is None else failures
 
 
 def allows_inspection() -> bool:
@@ -430,8 +430,8 @@ def override() -> str:
 
 def experiment_file() -> Path | None:
     """The file of the experiment, from the environment; None if there is no experiment."""
-    found = os.environ.get(EXPERIMENT_VARIABLE)
-    return Path(found) if found else None
+    path = os.environ.get(EXPERIMENT_VARIABLE)
+    return Path(path) if path else None
 
 
 def experiment_state() -> Path | None:
@@ -440,14 +440,14 @@ def experiment_state() -> Path | None:
     Raises:
         Refused: there is no experiment, or no folder for the file.
     """
-    found = os.environ.get(STATE_VARIABLE)
-    if not found:
+    path = os.environ.get(STATE_VARIABLE)
+    if not path:
         return None
     if experiment_file() is None:
-        raise Refused(f"--kv-experiment-state {found}: there is no --kv-experiment")
-    if not os.path.isdir(os.path.dirname(found)):
-        raise Refused(f"--kv-experiment-state {found}: its folder is not there")
-    return Path(found)
+        raise Refused(f"--kv-experiment-state {path}: there is no --kv-experiment")
+    if not os.path.isdir(os.path.dirname(path)):
+        raise Refused(f"--kv-experiment-state {path}: its folder is not there")
+    return Path(path)
 
 
 def experiment_slots(pool: int = 0, context: int = 0) -> int:
@@ -461,16 +461,16 @@ def experiment_slots(pool: int = 0, context: int = 0) -> int:
         Refused: it is not a whole number or over half of the pool, or there is no experiment.
     """
     flag = "--kv-experiment-slots"
-    found = _whole(SLOTS_VARIABLE, flag, 0)
+    slots = _whole(SLOTS_VARIABLE, flag, 0)
     if experiment_file() is None:
-        if found:
-            raise Refused(f"{flag} {found}: there is no --kv-experiment")
+        if slots:
+            raise Refused(f"{flag} {slots}: there is no --kv-experiment")
         return 0
-    if found is None:
+    if slots is None:
         return min(int(DEFAULT_SET_ASIDE * pool), context)
-    if pool and found > pool // 2:
-        raise Refused(f"{flag} {found}: more than half of the pool, which has {pool} slots")
-    return found
+    if pool and slots > pool // 2:
+        raise Refused(f"{flag} {slots}: more than half of the pool, which has {pool} slots")
+    return slots
 
 
 def kernels() -> str:
@@ -508,10 +508,10 @@ def one_piece(chunk: int | None) -> int | None:
     Raises:
         Refused: the operator's number is not a whole number from 1 on.
     """
-    found = _whole(ONE_PIECE_VARIABLE, "--kv-policy-max-one-piece-prefill", 1)
-    if found is None:
+    tokens = _whole(ONE_PIECE_VARIABLE, "--kv-policy-max-one-piece-prefill", 1)
+    if tokens is None:
         return chunk if chunk is not None and chunk > 0 else None
-    return found
+    return tokens
 
 
 def _whole(variable: str, flag: str, least: int, most: int | None = None) -> int | None:
@@ -524,9 +524,9 @@ def _whole(variable: str, flag: str, least: int, most: int | None = None) -> int
     if not text:
         return None
     if text.isdecimal() and len(text) < 19:
-        found = int(text)
-        if least <= found and (most is None or found <= most):
-            return found
+        number = int(text)
+        if least <= number and (most is None or number <= most):
+            return number
     expected = f"a whole number from {least} on" if most is None else f"{least} or {most}"
     raise Refused(f"{flag} {text}: expected {expected}")
 
@@ -543,27 +543,27 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
     """
     if settings and not values:
         raise Refused(f"--kv-policy-set {settings[0]}: there is no --kv-policy")
-    read: dict[str, Checked] = {}
-    named: dict[str, str] = {}
+    files: dict[str, Checked] = {}
+    paths: dict[str, str] = {}
     for value in values:
-        given, path = _named(value)
-        if path not in read:
-            read[path] = _checked(path)
-        name = given or read[path].require().name
+        given_name, path = _named(value)
+        if path not in files:
+            files[path] = _checked(path)
+        name = given_name or files[path].require().name
         if name == NO_POLICY:
             raise Refused(f"--kv-policy {value}: the name `{NO_POLICY}` stands for no policy")
-        if name in named:
+        if name in paths:
             raise Refused(
-                f"--kv-policy {value}: {named[name]} is also called `{name}`; give one of them "
+                f"--kv-policy {value}: {paths[name]} is also called `{name}`; give one of them "
                 f"another name, as in --kv-policy {name}-2={path}"
             )
-        named[name] = path
-    chosen = _settings(settings, list(named))
+        paths[name] = path
+    policy_settings = _settings(settings, list(paths))
     policies = []
-    for name, path in named.items():
-        checked = read[path]
+    for name, path in paths.items():
+        checked = files[path]
         warnings = render_all(checked.diagnostics, checked.source)
-        policies.append(Policy(name, checked.require(), path, chosen[name], warnings))
+        policies.append(Policy(name, checked.require(), path, policy_settings[name], warnings))
     return tuple(policies)
 
 
@@ -597,9 +597,9 @@ def _checked(path: str) -> Checked:
     try:
         checked = load(path)
     except PolicyError as error:
-        found = error.diagnostics[0]
-        said = found.message if found.help is None else f"{found.message}; {found.help}"
-        raise Refused(f"--kv-policy {path}: {said}") from None
+        problem = error.diagnostics[0]
+        text = problem.message if problem.help is None else f"{problem.message}; {problem.help}"
+        raise Refused(f"--kv-policy {path}: {text}") from None
     if checked.program is None:
         raise Refused(f"--kv-policy {path}:\n{render_all(checked.errors, checked.source)}")
     if checked.unserved:
@@ -610,8 +610,8 @@ def _checked(path: str) -> Checked:
 def _settings(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, str]]:
     values: dict[str, dict[str, str]] = {name: {} for name in names}
     for setting in settings:
-        left, equals, value = setting.partition("=")
-        policy, dot, parameter = left.strip().rpartition(".")
+        qualified_name, equals, value = setting.partition("=")
+        policy, dot, parameter = qualified_name.strip().rpartition(".")
         if not equals or not parameter:
             raise Refused(f"--kv-policy-set {setting}: expected NAME=VALUE or POLICY.NAME=VALUE")
         if not dot:

@@ -82,10 +82,10 @@ class TensorRanks(Ranks):
     def worst(self, numbers: Sequence[int]) -> list[int]:
         if self._is_alone or not numbers:
             return list(numbers)
-        found = torch.tensor(list(numbers), dtype=torch.int64)
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self._group.host)
-        listed: list[int] = found.tolist()
-        return listed
+        maxima = torch.tensor(list(numbers), dtype=torch.int64)
+        torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX, group=self._group.host)
+        values: list[int] = maxima.tolist()
+        return values
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -103,9 +103,9 @@ class TensorRanks(Ranks):
         if self._is_alone:
             return x.expand(self.size, -1)
         self.meet()
-        found = x.new_empty(self.size * x.numel())
-        torch.distributed.all_gather_into_tensor(found, x, group=self._group.device)
-        return found.view(self.size, -1)
+        parts = x.new_empty(self.size * x.numel())
+        torch.distributed.all_gather_into_tensor(parts, x, group=self._group.device)
+        return parts.view(self.size, -1)
 
 
 class Stages:
@@ -153,7 +153,7 @@ class PipelineStages(Stages):
         ends = torch.zeros((group.size, 2), dtype=torch.int64)
         ends[group.stage] = torch.tensor([own.start, own.stop])
         torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, group=self._group)
-        self.spans, self.own = tuple(range(*each) for each in ends.tolist()), own
+        self.spans, self.own = tuple(range(*span) for span in ends.tolist()), own
 
     def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
         greatest = torch.distributed.ReduceOp.MAX

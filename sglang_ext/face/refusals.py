@@ -65,10 +65,10 @@ def check_version() -> None:
     Raises:
         Refused: names the checked versions and the installed one.
     """
-    found = compat.installed_version()
-    if found not in compat.CHECKED_VERSIONS:
+    installed = compat.installed_version()
+    if installed not in compat.CHECKED_VERSIONS:
         checked = ", ".join(compat.CHECKED_VERSIONS)
-        raise Refused(f"--kv-policy works with SGLang {checked}, but {found} is installed.")
+        raise Refused(f"--kv-policy works with SGLang {checked}, but {installed} is installed.")
 
 
 def check_options(options: Any) -> None:
@@ -120,18 +120,19 @@ def _check_cache_dtype(options: Any) -> None:
 def _check_attention(options: Any) -> None:
     """Refuse attention that cannot read compressed entries."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    prefills_by, decodes_by = compat.attention_backends(options)
-    for backend in dict.fromkeys((prefills_by, decodes_by)):
+    prefill_backend, decode_backend = compat.attention_backends(options)
+    for backend in dict.fromkeys((prefill_backend, decode_backend)):
         if backend not in SERVED_BACKENDS:
             why = f"only {', '.join(SERVED_BACKENDS)} can read compressed entries in this version"
             raise _refusal("attention_backend", backend, why)
         if backend != "torch_native" and options.device == "cpu" and not interpreted:
             why = "without a GPU its kernels run in Triton's interpreter only (TRITON_INTERPRET=1)"
             raise _refusal("attention_backend", backend, why)
-    if attention() == "flashinfer" and decodes_by != "flashinfer":
+    if attention() == "flashinfer" and decode_backend != "flashinfer":
         raise Refused(
             f"--kv-policy-attention flashinfer: tails are read by SGLang's own backend, and it "
-            f"decodes by {decodes_by}; add --attention-backend flashinfer, or leave the option out."
+            f"decodes by {decode_backend}; add --attention-backend flashinfer, or leave the option "
+            f"out."
         )
 
 
@@ -160,8 +161,8 @@ def _check_with_stages(options: Any) -> None:
 
 def _refusal(name: str, value: Any, why: str) -> Refused:
     option = "--" + name.replace("_", "-")
-    shown = option if value is True else f"{option} {value}"
-    return Refused(f"{shown} cannot be combined with --kv-policy: {why}.")
+    setting = option if value is True else f"{option} {value}"
+    return Refused(f"{setting} cannot be combined with --kv-policy: {why}.")
 
 
 def check_model(config: Any) -> None:
@@ -238,10 +239,10 @@ def model_sizes(config: Any) -> ModelConfig:
         Refused: the config lacks a size.
     """
     try:
-        found = config_of("--model-path", compat.config_values(config))
+        sizes = config_of("--model-path", compat.config_values(config))
     except PolicyError as error:
         raise Refused(f"--kv-policy: {error}") from None
-    return replace(found, shape=model_shape(config))
+    return replace(sizes, shape=model_shape(config))
 
 
 def check_stages(policy: Policy, bound: Bound) -> None:
@@ -265,8 +266,8 @@ def check_propagation(options: Any, names: Sequence[str]) -> None:
     Raises:
         Refused: names the option and the policies.
     """
-    listed = ", ".join(f"`{name}`" for name in names)
-    divides = compat.divides_tokens(options)
+    policies = ", ".join(f"`{name}`" for name in names)
+    option = compat.divides_tokens(options)
     for present, what, why in (
         (
             compat.captures_hidden_states(options),
@@ -278,11 +279,11 @@ def check_propagation(options: Any, names: Sequence[str]) -> None:
             f"--cpu-offload-gb {options.cpu_offload_gb}",
             "SGLang undoes after a forward what makes tokens leave between offloaded layers",
         ),
-        (divides is not None, divides, "each rank has only some of the tokens between layers"),
+        (option is not None, option, "each rank has only some of the tokens between layers"),
     ):
         if present:
             raise Refused(
-                f"{what} cannot be combined with --kv-policy: {listed} propagates chosen tokens "
+                f"{what} cannot be combined with --kv-policy: {policies} propagates chosen tokens "
                 f"only, and {why}."
             )
 
@@ -305,9 +306,9 @@ def check_layers(layers: list[Any], shape: ModelShape, own: range) -> None:
         )
     for layer in layers:
         sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
-        wanted = (shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+        expected = (shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
         for wrong, what in (
-            (sizes != wanted, f"heads {sizes} where the config says {wanted}"),
+            (sizes != expected, f"heads {sizes} where the config says {expected}"),
             (not compat.is_decoder_attention(layer), "attention that is not causal"),
             (layer.sliding_window_size > -1, "a sliding window"),
             (layer.logit_cap > 0, "capped logits"),

@@ -44,20 +44,20 @@ class Streams:
         return self._on(1)
 
     @contextmanager
-    def _on(self, which: int) -> Iterator[None]:
+    def _on(self, index: int) -> Iterator[None]:
         """Work on the scheduler's stream (0) or its forwards' (1), after the current one's work."""
         if self._scheduler is None:
             yield
             return
         module, *streams = compat.streams(self._scheduler)
-        current, wanted = module.current_stream(), streams[which]
-        if current == wanted:
+        current, stream = module.current_stream(), streams[index]
+        if current == stream:
             yield
             return
-        wanted.wait_stream(current)
-        with module.stream(wanted):
+        stream.wait_stream(current)
+        with module.stream(stream):
             yield
-        current.wait_stream(wanted)
+        current.wait_stream(stream)
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor, whose memory is not reused while either stream may still read it."""

@@ -21,9 +21,9 @@ def attend(
     """
     indptr, indices, reading = lists.layer(arena.place_of(layer.layer_id))
     key_scale, value_scale = scales_of(arena, layer)
-    given = (queries, arena.entries, arena.values, indptr, indices)
-    made = read(*given, scale=layer.scaling * key_scale, reading=reading)
-    return made if value_scale == 1.0 else made * value_scale
+    arguments = (queries, arena.entries, arena.values, indptr, indices)
+    out = read(*arguments, scale=layer.scaling * key_scale, reading=reading)
+    return out if value_scale == 1.0 else out * value_scale
 
 
 def scales_of(arena: Arena, layer: Any) -> tuple[float, float]:

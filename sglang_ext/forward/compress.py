@@ -48,8 +48,8 @@ def compress(
     row, name = request.kv.req_pool_idx, state.served.name
     first = request.kv.cache_protected_len
     if state.in_place and needed <= state.prompt - first:
-        own = slots[first : first + needed].to(torch.int32)
-        state.private = private = store.borrow(row, name, own, state.prompt)
+        borrowed_slots = slots[first : first + needed].to(torch.int32)
+        state.private = private = store.borrow(row, name, borrowed_slots, state.prompt)
         store.fill(private, counts)
         state.uncompressed = None
         first_page, total = private.layout.first_page, int(store.here(counts).sum())
@@ -104,8 +104,10 @@ def copy_kept(
     pages = arena.pages(private.slots)
     leaving = [0] * len(layout.layer_starts)
     if bound.folded.prefill.merge is not None:
-        there = [run.there(layer).numel() for layer in arena.own]
-        leaving = [n - int(counts[layer].min()) for n, layer in zip(there, arena.own, strict=True)]
+        held_counts = [run.there(layer).numel() for layer in arena.own]
+        leaving = [
+            n - int(counts[layer].min()) for n, layer in zip(held_counts, arena.own, strict=True)
+        ]
     for place, most in enumerate(leaving):
         if most and run.merges_need_ranks:
             run.begin_merge(arena.own[place], *_numbers(arena, place, slots), most)
@@ -119,8 +121,10 @@ def copy_kept(
         shift = run.shift(layer)
         if shift is not None:
             k = services.rotary.move(k, shift, kernels.rotate)
-        own = pages[start:]
-        kernels.place(arena.entries, k, v, kept[place], own, value_offset=arena.value_offset)
+        layer_pages = pages[start:]
+        kernels.place(
+            arena.entries, k, v, kept[place], layer_pages, value_offset=arena.value_offset
+        )
 
 
 def _numbers(arena: Arena, place: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

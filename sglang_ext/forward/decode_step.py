@@ -50,35 +50,35 @@ class DecodeStep:
         # There may be more rows than requests: those of further beams come last.
         self._all_lengths = batch.seq_lens_cpu.numpy()[len(batch.reqs) - len(requests) :].copy()
         self._lengths = self._all_lengths[: len(requests)]
-        self._rows = rows = self._known(requests)
+        self._rows = rows = self._rows_of(requests)
         self._private = rows.private
-        self._noted = rows.noted(self._lengths)
-        self._most = services.queries.most_steps(len(self._noted))
+        self._noted_rows = rows.noted(self._lengths)
+        self._most_steps = services.queries.most_steps(len(self._noted_rows))
         self.leaving: list[Leaving] = []
         self.folds: list[GroupFold] = []
 
-    def _known(self, requests: Sequence[Any]) -> DecodeRows:
+    def _rows_of(self, requests: Sequence[Any]) -> DecodeRows:
         """What is known of the requests, from the last forward if they are the same."""
-        services, known = self._services, self._services.rows
-        if known is None or not known.of(requests):
+        services, rows = self._services, self._services.rows
+        if rows is None or not rows.of(requests):
             services.forget_rows()
-            known = DecodeRows(requests, services.queries, self._table.device)
-            for row, state in enumerate(known.states):
+            rows = DecodeRows(requests, services.queries, self._table.device)
+            for row, state in enumerate(rows.states):
                 if state is not None:
-                    self._renew(known, row, int(self._lengths[row]))
-            services.rows = known
-        return known
+                    self._renew(rows, row, int(self._lengths[row]))
+            services.rows = rows
+        return rows
 
-    def _renew(self, known: DecodeRows, row: int, length: int) -> None:
-        with self._services.failures.contained(known.requests[row], DECODING):
-            known.renew(row, length)
-        known.hold(row)
+    def _renew(self, rows: DecodeRows, row: int, length: int) -> None:
+        with self._services.failures.contained(rows.requests[row], DECODING):
+            rows.renew(row, length)
+        rows.hold(row)
 
     @cached_property
     def _lists(self) -> Lists:
         lengths = self._lengths[list(self._private)].tolist()
-        held = list(self._private.values())
-        return Lists(self._arena, held, lengths, self._table, remember=True)
+        privates = list(self._private.values())
+        return Lists(self._arena, privates, lengths, self._table, remember=True)
 
     @property
     def reads(self) -> bool:
@@ -93,7 +93,7 @@ class DecodeStep:
     @property
     def tail_starts(self) -> list[int]:
         """[B] position from which each row reads ordinary slots."""
-        return [0 if each is None else each.tail_start for each in self.private_of_rows]
+        return [0 if private is None else private.tail_start for private in self.private_of_rows]
 
     @property
     def tail(self) -> int:
@@ -103,13 +103,13 @@ class DecodeStep:
     @property
     def notes(self) -> bool:
         """Whether queries of this forward are to be noted."""
-        return len(self._noted) > 0
+        return len(self._noted_rows) > 0
 
     @cached_property
     def plain(self) -> torch.Tensor:
         """int64 [B''] rows that read no compressed entries."""
-        others = [i for i in range(len(self._all_lengths)) if i not in self._private]
-        return to_device(others, torch.int64, self._table.device)
+        plain_rows = [i for i in range(len(self._all_lengths)) if i not in self._private]
+        return to_device(plain_rows, torch.int64, self._table.device)
 
     @cached_property
     def _index(self) -> torch.Tensor:
@@ -139,28 +139,29 @@ class DecodeStep:
 
     def fail_reading(self, error: Exception) -> None:
         """Fail all rows with compressed entries or noted queries; now all rows are plain ones."""
-        for row in {*self._private, *self._noted.tolist()}:
+        for row in {*self._private, *self._noted_rows.tolist()}:
             self._services.failures.note(self._rows.requests[row], READING, error)
-        self._private, self._noted = {}, self._noted[:0]
+        self._private, self._noted_rows = {}, self._noted_rows[:0]
         for cached in ("_lists", "_index", "plain"):
             self.__dict__.pop(cached, None)
 
     def finish(self) -> None:
         """After the forward: note its queries, take policies through steps, and fold what stays."""
         failures, rows, lengths = self._services.failures, self._rows, self._lengths
-        if len(self._noted):
-            rows.note(self._noted, lengths, len(self._all_lengths))
-        may = rows.leaving(lengths).tolist()
-        must = rows.must_advance(lengths, self._most).tolist()
-        leaving = self._leaving(may)
-        ends = sorted({*leaving, *must})
-        going = self._going_on(ends, leaving)
-        if failures.due(anyway=bool(may or must)):  # the same on all ranks, even if one fails
+        if len(self._noted_rows):
+            rows.note(self._noted_rows, lengths, len(self._all_lengths))
+        candidates = rows.leaving(lengths).tolist()
+        full_rows = rows.must_advance(lengths, self._most_steps).tolist()
+        leaving = self._leaving(candidates)
+        due_rows = sorted({*leaving, *full_rows})
+        grouped = self._going_on(due_rows, leaving)
+        # The same on all ranks, even if one fails.
+        if failures.due(anyway=bool(candidates or full_rows)):
             failures.agree(self._concerned)
         if self._services.stages.size > 1:
             self.leaving = self._known_to_leave(leaving)
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
-        for group, member in going:
+        for group, member in grouped:
             if not member.state.broken:
                 groups.setdefault(group, []).append(member)
         # Work of all groups has been launched before the host waits for numbers.
@@ -176,7 +177,7 @@ class DecodeStep:
             fold.finish()
         if folds:
             failures.agree(self._concerned)
-        for row in ends:
+        for row in due_rows:
             self._renew(rows, row, int(lengths[row]) + 1)
 
     @property
@@ -199,7 +200,7 @@ class DecodeStep:
         """
         if rows:
             self._rows.hand_over()
-        found: list[tuple[tuple[Hashable, bool], Member]] = []
+        grouped: list[tuple[tuple[Hashable, bool], Member]] = []
         for row in rows:
             request, state, leaves = (
                 self._rows.requests[row],
@@ -216,8 +217,8 @@ class DecodeStep:
                     continue
                 member = Member(request, state, length, state.pending_positions(length))
                 group = memory.joint_key(len(member.positions), leaves=leaves)
-                found.append(((group, leaves), member))
-        return found
+                grouped.append(((group, leaves), member))
+        return grouped
 
     def _known_to_leave(self, rows: set[int]) -> list[Leaving]:
         """The requests that may lose entries on any stage, in order of their rows.
@@ -225,20 +226,20 @@ class DecodeStep:
         Args:
             rows: those that lose entries on this stage.
         """
-        found = []
+        leaving = []
         for row, state in enumerate(self._rows.states):
             length = int(self._lengths[row])
             leaves = row in rows and state is not None and state.goes_on
             if state is not None and state.goes_on_elsewhere:
                 leaves = state.leaves_at(length - state.prompt)
             if leaves and state is not None:
-                found.append(Leaving(self._rows.requests[row], state, length))
-        return found
+                leaving.append(Leaving(self._rows.requests[row], state, length))
+        return leaving
 
-    def _leaving(self, may: Sequence[int]) -> set[int]:
+    def _leaving(self, candidates: Sequence[int]) -> set[int]:
         """The rows that lose entries now, of those that may."""
         room, rows, leaving = Room(self._services), self._rows, set()
-        for row in may:
+        for row in candidates:
             request, state, length = rows.requests[row], rows.states[row], int(self._lengths[row])
             if state is None or state.decoding is None:
                 continue
@@ -251,18 +252,18 @@ class DecodeStep:
 
     def _advance(self, members: list[Member], *, leaves: bool) -> list[GroupFold]:
         """Take the policies of a group through their steps; if that fails, one by one."""
-        pending = [each.state.pending for each in members]
+        pending = [member.state.pending for member in members]
         queries = partial(queries_of, pending, self._services.queries)
         try:
             fold = Group(self._services, self._table, members, queries).advance(leaves=leaves)
-            for each in pending:
-                each.clear()
+            for steps in pending:
+                steps.clear()
             return [] if fold is None else [fold]
         except Exception as error:
-            ended = met(self._services.ranks, error)
+            common_error = met(self._services.ranks, error)
             if len(members) == 1:
-                self._services.failures.note(members[0].request, DECODING, ended or error)
+                self._services.failures.note(members[0].request, DECODING, common_error or error)
                 self._services.failures.agree([members[0].request])
                 return []
             self._services.failures.one_by_one(len(members), error)
-        return [fold for each in members for fold in self._advance([each], leaves=leaves)]
+        return [fold for member in members for fold in self._advance([member], leaves=leaves)]

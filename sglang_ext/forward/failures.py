@@ -106,8 +106,8 @@ class Failures:
             return
         whole = state.is_whole if whole is None else whole
         self._log(state.served, req, stage, error)
-        alone = self.ranks.size == 1 and not self._in_stages
-        if alone or stage == ADMISSION:  # at admission all schedulers fail alike
+        only_scheduler = self.ranks.size == 1 and not self._in_stages
+        if only_scheduler or stage == ADMISSION:  # at admission all schedulers fail alike
             self._fail_request(req, state, stage, whole=whole)
         else:
             state.failure_code = code_of(stage, whole=whole)
@@ -119,12 +119,12 @@ class Failures:
         """
         if self.ranks.size == 1:
             return
-        known = [(req, state) for req in requests if (state := state_of(req)) is not None]
+        pairs = [(req, state) for req in requests if (state := state_of(req)) is not None]
         # A prompt that one rank has given up is served in full by none.
-        gone = [int(not state.is_whole) for _, state in known]
-        worst = self.ranks.worst([*(state.failure_code for _, state in known), *gone])
-        codes, gone = worst[: len(known)], worst[len(known) :]
-        for (req, state), code, given_up in zip(known, codes, gone, strict=True):
+        not_whole = [int(not state.is_whole) for _, state in pairs]
+        maxima = self.ranks.worst([*(state.failure_code for _, state in pairs), *not_whole])
+        codes, not_whole = maxima[: len(pairs)], maxima[len(pairs) :]
+        for (req, state), code, given_up in zip(pairs, codes, not_whole, strict=True):
             if code and given_up:
                 code = code_of(_stage(code), whole=False)
             if not self._in_stages:

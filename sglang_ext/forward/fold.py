@@ -61,8 +61,8 @@ class Left:
     @classmethod
     def between(cls, there: torch.Tensor, kept: torch.Tensor) -> Left:
         """From int64 [L, G] entries before and after the fold, on the host."""
-        gone = there - kept
-        return cls(kept, int(gone.sum()), int(gone.min()))
+        leaving = there - kept
+        return cls(kept, int(leaving.sum()), int(leaving.min()))
 
 
 def begun(services: Services, request: Any, state: RequestState, length: int) -> Private:
@@ -162,23 +162,25 @@ class Fold:
             strict=True,
         )
         return all(
-            (ends[:-1] <= most[:-1]).all() and (ends[-1] <= slots * len(ends)).all()
-            for ends, most in stages
+            (ends[:-1] <= limits[:-1]).all() and (ends[-1] <= slots * len(ends)).all()
+            for ends, limits in stages
         )
 
     def write_by_layer(self, counts: torch.Tensor) -> None:
         """Write [L, G] entries that stay, each layer before the next one is read."""
         services, private = self._services, self._state.compressed_copy
-        stays, device = self._fits(counts), private.slots.device
-        first = private.first_page
-        if not stays:
-            first = to_device(services.store.lay_out(counts), torch.int32, device)
-        self._place(self._rows(), first)
+        keeps_layout, device = self._fits(counts), private.slots.device
+        first_page = private.first_page
+        if not keeps_layout:
+            first_page = to_device(services.store.lay_out(counts), torch.int32, device)
+        self._place(self._rows(), first_page)
         services.ranks.meet()  # from here on slots change hands
         self.give_up_tail()
-        if stays:
-            own = services.store.here(counts)
-            services.store.resized_in_place(private, counts, to_device(own, torch.int32, device))
+        if keeps_layout:
+            counts_here = services.store.here(counts)
+            services.store.resized_in_place(
+                private, counts, to_device(counts_here, torch.int32, device)
+            )
         else:
             services.store.fill(private, counts)
 
@@ -216,5 +218,5 @@ class Fold:
         arena, place = self._services.arena, self._state.served.kernels.place
         pages = arena.pages(self._state.compressed_copy.slots)
         for rows, first in zip(layers, first_page, strict=True):
-            given = (rows.k, rows.v, rows.kept, pages)
-            place(arena.entries, *given, value_offset=arena.value_offset, first_page=first)
+            arguments = (rows.k, rows.v, rows.kept, pages)
+            place(arena.entries, *arguments, value_offset=arena.value_offset, first_page=first)

@@ -80,7 +80,7 @@ class Member:
 
 def portions_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
     """The requests of a group in portions, within `LARGEST` and `MOST_LISTS`."""
-    widest = max(each.memory.width + len(each.positions) for each in members)
+    widest = max(member.memory.width + len(member.positions) for member in members)
     lists = arena.layers * arena.kv_heads  # of a request
     size = max(min(LARGEST // (lists * widest * 8), MOST_LISTS // lists), 1)
     return [list(members[i : i + size]) for i in range(0, len(members), size)]
@@ -102,18 +102,18 @@ class Group:
             queries: as of `follow_together`, of this rank's query heads.
         """
         self._services, self._table, self._members = services, table, list(members)
-        self._own_queries = queries
+        self._rank_queries = queries
         self._kernels = members[0].state.served.kernels
         self._bound = members[0].state.served.bound
         numbers = [
-            [each.request.kv.req_pool_idx for each in members],
-            [each.length for each in members],
-            [each.positions[-1] for each in members],
+            [member.request.kv.req_pool_idx for member in members],
+            [member.length for member in members],
+            [member.positions[-1] for member in members],
             list(range(len(members))),
         ]
         device = services.arena.storage.device
-        sent = to_device(numbers, torch.int64, device)
-        self._rows, self._lengths, self._newest, self._places = sent.unbind(0)
+        device_numbers = to_device(numbers, torch.int64, device)
+        self._rows, self._lengths, self._newest, self._places = device_numbers.unbind(0)
 
     def advance(self, *, leaves: bool) -> GroupFold | None:
         """Take the policies through the steps; return the folds, None if nothing may leave.
@@ -121,23 +121,23 @@ class Group:
         If it raises, nothing has changed.
         """
         staying = follow_together(
-            [each.memory for each in self._members],
-            [each.positions for each in self._members],
-            self._newest, self._asked, self._read, leaves=leaves,
+            [member.memory for member in self._members],
+            [member.positions for member in self._members],
+            self._newest, self._queries, self._read, leaves=leaves,
         )  # fmt: skip
         return None if staying is None else GroupFold(self, staying)
 
-    def _asked(self) -> torch.Tensor:
+    def _queries(self) -> torch.Tensor:
         """Queries for `follow_together`, of all query heads that read the KV heads held here."""
         lists = len(self._members) * self._services.arena.layers
-        own = self._own_queries().unflatten(0, (lists, -1))
-        (asked,) = self._services.ranks.heads.queries([(own, 1)])
-        return asked.flatten(0, 1)
+        rank_queries = self._rank_queries().unflatten(0, (lists, -1))
+        (queries,) = self._services.ranks.heads.queries([(rank_queries, 1)])
+        return queries.flatten(0, 1)
 
-    def _read(self, there: torch.Tensor) -> tuple[Entries, Entries]:
+    def _read(self, holds: torch.Tensor) -> tuple[Entries, Entries]:
         arena = self._services.arena
         ids = self._kernels.entry_ids(
-            _requests(self._services, self._table, self._rows, self._lengths), there
+            _requests(self._services, self._table, self._rows, self._lengths), holds
         )
         return arena.at_ids(ids)
 
@@ -146,7 +146,7 @@ class GroupFold:
     """The folds of a group's requests, after the forward."""
 
     def __init__(self, together: Group, staying: Staying) -> None:
-        self._together, self._staying = together, staying
+        self._group, self._staying = together, staying
         self._services = together._services
         self._written: dict[int, torch.Tensor] = {}
         self._left: dict[int, Left] = {}  # by place in the group, if the host knows it
@@ -154,7 +154,7 @@ class GroupFold:
     @property
     def members(self) -> Sequence[Member]:
         """The requests, by place in the group."""
-        return self._together._members
+        return self._group._members
 
     def finish(self) -> None:
         """Write what stays; the host waits at most once, and not if it knows how much that is."""
@@ -163,12 +163,12 @@ class GroupFold:
         # All are in one block: the numbers of one arrive with those of the others.
         waits = staying.in_place and staying.checks_counts and not members[0].memory.landed()
         fixed: list[int] = []
-        for place, each in enumerate(members):
-            with failures.contained(each.request, FOLD):
-                if waits and self._keeps_size(each):
+        for place, member in enumerate(members):
+            with failures.contained(member.request, FOLD):
+                if waits and self._keeps_size(member):
                     fixed.append(place)
                 else:
-                    self._left[place] = Left.of(each.landed)
+                    self._left[place] = Left.of(member.landed)
         self._write(fixed, started)
 
     def carry_out(self, agreed: Mapping[int, Left]) -> None:
@@ -177,11 +177,13 @@ class GroupFold:
         Args:
             agreed: by `id` of the requests whose folds are carried out.
         """
-        known = ((place, agreed.get(id(each.request))) for place, each in enumerate(self.members))
-        self._left = {place: left for place, left in known if left is not None}
-        slots = {place: self._slots_after(place) for place, x in self._left.items() if x.left}
+        pairs = (
+            (place, agreed.get(id(member.request))) for place, member in enumerate(self.members)
+        )
+        self._left = {place: left for place, left in pairs if left is not None}
+        slots = {place: self._slots_after(place) for place, left in self._left.items() if left.left}
         self._write([], time.perf_counter())
-        self._services.failures.agree(each.request for each in self.members)
+        self._services.failures.agree(member.request for member in self.members)
         for place, number in slots.items():
             if self.members[place].state.failure_code:
                 self._keep_pace(place, number)
@@ -202,7 +204,7 @@ class GroupFold:
                 if self._drops(place):
                     in_place, moved = self._in_place_or_moved(place)
                     (known if in_place else moving if moved else others).append(place)
-        failures.agree(each.request for each in members)
+        failures.agree(member.request for member in members)
         for places in (fixed, known, moving, others):
             places[:] = [place for place in places if not members[place].state.broken]
         if fixed:
@@ -219,10 +221,10 @@ class GroupFold:
         share = (time.perf_counter() - started) / max(len(members), 1)
         self._finish(fixed, known, moving, share)
         for place in others:
-            each, left, started = members[place], self._left[place], time.perf_counter()
-            with failures.contained(each.request, FOLD, joint=True):
-                self._alone(place, each).write(left)
-            self._report(each, left.left, time.perf_counter() - started)
+            member, left, started = members[place], self._left[place], time.perf_counter()
+            with failures.contained(member.request, FOLD, joint=True):
+                self._alone(place, member).write(left)
+            self._report(member, left.left, time.perf_counter() - started)
 
     def _contained(self, places: list[int]) -> Contained:
         requests = [self.members[place].request for place in places]
@@ -231,32 +233,32 @@ class GroupFold:
     def _slots_after(self, place: int) -> int:
         """Private slots of a request after its fold, the same number on every stage."""
         store, private = self._services.store, self.members[place].state.private
-        kept, now = self._left[place].kept, 0 if private is None else private.slots.numel()
+        kept, slots = self._left[place].kept, 0 if private is None else private.slots.numel()
         in_place, moved = self._in_place_or_moved(place)
         if in_place or fits(store, private, kept):
-            return now
+            return slots
         needs = store.slots_for(kept)
-        return max(now, needs) if moved else needs
+        return max(slots, needs) if moved else needs
 
     def _keep_pace(self, place: int, slots: int) -> None:
         """Have a request whose fold has failed here hold as many slots as on other stages.
 
         It reads only its newest token, until all stages know.
         """
-        each, services = self.members[place], self._services
-        given = (services, each.request, each.state, each.length)
-        with services.failures.contained(each.request, FOLD):
-            private = begun(*given)
-            give_up_tail(*given)
+        member, services = self.members[place], self._services
+        arguments = (services, member.request, member.state, member.length)
+        with services.failures.contained(member.request, FOLD):
+            private = begun(*arguments)
+            give_up_tail(*arguments)
             services.store.hold(private, slots, services.evict)
 
-    def _keeps_size(self, each: Member) -> bool:
+    def _keeps_size(self, member: Member) -> bool:
         """Whether it is known without waiting that all lists keep their sizes, in their pages."""
-        private = each.state.private
+        private = member.state.private
         if private is None or not private.every_list_lost:
             return False
         if private.keeps_size is None:
-            private.keeps_size = each.memory.keeps_size(private.laid_out)
+            private.keeps_size = member.memory.keeps_size(private.laid_out)
         return private.keeps_size and fits_again(self._services.store, private)
 
     def _drops(self, place: int) -> bool:
@@ -277,80 +279,81 @@ class GroupFold:
         return fits(store, private, kept), not wasteful(store, private, kept)
 
     def _merged(self, places: list[int], proceed: torch.Tensor) -> list[torch.Tensor]:
-        """Merge entries of some requests; return their rows, lengths, kept, there and proceed."""
-        together, staying = self._together, self._staying
+        """Merge entries of some requests; return their rows, lengths, kept, holds and proceed."""
+        group, staying = self._group, self._staying
         number = len(self.members)
-        given = [together._rows, together._lengths, staying.kept, staying.there, proceed]
+        tensors = [group._rows, group._lengths, staying.kept, staying.there, proceed]
         if len(places) < number:
             index = to_device(places, torch.int64, staying.kept.device)
-            given = [
-                x.unflatten(0, (number, -1)).index_select(0, index).flatten(0, 1) for x in given
+            tensors = [
+                tensor.unflatten(0, (number, -1)).index_select(0, index).flatten(0, 1)
+                for tensor in tensors
             ]
         staying.merge(proceed if len(places) == number else self._only(places, proceed))
-        return given
+        return tensors
 
     def _launch(self, places: list[int], proceed: torch.Tensor) -> None:
         """Move what stays of some requests to the front of their pages."""
-        together = self._together
-        rows, lengths, kept, there, proceed = self._merged(places, proceed)
-        where = _requests(self._services, together._table, rows, lengths)
-        written = together._kernels.compact_in_place(where, kept, there, proceed)
-        self._turn(where, kept, there, proceed)
+        group = self._group
+        rows, lengths, kept, holds, proceed = self._merged(places, proceed)
+        requests = _requests(self._services, group._table, rows, lengths)
+        written = group._kernels.compact_in_place(requests, kept, holds, proceed)
+        self._turn(requests, kept, holds, proceed)
         self._written = dict(zip(places, written.unbind(0), strict=True))
 
     def _move(self, places: list[int], proceed: torch.Tensor) -> None:
         """Read what stays of some requests, lay out their pages for it, and write it."""
-        services, together = self._services, self._together
-        arena, store, kernels = services.arena, services.store, together._kernels
+        services, group = self._services, self._group
+        arena, store, kernels = services.arena, services.store, group._kernels
         members = [self.members[place] for place in places]
-        privates = [each.state.compressed_copy for each in members]
+        privates = [member.state.compressed_copy for member in members]
         counts = [self._left[place].kept for place in places]
-        rows, lengths, kept, there, proceed = self._merged(places, proceed)
-        where = _requests(services, together._table, rows, lengths)
-        ids = kernels.entry_ids(where, there)
-        number = _number([store.here(each) for each in counts])
+        rows, lengths, kept, holds, proceed = self._merged(places, proceed)
+        requests = _requests(services, group._table, rows, lengths)
+        ids = kernels.entry_ids(requests, holds)
+        number = _number([store.here(model_counts) for model_counts in counts])
         chosen = torch.nonzero_static(kept.flatten(), size=number)[:, 0]
         pool = [arena.entries[: len(arena.values)], arena.values]
-        held = kernels.take_rows(pool, ids.flatten(), chosen)
+        entries = kernels.take_rows(pool, ids.flatten(), chosen)
         services.ranks.meet()  # from here on slots change hands
-        for each, private in zip(members, privates, strict=True):
-            private.tail_start = each.length
-        services.detach([(each.request, each.state) for each in members])
+        for member, private in zip(members, privates, strict=True):
+            private.tail_start = member.length
+        services.detach([(member.request, member.state) for member in members])
         needs = [store.slots_for(kept) for kept in counts]
         slots = store.grow_together(privates, needs, services.evict)
         if slots is None:
             raise RuntimeError("the slots for folds are gone")
         tables = store.fill_together(privates, counts, slots)
-        rows = together._places[: len(places)]
-        where = Requests(arena.storage, tables, rows, lengths, together._table)
-        ids = kernels.entry_ids(where, kept)
-        kernels.put_rows(pool, ids.flatten(), held, chosen)
-        self._turn(where, kept, there, proceed)
+        rows = group._places[: len(places)]
+        requests = Requests(arena.storage, tables, rows, lengths, group._table)
+        ids = kernels.entry_ids(requests, kept)
+        kernels.put_rows(pool, ids.flatten(), entries, chosen)
+        self._turn(requests, kept, holds, proceed)
 
-    def _turn(self, where: Requests, *given: Any) -> None:
+    def _turn(self, requests: Requests, *arguments: Any) -> None:
         """Turn the keys that stay if `positions: slots`; arguments as of the kernel `turn`."""
-        together = self._together
-        if together._bound.positions == "slots":
-            self._services.rotary.turn(together._kernels.turn, where, *given)
+        group = self._group
+        if group._bound.positions == "slots":
+            self._services.rotary.turn(group._kernels.turn, requests, *arguments)
 
     def _portions(self, places: list[int]) -> Iterator[list[int]]:
         """Places of requests in portions, of at most `MOVED` bytes or one request each."""
-        entry = 2 * self._services.arena.entries[0].nbytes
-        some: list[int] = []
+        entry_bytes = 2 * self._services.arena.entries[0].nbytes
+        portion: list[int] = []
         size = 0
         for place in places:
-            own = entry * _number([self._left[place].kept])
-            if some and size + own > MOVED:
-                yield some
-                some, size = [], 0
-            some, size = [*some, place], size + own
-        if some:
-            yield some
+            request_bytes = entry_bytes * _number([self._left[place].kept])
+            if portion and size + request_bytes > MOVED:
+                yield portion
+                portion, size = [], 0
+            portion, size = [*portion, place], size + request_bytes
+        if portion:
+            yield portion
 
     def _only(self, places: list[int], proceed: torch.Tensor) -> torch.Tensor:
         """bool [B, P], `proceed` of the requests at `places`, false for the others."""
-        some = set(places)
-        chosen = [place in some for place in range(len(proceed))]
+        chosen_places = set(places)
+        chosen = [place in chosen_places for place in range(len(proceed))]
         return proceed & to_device(chosen, torch.bool, proceed.device)[:, None]
 
     def _finish(
@@ -358,63 +361,63 @@ class GroupFold:
     ) -> None:
         """Give up the tails of requests whose lists have been written, and report what left."""
         members, failures = self.members, self._services.failures
-        ended: list[tuple[Member, int]] = []
+        outcomes: list[tuple[Member, int]] = []
         ends = (fixed, self._end_fixed), (known, self._end_known), (moving, self._end_moved)
         for places, end in ends:
             for place in places:
-                each = members[place]
-                if not each.state.broken:
-                    with failures.contained(each.request, FOLD):
-                        ended.append((each, end(place, each)))
-        tails = [(each.request, each.state) for each, _ in ended]
+                member = members[place]
+                if not member.state.broken:
+                    with failures.contained(member.request, FOLD):
+                        outcomes.append((member, end(place, member)))
+        tails = [(member.request, member.state) for member, _ in outcomes]
         try:
             self._services.detach(tails)
         except Exception as error:
             for request, _ in tails:
                 failures.note(request, FOLD, error)
-        for each, left in ended:
-            self._report(each, left, seconds)
+        for member, left in outcomes:
+            self._report(member, left, seconds)
 
-    def _report(self, each: Member, left: int, seconds: float) -> None:
+    def _report(self, member: Member, left: int, seconds: float) -> None:
         """Report a fold by which `left` entries have left, if it has not failed on any rank."""
-        if not each.state.broken:
-            with self._services.failures.contained(each.request, FOLD):
-                self._services.reports.finished_fold(each.request, each.state, left, seconds)
+        if not member.state.broken:
+            with self._services.failures.contained(member.request, FOLD):
+                self._services.reports.finished_fold(member.request, member.state, left, seconds)
 
-    def _end_fixed(self, place: int, each: Member) -> int:
+    def _end_fixed(self, place: int, member: Member) -> int:
         """Note lists that kept their sizes, and so lost what was added; return how many entries."""
-        private = each.state.compressed_copy
+        private = member.state.compressed_copy
         lists = len(private.laid_out) * len(private.laid_out[0])
-        left = (each.length - private.tail_start) * lists
+        left = (member.length - private.tail_start) * lists
         self._services.store.tail_moved(private)
-        private.tail_start = each.length
+        private.tail_start = member.length
         return left
 
-    def _end_known(self, place: int, each: Member) -> int:
+    def _end_known(self, place: int, member: Member) -> int:
         """Note lists that were written in place; return how many entries left."""
-        private, store = each.state.compressed_copy, self._services.store
+        private, store = member.state.compressed_copy, self._services.store
         kept = self._left[place].kept
         if kept.tolist() == private.laid_out:
             store.tail_moved(private)
         else:
             store.resized_in_place(private, kept, self._written[place])
-        private.tail_start = each.length
-        return self._end_moved(place, each)
+        private.tail_start = member.length
+        return self._end_moved(place, member)
 
-    def _end_moved(self, place: int, each: Member) -> int:
+    def _end_moved(self, place: int, member: Member) -> int:
         """Note lists that were written to other pages; return how many entries left."""
-        each.state.compressed_copy.every_list_lost = self._left[place].fewest > 0
+        member.state.compressed_copy.every_list_lost = self._left[place].fewest > 0
         return self._left[place].left
 
-    def _alone(self, place: int, each: Member) -> Fold:
+    def _alone(self, place: int, member: Member) -> Fold:
         """The fold of a request that is written by itself."""
-        services, together = self._services, self._together
-        slots = together._bound.positions == "slots"
+        services, group = self._services, self._group
+        slots = group._bound.positions == "slots"
         reader = EntryReader.of(
-            services.arena, together._table, each.request, each.state, each.length
+            services.arena, group._table, member.request, member.state, member.length
         )
         choices = self._staying.choices(place, reader.gathered, slots=slots)
-        return Fold(services, each.request, each.state, each.length, reader.gathered, choices)
+        return Fold(services, member.request, member.state, member.length, reader.gathered, choices)
 
 
 @lru_cache(maxsize=256)
@@ -432,4 +435,4 @@ def _requests(
 
 def _number(counts: Sequence[torch.Tensor]) -> int:
     """Sum of the entries of all lists, each [L, G] on the host."""
-    return sum(sum(map(sum, own.tolist())) for own in counts)
+    return sum(sum(map(sum, request_counts.tolist())) for request_counts in counts)

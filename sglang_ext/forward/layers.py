@@ -23,11 +23,11 @@ def wrap(services: Services, runner: Any, names: Sequence[str]) -> None:
         Refused: the model's class is not one from whose layers rows may leave, or a layer could
             not be wrapped.
     """
-    model, listed = runner.model, ", ".join(f"`{name}`" for name in names)
+    model, policies = runner.model, ", ".join(f"`{name}`" for name in names)
     layers = compat.decoder_layers(model)
     if layers is None:
         raise Refused(
-            f"--kv-policy: {listed} propagates chosen tokens only, which is served for "
+            f"--kv-policy: {policies} propagates chosen tokens only, which is served for "
             f"{', '.join(compat.LOSE_ROWS.values())}; the model's class is {type(model).__name__}."
         )
     services.runner = runner
@@ -50,9 +50,9 @@ def _wrapped(services: Services, number: int, run: Callable[..., Any]) -> Callab
 def _verify(layers: list[Any]) -> None:
     """Refuse unless each wrapped layer holds the attention layer of its number."""
     for number, layer in enumerate(layers):
-        found = [attention.layer_id for attention in compat.attention_layers(layer)]
-        if found != [number] or layer.forward.__module__ != __name__:
+        layer_ids = [attention.layer_id for attention in compat.attention_layers(layer)]
+        if layer_ids != [number] or layer.forward.__module__ != __name__:
             raise Refused(
                 f"--kv-policy: decoder layer {number} of {type(layer).__name__} could not be "
-                f"wrapped; it holds the attention layers {found}."
+                f"wrapped; it holds the attention layers {layer_ids}."
             )

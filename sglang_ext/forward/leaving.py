@@ -72,10 +72,10 @@ def check_last_fold(services: Services, request: Any, state: RequestState) -> No
     Raises:
         RuntimeError: it kept other numbers of entries than the host assumed.
     """
-    landed, private, own = state.memory.land(), state.private, services.arena.own
+    landed, private, span = state.memory.land(), state.private, services.arena.own
     if landed is None or not landed.finite or private is None or not private.every_list_lost:
         return
-    if landed.counts_after.tolist() != private.laid_out[own.start : own.stop]:
+    if landed.counts_after.tolist() != private.laid_out[span.start : span.stop]:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 

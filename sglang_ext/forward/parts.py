@@ -124,12 +124,12 @@ class Comparing(Part):
         run = self.run
         kept = torch.stack(run.finish(wait=False))
         entries, held = to_host([kept.sum(2), Held.of(kept, run.columns())])
-        own = run.program.layers
-        wanted = torch.tensor(run.entries_kept())[own.start : own.stop, None].expand_as(entries)
-        if not torch.equal(entries, wanted):
+        span = run.program.layers
+        expected = torch.tensor(run.entries_kept())[span.start : span.stop, None].expand_as(entries)
+        if not torch.equal(entries, expected):
             raise RuntimeError(
-                f"layers {own.start} to {own.stop - 1} keep {entries.tolist()} entries, and other "
-                f"stages hold room for {wanted[:, 0].tolist()}"
+                f"layers {span.start} to {span.stop - 1} keep {entries.tolist()} entries, and "
+                f"other stages hold room for {expected[:, 0].tolist()}"
             )
         layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
         widest = held[:, 0].max().to(kept.device)

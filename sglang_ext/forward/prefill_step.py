@@ -177,9 +177,9 @@ class PrefillStep:
     @property
     def reads_lse(self) -> bool:
         """Whether a policy in this forward computes less if attention gives its log-sum-exp."""
-        states = [each.state for each in self._windowed]
-        states += [each.state for each in self._accumulated]
-        states += [each.state for each in self.scored]
+        states = [chunk.state for chunk in self._windowed]
+        states += [chunk.state for chunk in self._accumulated]
+        states += [scored.state for scored in self.scored]
         return any(state.served.program.reads_lse for state in states)
 
     def observe(self, layer: Any, queries: Queries) -> None:
@@ -188,11 +188,11 @@ class PrefillStep:
         Args:
             queries: of all rows of the forward at this layer.
         """
-        for each in self._windowed:
-            rows = self._layout.rows(each.request)
+        for windowed in self._windowed:
+            rows = self._layout.rows(windowed.request)
             if rows is not None:
-                window = queries.rows(slice(rows.stop - each.count, rows.stop)).copied()
-                each.state.seen.window.setdefault(layer.layer_id, []).append(window)
+                window = queries.rows(slice(rows.stop - windowed.count, rows.stop)).copied()
+                windowed.state.seen.window.setdefault(layer.layer_id, []).append(window)
         failures, shared = self._services.failures, self._services.ranks.heads.shared
         for chunk in self._accumulated:
             rows = self._layout.rows(chunk.request)
@@ -218,8 +218,8 @@ class PrefillStep:
         q, lse = self._of_heads(queries, layer)
         state.seen.run.accumulate(layer.layer_id, q, k, v, lse=lse)
         single = state.served.single_queries(state.prompt)
-        earlier = state.seen.window.get(layer.layer_id, [])
-        latest = Queries.joined([*earlier, queries]).last(single)
+        chunk_queries = state.seen.window.get(layer.layer_id, [])
+        latest = Queries.joined([*chunk_queries, queries]).last(single)
         state.seen.window[layer.layer_id] = [latest.copied()]
 
     def _entries(self, state: RequestState, slots: torch.Tensor, layers: range) -> KeysValues:
@@ -245,14 +245,14 @@ class PrefillStep:
 
     def _observe(self, scored: Scored, layer: Any, queries: Queries) -> None:
         state, tokens = scored.state, scored.slots.numel()
-        wanted = min(scored.queries, tokens)
-        queries = queries.last(wanted)
-        earlier = state.seen.window.get(layer.layer_id, [])
-        if earlier and queries.number < wanted:
-            queries = Queries.joined([*earlier, queries]).last(wanted)
-        if queries.number != wanted:
+        needed = min(scored.queries, tokens)
+        queries = queries.last(needed)
+        chunk_queries = state.seen.window.get(layer.layer_id, [])
+        if chunk_queries and queries.number < needed:
+            queries = Queries.joined([*chunk_queries, queries]).last(needed)
+        if queries.number != needed:
             raise RuntimeError(
-                f"request {scored.request.rid}: {queries.number} of the last {wanted} "
+                f"request {scored.request.rid}: {queries.number} of the last {needed} "
                 f"queries of its prompt were computed"
             )
         q, lse = self._of_heads(queries, layer)
@@ -264,45 +264,51 @@ class PrefillStep:
 
         With several stages, only choose, or find the numbers that the others need first.
         """
-        failures, found = self._services.failures, []
+        failures, choices = self._services.failures, []
         failures.agree(self._concerned)
-        for each in self.scored:
-            if each.state.broken:  # on any rank
+        for scored in self.scored:
+            if scored.state.broken:  # on any rank
                 continue
-            with failures.contained(each.request, CHOOSING, joint=True), timed(each.state):
-                if each.run.program.exchanged:
-                    self.parts[id(each.request)] = self._comparing(each)
+            with failures.contained(scored.request, CHOOSING, joint=True), timed(scored.state):
+                if scored.run.program.exchanged:
+                    self.parts[id(scored.request)] = self._comparing(scored)
                 else:
-                    found.append((each, self._choose(each)))
-        chosen = [(each, own) for each, own in found if not each.state.broken]
-        for each, own in chosen:
-            if each.known_counts is not None:
-                self._compress_at_once(each, own, each.known_counts)
-        chosen = [(each, own) for each, own in chosen if each.known_counts is None]
+                    choices.append((scored, self._choose(scored)))
+        chosen = [(scored, choice) for scored, choice in choices if not scored.state.broken]
+        for scored, choice in chosen:
+            if scored.known_counts is not None:
+                self._compress_at_once(scored, choice, scored.known_counts)
+        chosen = [(scored, choice) for scored, choice in chosen if scored.known_counts is None]
         numbers: list[list[torch.Tensor]] = []
         if chosen:  # the numbers of one arrive with those of the others
-            with failures.contained_together([each.request for each, _ in chosen], CHOOSING):
+            with failures.contained_together([scored.request for scored, _ in chosen], CHOOSING):
                 # Work of all requests has been launched before the host waits for numbers.
-                numbers = self._numbers([own for _, own in chosen])
+                numbers = self._numbers([choice for _, choice in chosen])
         if not numbers:
             return
         if self._services.stages.size > 1:
-            for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
-                with failures.contained(each.request, CHOOSING, joint=True):
-                    shown = self._of_all_heads(own.kept) if each.state.reported.shows_kept else None
-                    given = (each.state, each.run, bool(finite), own.kept, counts)
-                    self.parts[id(each.request)] = Chosen(*given, _known(held, widest), shown)
+            for (scored, choice), (counts, widest, held, finite) in zip(
+                chosen, numbers, strict=True
+            ):
+                with failures.contained(scored.request, CHOOSING, joint=True):
+                    shown = (
+                        self._of_all_heads(choice.kept)
+                        if scored.state.reported.shows_kept
+                        else None
+                    )
+                    arguments = (scored.state, scored.run, bool(finite), choice.kept, counts)
+                    self.parts[id(scored.request)] = Chosen(*arguments, _known(held, widest), shown)
             return
-        for (each, own), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
-            with failures.contained(each.request, COMPACTION, joint=True):
-                with timed(each.state):
-                    each.run.settle(finite=bool(finite))
-                    self._compress(each, own.kept, counts)
-                    each.state.remember(each.run, _known(held, widest))
-                self._describe(each, own.kept)
-            self._ended(each, counts)
+        for (scored, choice), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
+            with failures.contained(scored.request, COMPACTION, joint=True):
+                with timed(scored.state):
+                    scored.run.settle(finite=bool(finite))
+                    self._compress(scored, choice.kept, counts)
+                    scored.state.remember(scored.run, _known(held, widest))
+                self._describe(scored, choice.kept)
+            self._ended(scored, counts)
 
-    def _compress_at_once(self, scored: Scored, own: _Chosen, layers: list[int]) -> None:
+    def _compress_at_once(self, scored: Scored, choice: _Chosen, layers: list[int]) -> None:
         """Compress a prompt without waiting for the device.
 
         Args:
@@ -313,8 +319,8 @@ class PrefillStep:
         counts = torch.tensor(layers)[:, None].expand(-1, store.kv_heads).contiguous()
         with failures.contained(request, COMPACTION, joint=True), timed(state):
             scored.run.settle(finite=True)
-            unconfirmed = launched(request, state, store.here(counts), own.counts, own.finite)
-            self._compress(scored, unconfirmed.fitting(own.kept), counts)
+            unconfirmed = launched(request, state, store.here(counts), choice.counts, choice.finite)
+            self._compress(scored, unconfirmed.fitting(choice.kept), counts)
             state.remember(scored.run, taken_over(state, layers))
             if state.private is not None:
                 self.unconfirmed.append(unconfirmed)
@@ -331,8 +337,10 @@ class PrefillStep:
         numbers = scored.run.layer_numbers()
         parts = [numbers] if finite is None else [numbers, finite]
         numbers, *is_finite = to_host(parts)
-        sure = all(map(bool, is_finite))
-        return Comparing(scored.state, scored.run, sure, numbers, self._services.store.kv_heads)
+        all_finite = all(map(bool, is_finite))
+        return Comparing(
+            scored.state, scored.run, all_finite, numbers, self._services.store.kv_heads
+        )
 
     def carry_out(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
         """Compress a request's prompt by what all stages have found.
@@ -345,7 +353,7 @@ class PrefillStep:
             finite: whether the model's tensors were finite on all stages.
         """
         failures, part = self._services.failures, self.parts[id(request)]
-        scored = next(each for each in self.scored if each.request is request)
+        scored = next(candidate for candidate in self.scored if candidate.request is request)
         state = scored.state
         table = self._services.tree.req_to_token_pool.req_to_token
         # The radix cache may have had the same prompt, and freed these slots in favor of its own.
@@ -416,13 +424,17 @@ class PrefillStep:
             `held` and `finite`.
         """
         parts = [
-            (x, 1) for own in chosen
-            for x in (own.counts, own.held[:, :1].expand(-1, own.counts.shape[1]))
+            (tensor, 1) for choice in chosen
+            for tensor in (choice.counts, choice.held[:, :1].expand(-1, choice.counts.shape[1]))
         ]  # fmt: skip
-        whole = iter(self._services.ranks.heads.gathered(parts))
-        tensors = [x for own in chosen for x in (next(whole), next(whole), own.held, own.finite)]
-        found = to_host(tensors)
-        return [found[i : i + 4] for i in range(0, len(found), 4)]
+        gathered = iter(self._services.ranks.heads.gathered(parts))
+        tensors = [
+            tensor
+            for choice in chosen
+            for tensor in (next(gathered), next(gathered), choice.held, choice.finite)
+        ]
+        numbers = to_host(tensors)
+        return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
     def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
         state, run = scored.state, scored.run
@@ -446,8 +458,8 @@ class PrefillStep:
 
     def _of_all_heads(self, kept: torch.Tensor) -> torch.Tensor:
         """bool [l, G, N] kept on all ranks, from this rank's [l, g, N]."""
-        (whole,) = self._services.ranks.heads.gathered([(kept, 1)])
-        return whole
+        (all_heads,) = self._services.ranks.heads.gathered([(kept, 1)])
+        return all_heads
 
     def _note(self, scored: Scored, kept: int) -> None:
         progress = scored.state.progress

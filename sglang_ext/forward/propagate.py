@@ -101,9 +101,9 @@ class PropagateStep:
         self._view: Any = None  # what deeper layers get instead, once rows have left
         self._rows = 0  # at the current layer
         self._reached = -1
-        scored = {id(each.request): each for each in prefill.scored}
+        scored_by_id = {id(scored.request): scored for scored in prefill.scored}
         self._batched = [
-            self._batched_at(i, request, length, scored.get(id(request)))
+            self._batched_at(i, request, length, scored_by_id.get(id(request)))
             for i, (request, length) in enumerate(
                 zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
             )
@@ -111,12 +111,12 @@ class PropagateStep:
         self._scratch = iter(services.scratch_rows)
 
     def _batched_at(self, index: int, request: Any, length: int, scored: Scored | None) -> _Batched:
-        state, own = state_of(request), self._layout.required_rows(request)
+        state, rows = state_of(request), self._layout.required_rows(request)
         plan = None if state is None else state.followed_plan
         row = request.kv.req_pool_idx
         if state is None or plan is None or length > state.prompt:
-            return _Batched(request, index, own, row, length)
-        return _Propagating(request, index, own, row, length, state, plan, scored)
+            return _Batched(request, index, rows, row, length)
+        return _Propagating(request, index, rows, row, length, state, plan, scored)
 
     @staticmethod
     def wanted(batch: Any) -> bool:
@@ -171,8 +171,12 @@ class PropagateStep:
     def _narrow(self, layer: int, hidden: Any, batch: Any) -> Any:
         rows, update = view.rows_of(hidden, batch)
         pieces = self._pieces(layer, rows)
-        earlier = self._view, self._rows
-        layout = {id(x.request): w for x in self._batched if (w := self._layout.rows(x.request))}
+        saved_view = self._view, self._rows
+        layout = {
+            id(batched.request): request_rows
+            for batched in self._batched
+            if (request_rows := self._layout.rows(batched.request))
+        }
         error, joined = None, hidden
         try:
             joined = self._join(pieces, rows, update)
@@ -183,9 +187,13 @@ class PropagateStep:
             return joined
         # One operation for the whole batch has failed. All rows go on as they are; those of the
         # requests that propagate are void from now on.
-        self._view, self._rows = earlier
+        self._view, self._rows = saved_view
         self._layout.replace(layout)
-        lost = [x for x, _ in pieces if isinstance(x, _Propagating) and not x.keeps_rows]
+        lost = [
+            batched
+            for batched, _ in pieces
+            if isinstance(batched, _Propagating) and not batched.keeps_rows
+        ]
         for batched in lost:
             batched.lost = True
             self._services.failures.note(batched.request, PROPAGATION, error, whole=False)
@@ -200,24 +208,24 @@ class PropagateStep:
         Args:
             rows: of all requests, after the layer.
         """
-        again, layers = self._again(layer), self._services.arena.layers
+        second_rows, layers = self._second_prefills(layer), self._services.arena.layers
         pieces = []
         for batched in self._batched:
-            where = self._layout.rows(batched.request)
-            piece = None if where is None else rows.take(where)
-            if id(batched.request) in again:
-                piece = again[id(batched.request)]
+            request_rows = self._layout.rows(batched.request)
+            piece = None if request_rows is None else rows.take(request_rows)
+            if id(batched.request) in second_rows:
+                piece = second_rows[id(batched.request)]
             elif (
                 not batched.lost
                 and isinstance(batched, _Propagating)
                 and batched.leaves(layer, layers)
             ):
                 piece, batched.lost = None, True  # unless it succeeds
-                stopped = batched.state.failed
+                failed_before = batched.state.failed
                 with self._contained(batched):
-                    own = rows.take(self._layout.required_rows(batched.request))
-                    piece, batched.lost = self._chosen(batched, layer, own), False
-                batched.lost |= batched.state.failed and not stopped  # maybe on another rank
+                    layer_rows = rows.take(self._layout.required_rows(batched.request))
+                    piece, batched.lost = self._chosen(batched, layer, layer_rows), False
+                batched.lost |= batched.state.failed and not failed_before  # maybe on another rank
             if not batched.lost and piece is not None and piece.ids.numel():
                 pieces.append((batched, piece))
         return pieces
@@ -258,21 +266,21 @@ class PropagateStep:
             progress.stopped = True
             if not batched.plan.restarts:
                 # A layer may change its input in place.
-                progress.held.append(LayerRows(*(each.clone() for each in piece)))
+                progress.held.append(LayerRows(*(tensor.clone() for tensor in piece)))
             return None
         piece = LayerRows.cat([*progress.held, piece])
         progress.held.clear()
         if scored.chosen is None:
             return piece
         chosen, scored.chosen = scored.chosen, None
-        without = scored.slots.numel() - piece.ids.numel()
+        cached = scored.slots.numel() - piece.ids.numel()
         scored.narrow(chosen)
         self._note(batched, layer, chosen.numel())
         self._point(batched, scored.slots)
-        if without:
+        if cached:
             # Tokens from the radix cache have no rows; data decide how many of them were chosen.
-            (found,) = to_host([(chosen < without).sum()])
-            chosen = chosen[int(found) :] - without
+            (chosen_cached,) = to_host([(chosen < cached).sum()])
+            chosen = chosen[int(chosen_cached) :] - cached
         return LayerRows(*self._kernels.take_rows(piece, chosen))
 
     @staticmethod
@@ -289,7 +297,7 @@ class PropagateStep:
         table = compat.slot_table(self._services.runner)
         table[batched.row, : batched.length] = slots.to(table.dtype)
 
-    def _again(self, layer: int) -> dict[int, LayerRows]:
+    def _second_prefills(self, layer: int) -> dict[int, LayerRows]:
         """Start second prefills; return their rows after `layer`, by `id` of the request."""
         layers = self._services.arena.layers
         starting = [
@@ -313,16 +321,16 @@ class PropagateStep:
                 end += batched.length
         if not starts:
             return {}
-        error, begun, again = None, None, {}
+        error, inputs, second_rows = None, None, {}
         try:
-            begun = self._begun(starts, extents)
+            inputs = self._second_inputs(starts, extents)
         except Exception as raised:
             error = raised
         # The model's layers exchange tensors: no rank may begin them alone.
         error = met(self._services.ranks, error)
-        if begun is not None and error is None:
+        if inputs is not None and error is None:
             try:
-                again = self._start_again(layer, begun, layout)
+                second_rows = self._start_again(layer, inputs, layout)
             except Exception as raised:
                 error = raised
             error = met(self._services.ranks, error)
@@ -332,10 +340,10 @@ class PropagateStep:
             self._services.failures.agree(batched.request for batched, _ in starting)
             return {}
         for batched, _ in starting:
-            batched.lost = id(batched.request) not in again
-        return again
+            batched.lost = id(batched.request) not in second_rows
+        return second_rows
 
-    def _begun(
+    def _second_inputs(
         self,
         starts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
         extents: Sequence[view.ViewedRequest],
@@ -346,30 +354,33 @@ class PropagateStep:
             starts: results of `_start`.
             extents: of the requests, in the same order.
         """
-        ids, positions, slots = (torch.cat(each) for each in zip(*starts, strict=True))
+        ids, positions, slots = (torch.cat(tensors) for tensors in zip(*starts, strict=True))
         return ids, positions, self._make_view(extents, ids, positions, slots)
 
     def _start_again(
-        self, layer: int, begun: tuple[torch.Tensor, torch.Tensor, Any], layout: Mapping[int, slice]
+        self,
+        layer: int,
+        inputs: tuple[torch.Tensor, torch.Tensor, Any],
+        layout: Mapping[int, slice],
     ) -> dict[int, LayerRows]:
         """Compute layers 0 to `layer` on the tokens that requests start again with.
 
         Args:
-            begun: result of `_begun`.
+            inputs: result of `_second_inputs`.
             layout: rows of each request, by `id`.
         """
-        ids, positions, batch = begun
+        ids, positions, batch = inputs
         hidden = compat.embed(self._services.runner.model, ids)
         compat.start_stream(batch)
-        earlier = self._layout.replace(layout)
+        saved_layout = self._layout.replace(layout)
         try:
             with compat.unrecorded():  # they would be taken for experts of this one layer
                 for run in self._services.layers[: layer + 1]:
                     hidden = run(positions, hidden, batch)
         finally:
-            self._layout.replace(earlier)
+            self._layout.replace(saved_layout)
         rows, _ = view.rows_of(hidden, batch)
-        return {request: rows.take(where) for request, where in layout.items()}
+        return {request: rows.take(request_rows) for request, request_rows in layout.items()}
 
     def _make_view(self, extents: Sequence[view.ViewedRequest], *tokens: torch.Tensor) -> Any:
         return view.make(self._services.runner, self._batch, extents, *tokens)
@@ -395,23 +406,27 @@ class PropagateStep:
     def _widen(self, hidden: Any) -> Any:
         """All rows of SGLang's batch again; zeros for tokens that left, and for lost requests."""
         rows, update = view.rows_of(hidden, self._batch if self._view is None else self._view)
-        own, where = [], []
+        targets, sources = [], []
         for batched in self._batched:
-            found, own_rows = self._layout.rows(batched.request), batched.own
-            if found is None or batched.lost:
+            request_rows, own_rows = self._layout.rows(batched.request), batched.own
+            if request_rows is None or batched.lost:
                 continue
             if isinstance(batched, _Propagating):  # only its last row is read
-                found, own_rows = (slice(each.stop - 1, each.stop) for each in (found, own_rows))
-            where.append(torch.arange(found.start, found.stop))
-            own.append(torch.arange(own_rows.start, own_rows.stop))
+                request_rows, own_rows = (
+                    slice(span.stop - 1, span.stop) for span in (request_rows, own_rows)
+                )
+            sources.append(torch.arange(request_rows.start, request_rows.stop))
+            targets.append(torch.arange(own_rows.start, own_rows.stop))
         total = self._batched[-1].own.stop
         stream = [rows.hidden, rows.residual]
-        wide, residual = (each.new_zeros((total, *each.shape[1:])) for each in stream)
-        if own:
-            into, source = to_device(
-                torch.stack([torch.cat(own), torch.cat(where)]), torch.int64, rows.hidden.device
+        wide, residual = (tensor.new_zeros((total, *tensor.shape[1:])) for tensor in stream)
+        if targets:
+            target, source = to_device(
+                torch.stack([torch.cat(targets), torch.cat(sources)]),
+                torch.int64,
+                rows.hidden.device,
             )
             kernels = self._kernels
-            kernels.put_rows([wide, residual], into, kernels.take_rows(stream, source))
+            kernels.put_rows([wide, residual], target, kernels.take_rows(stream, source))
         compat.adapt_rows(self._services.runner, self._batch)
         return compat.put_stream(self._batch, wide, residual, update)

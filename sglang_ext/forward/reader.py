@@ -52,8 +52,8 @@ class ListReader(EntryReader):
 
     def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `EntryReader`."""
-        where = self.lists.of(0, layer)
-        return self.kernels.gather(self.arena.entries, self.arena.values, *where, there)
+        lists = self.lists.of(0, layer)
+        return self.kernels.gather(self.arena.entries, self.arena.values, *lists, there)
 
 
 @dataclass(frozen=True)

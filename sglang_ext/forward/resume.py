@@ -51,8 +51,8 @@ class _Resumed:
 
     def asked(self, first: int, end: int) -> torch.Tensor:
         """[L * H, T, D] queries of these tokens."""
-        own = [self.queries[layer] for layer in sorted(self.queries)]
-        return torch.cat(own)[:, first - self.first : end - self.first]
+        queries = [self.queries[layer] for layer in sorted(self.queries)]
+        return torch.cat(queries)[:, first - self.first : end - self.first]
 
 
 class ResumeStep:
@@ -90,11 +90,11 @@ class ResumeStep:
         Args:
             heads, out: [rows, H, D] queries and attention of the forward; out is written in place.
         """
-        for each in self._resumed:
-            rows, reader = self._layout.rows(each.request), each.reader
-            if rows is None or not isinstance(reader, ListReader) or each.state.broken:
+        for resumed in self._resumed:
+            rows, reader = self._layout.rows(resumed.request), resumed.reader
+            if rows is None or not isinstance(reader, ListReader) or resumed.state.broken:
                 continue
-            with self._services.failures.contained(each.request, READING):
+            with self._services.failures.contained(resumed.request, READING):
                 queries = heads[rows].unsqueeze(0)
                 out[rows] = attend(self._services.arena, layer, read, reader.lists, queries)[0]
 
@@ -104,12 +104,12 @@ class ResumeStep:
         Args:
             heads: [rows, H, D] queries of the forward after RoPE.
         """
-        for each in self._resumed:
-            rows = self._layout.rows(each.request)
-            decoding = each.state.decoding
+        for resumed in self._resumed:
+            rows = self._layout.rows(resumed.request)
+            decoding = resumed.state.decoding
             if rows is not None and decoding is not None and decoding.pending.wanted != 0:
                 queries = compat.scaled(heads[rows], layer).transpose(0, 1)
-                each.queries[layer.layer_id] = queries.clone()
+                resumed.queries[layer.layer_id] = queries.clone()
 
     def finish(self) -> None:
         """After the forward: take the policies through its tokens, and fold what stays.
@@ -120,15 +120,15 @@ class ResumeStep:
         failures, room = self._services.failures, Room(self._services)
         if self._concerned:
             failures.agree(self._concerned)
-        for each in self._resumed:
-            if each.state.decoding is None or each.state.broken:
+        for resumed in self._resumed:
+            if resumed.state.decoding is None or resumed.state.broken:
                 continue
             fold = None
-            with failures.contained(each.request, DECODING, joint=True):
-                fold = self._advance(each, room)
+            with failures.contained(resumed.request, DECODING, joint=True):
+                fold = self._advance(resumed, room)
             if fold is not None and self._services.stages.size > 1:
                 self.folds.append(fold)
-            elif fold is not None and not each.state.broken:
+            elif fold is not None and not resumed.state.broken:
                 fold.finish()
         if self._concerned:
             failures.agree(self._concerned)
@@ -142,7 +142,7 @@ class ResumeStep:
                 services, room, resumed.request, resumed.state, end
             )
             check_last_fold(services, resumed.request, resumed.state)
-            asked = partial(resumed.asked, first, end)
+            queries = partial(resumed.asked, first, end)
             members = [resumed.member(first, end)]
-            fold = Group(services, self._table, members, asked).advance(leaves=leaves)
+            fold = Group(services, self._table, members, queries).advance(leaves=leaves)
         return fold

@@ -38,12 +38,12 @@ class Rotary:
         inv_freq = self.inv_freq.to(k.device, non_blocking=True)
         return rotate(k, shift, inv_freq, interleaved=self.interleaved)
 
-    def turn(self, turn: Callable[..., None], where: Requests, *given: Any) -> None:
-        """Turn keys in place by the kernel `turn`; `given` are its further arguments."""
+    def turn(self, turn: Callable[..., None], where: Requests, *arguments: Any) -> None:
+        """Turn keys in place by the kernel `turn`; `arguments` are its further ones."""
         key = where.storage.device
         if key not in self.placed:
             self.placed[key] = self.inv_freq.to(key)
-        turn(where, *given, self.placed[key], interleaved=self.interleaved)
+        turn(where, *arguments, self.placed[key], interleaved=self.interleaved)
 
 
 def of_model(model: Any) -> Rotary:
@@ -55,12 +55,12 @@ def of_model(model: Any) -> Rotary:
     embeddings = compat.rotary_embeddings(model)
     if not embeddings or None in embeddings:
         raise _refused(f"{type(model).__name__} has layers whose keys SGLang does not turn last")
-    found = [_of_embedding(each) for each in dict.fromkeys(embeddings)]
-    for each in found[1:]:
-        same = torch.equal(each.inv_freq, found[0].inv_freq)
-        if not same or each.interleaved != found[0].interleaved:
+    rotations = [_of_embedding(embedding) for embedding in dict.fromkeys(embeddings)]
+    for rotation in rotations[1:]:
+        same = torch.equal(rotation.inv_freq, rotations[0].inv_freq)
+        if not same or rotation.interleaved != rotations[0].interleaved:
             raise _refused("the model's layers turn their keys differently")
-    return found[0]
+    return rotations[0]
 
 
 def _of_embedding(embedding: Any) -> Rotary:

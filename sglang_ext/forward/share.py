@@ -37,10 +37,10 @@ def compress(services: Services, state: RequestState, slots: torch.Tensor, run: 
     """
     private, store, arena = state.compressed_copy, services.store, services.arena
     kernels, uppers = state.served.kernels, state.served.upper_layers
-    whole = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
+    unpaired = [n for n in range(arena.layers) if n not in uppers and n + 1 not in uppers]
     heads = services.ranks.heads
     lists = torch.zeros((arena.layers, store.kv_heads), dtype=torch.int64)
-    lists[whole] = state.prompt
+    lists[unpaired] = state.prompt
     pages = arena.pages(private.slots)
     # One pair at a time, so that only one is held twice.
     for layer in uppers:
@@ -52,14 +52,14 @@ def compress(services: Services, state: RequestState, slots: torch.Tensor, run: 
             state.private = None
             return
         first_page = store.lay_out(lists)
-        own = pages[int(first_page[layer, 0]) :]
-        kernels.place(arena.entries, *rows.dense, own, value_offset=arena.value_offset)
+        list_pages = pages[int(first_page[layer, 0]) :]
+        kernels.place(arena.entries, *rows.dense, list_pages, value_offset=arena.value_offset)
         _put_codes(arena, pages, first_page[layer], rows.codes)
     private.shared = PairedLayers.of(uppers, state.prompt, arena)
     store.fill(private, lists)
     size = (arena.layers, arena.kv_heads, state.prompt)
     kept = torch.zeros(size, dtype=torch.bool, device=slots.device)
-    for layer in whole:
+    for layer in unpaired:
         kept[layer] = True
     layout = private.layout
     kernels.compact_layers(arena.storage, slots, kept, private.slots, layout.first_page)
@@ -86,28 +86,30 @@ class _PairRows:
 def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads) -> _PairRows:
     """The list of an upper layer and the one below it; the host waits for its length."""
     storage, tokens = arena.storage, slots.numel()
-    own = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
+    upper = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
-    numbers = [x.dense for at in (layer - 1, layer) for x in arena.at_slots(at, slots)]
-    found = run.shared(layer, *numbers)
-    excepted = torch.stack([found.except_k, found.except_v])
+    numbers = [
+        entries.dense for place in (layer - 1, layer) for entries in arena.at_slots(place, slots)
+    ]
+    shared = run.shared(layer, *numbers)
+    excepted = torch.stack([shared.except_k, shared.except_v])
     # Of entries without their scales: reading a layer multiplies all of it by its scale.
-    lengths = torch.stack([below, own]).double().norm(dim=-1).float()  # [2, 2, G, N]
+    lengths = torch.stack([below, upper]).double().norm(dim=-1).float()  # [2, 2, G, N]
     floats = layer_pairs.floats_of_row(storage.shape[4], storage.dtype)
     encoded = [layer_pairs.encode(lengths[:, i], excepted[i]) for i in range(2)]
-    codes = torch.stack([layer_pairs.rows_of(each, floats) for each in encoded])
+    codes = torch.stack([layer_pairs.rows_of(layer_codes, floats) for layer_codes in encoded])
     entries = codes.shape[2] + tokens + excepted.sum(dim=2).amax(dim=0)
-    (on_host,) = to_host(heads.gathered([(entries, 0)]))
-    most = int(heads.part(on_host, 0).max())
-    there = torch.arange(most, device=slots.device) < entries[:, None]
-    before, more = codes.shape[2], there.shape[1] - codes.shape[2] - tokens
+    (list_lengths,) = to_host(heads.gathered([(entries, 0)]))
+    longest = int(heads.part(list_lengths, 0).max())
+    holds = torch.arange(longest, device=slots.device) < entries[:, None]
+    code_rows, extra = codes.shape[2], holds.shape[1] - codes.shape[2] - tokens
     k, v = (
         torch.nn.functional.pad(
-            _list(direction, own[i], below[i], excepted[i], more), (0, 0, before, 0)
+            _list(direction, upper[i], below[i], excepted[i], extra), (0, 0, code_rows, 0)
         )
-        for i, direction in enumerate((found.direction_k, found.direction_v))
+        for i, direction in enumerate((shared.direction_k, shared.direction_v))
     )
-    return _PairRows(on_host, (k, v, there), codes)
+    return _PairRows(list_lengths, (k, v, holds), codes)
 
 
 def _put_codes(
@@ -130,13 +132,13 @@ def _put_codes(
 
 def _list(
     direction: torch.Tensor,
-    own: torch.Tensor,
+    upper: torch.Tensor,
     below: torch.Tensor,
     excepted: torch.Tensor,
-    more: int,
+    extra: int,
 ) -> torch.Tensor:
-    """[g, N + more, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
-    rows = torch.where(excepted[:, :, None], own.to(direction.dtype), direction)
-    first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :more]
+    """[g, N + extra, D] rows of one tensor: the tokens', then the lower layer's excepted ones."""
+    rows = torch.where(excepted[:, :, None], upper.to(direction.dtype), direction)
+    first = (~excepted).to(torch.uint8).argsort(dim=1, stable=True)[:, :extra]
     lower = below.to(rows.dtype).gather(1, first[:, :, None].expand(-1, -1, below.shape[2]))
     return torch.cat([rows, lower], dim=1)

@@ -43,24 +43,28 @@ class Outcome:
         """
         self._services, self._batch, self._finishing = services, batch, finishing
         self._prefill = step.prefill
-        known = [(req, state_of(req)) for req in batch.reqs]
+        requests = [(req, state_of(req)) for req in batch.reqs]
         # A request that is retracted meanwhile has another `Progress` then.
-        self._concerned = [(req, own, own.progress) for req, own in known if own is not None]
+        self._concerned = [
+            (req, state, state.progress) for req, state in requests if state is not None
+        ]
         for _, state, _ in self._concerned:
             state.under_way += 1
         self._ending = [] if step.prefill is None else step.prefill.ending
-        steps = [each for each in (step.resume, step.decode) if each is not None]
-        self._leaving = [leaving for each in steps for leaving in each.leaving]
-        self._folds = [fold for each in steps for fold in each.folds]
-        found = [self._found(req, state) for req, state in self._ending]
-        landed = {id(own.request): own.landed for fold in self._folds for own in fold.members}
-        found += [self._lists_of(landed.get(id(each.request))) for each in self._leaving]
+        steps = [substep for substep in (step.resume, step.decode) if substep is not None]
+        self._leaving = [leaving for substep in steps for leaving in substep.leaving]
+        self._folds = [fold for substep in steps for fold in substep.folds]
+        numbers = [self._numbers_of_prompt(req, state) for req, state in self._ending]
+        landed = {
+            id(member.request): member.landed for fold in self._folds for member in fold.members
+        }
+        numbers += [self._lists_of(landed.get(id(leaving.request))) for leaving in self._leaving]
         # Read last: what precedes may fail.
-        found.insert(0, torch.tensor([state.failure_code for _, state, _ in self._concerned]))
-        self._sizes = [each.numel() for each in found]
+        numbers.insert(0, torch.tensor([state.failure_code for _, state, _ in self._concerned]))
+        self._sizes = [tensor.numel() for tensor in numbers]
         self._receive = None
         if self._concerned:  # on all stages, or on none
-            self._receive = services.stages.send(torch.cat(found).to(torch.int64))
+            self._receive = services.stages.send(torch.cat(numbers).to(torch.int64))
 
     def take_up(self, batch: Any) -> None:
         """Carry out what was found; the result of the forward is about to be processed.
@@ -71,26 +75,26 @@ class Outcome:
         if batch is not self._batch:
             raise RuntimeError("results are not processed in the order of their forwards")
         if self._receive is not None:
-            codes, *found = self._receive().split(self._sizes)
+            codes, *numbers = self._receive().split(self._sizes)
             with self._services.streams.forwarding():
                 self._take_up_failures(codes.tolist())
                 goes_on = {id(req) for req, _ in self._going_on()}
-                prompts, steps = found[: len(self._ending)], found[len(self._ending) :]
-                for (req, state), own in zip(self._ending, prompts, strict=True):
+                prompts, steps = numbers[: len(self._ending)], numbers[len(self._ending) :]
+                for (req, state), request_numbers in zip(self._ending, prompts, strict=True):
                     if id(req) in goes_on and not state.failed:
-                        self._carry_out_prompt(req, state, own)
+                        self._carry_out_prompt(req, state, request_numbers)
                 self._fold(goes_on, steps)
             for _, state in self._going_on():
                 state.under_way -= 1
         self._services.reports.finished(self._finishing)
 
-    def _found(self, req: Any, state: RequestState) -> torch.Tensor:
+    def _numbers_of_prompt(self, req: Any, state: RequestState) -> torch.Tensor:
         """int64 [1 + L * size] of a request whose prompt ends: not finite, and `Part.said`."""
         part = self._part(req)
         not_finite = torch.tensor([part is not None and not part.finite])
         size = numbers_of_layer(state, self._services.store.kv_heads)
-        said = self._of_model(None if part is None else part.said(), size)
-        return torch.cat([not_finite, said])
+        layer_numbers = self._of_model(None if part is None else part.said(), size)
+        return torch.cat([not_finite, layer_numbers])
 
     def _lists_of(self, landed: Landed | None) -> torch.Tensor:
         """int64 [1 + L * G] of a request that may lose entries: not finite, and what stays."""
@@ -98,25 +102,27 @@ class Outcome:
         kept = None if landed is None else landed.counts_after
         return torch.cat([not_finite, self._of_model(kept, self._services.store.kv_heads)])
 
-    def _of_model(self, here: torch.Tensor | None, size: int) -> torch.Tensor:
+    def _of_model(self, stage_numbers: torch.Tensor | None, size: int) -> torch.Tensor:
         """int64 [L * size] numbers of the model's layers, 0 for layers of other stages.
 
         Args:
-            here: int64 [l, size] of the layers that are here; None if something has failed here.
+            stage_numbers: int64 [l, size] of this stage's layers; None if something failed here.
         """
         arena = self._services.arena
-        layers = torch.zeros((arena.model_layers, size), dtype=torch.int64)
-        if here is not None:
-            layers[arena.own.start : arena.own.stop] = here
-        return layers.flatten()
+        model_numbers = torch.zeros((arena.model_layers, size), dtype=torch.int64)
+        if stage_numbers is not None:
+            model_numbers[arena.own.start : arena.own.stop] = stage_numbers
+        return model_numbers.flatten()
 
     def _part(self, req: Any) -> Part | None:
         return None if self._prefill is None else self._prefill.parts.get(id(req))
 
     def _take_up_failures(self, codes: Sequence[int]) -> None:
-        known = {id(req): code for (req, *_), code in zip(self._concerned, codes, strict=True)}
+        codes_by_id = {
+            id(req): code for (req, *_), code in zip(self._concerned, codes, strict=True)
+        }
         for req, state in self._going_on():
-            self._services.failures.take_up_failure(req, state, known[id(req)])
+            self._services.failures.take_up_failure(req, state, codes_by_id[id(req)])
 
     def _going_on(self) -> list[tuple[Any, RequestState]]:
         """Requests that have been neither aborted nor retracted since."""
@@ -125,11 +131,11 @@ class Outcome:
             if state.progress is progress and req.kv.holds_kv
         ]  # fmt: skip
 
-    def _carry_out_prompt(self, req: Any, state: RequestState, own: torch.Tensor) -> None:
+    def _carry_out_prompt(self, req: Any, state: RequestState, numbers: torch.Tensor) -> None:
         if self._prefill is None:
             return
-        said = own[1:].view(self._services.arena.model_layers, -1)
-        self._prefill.carry_out(req, said, finite=not int(own[0]))
+        layer_numbers = numbers[1:].view(self._services.arena.model_layers, -1)
+        self._prefill.carry_out(req, layer_numbers, finite=not int(numbers[0]))
         if state.published and state.private is not None and state.private.ready:
             self._services.detach([(req, state)])
 
@@ -143,24 +149,24 @@ class Outcome:
         if not self._leaving:
             return
         room, agreed = Room(self._services), {}
-        for each, own in zip(self._leaving, steps, strict=True):
-            if id(each.request) in goes_on and not each.state.failed:
-                left = self._left(each, own, room)
+        for leaving, numbers in zip(self._leaving, steps, strict=True):
+            if id(leaving.request) in goes_on and not leaving.state.failed:
+                left = self._left(leaving, numbers, room)
                 if left is not None:
-                    agreed[id(each.request)] = left
+                    agreed[id(leaving.request)] = left
         for fold in self._folds:
             fold.carry_out(agreed)
         self._services.forget_rows()
 
-    def _left(self, leaving: Leaving, own: torch.Tensor, room: Room) -> Left | None:
+    def _left(self, leaving: Leaving, numbers: torch.Tensor, room: Room) -> Left | None:
         """What a fold keeps; None if nothing is to leave after all."""
         store, (request, state, length) = self._services.store, leaving
-        if int(own[0]):
+        if int(numbers[0]):
             state.memory.withdraw(finite=False)
             return None
-        kept = own[1:].view(-1, store.kv_heads)
-        there = torch.from_numpy(store.entries_with(state.private, length))
-        left = Left.between(there, kept)
+        kept = numbers[1:].view(-1, store.kv_heads)
+        counts = torch.from_numpy(store.entries_with(state.private, length))
+        left = Left.between(counts, kept)
         if left.left and not room.reserve(request, state, length, store.slots_for(kept)):
             state.memory.withdraw(finite=True)
             self._services.reports.skipped_fold(request, state, length - state.prompt)

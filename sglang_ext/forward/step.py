@@ -43,7 +43,7 @@ class ForwardStep:
         """Rows of an extend forward that decode, at the current layer; None if there are none."""
         if not self._decoding or self._layout.rows(self._decoding[0]) is None:
             return None
-        first, last = (self._layout.required_rows(self._decoding[each]) for each in (0, -1))
+        first, last = (self._layout.required_rows(self._decoding[index]) for index in (0, -1))
         return slice(first.start, last.stop)
 
     def finish(self) -> None:

@@ -73,9 +73,9 @@ class Unconfirmed:
         So that the request reads its own entries, and nobody else's, until `confirm`.
         """
         room = to_device(self.counts, torch.int64, kept.device)
-        right = (self.numbers[:-1].view_as(room) == room).all()
-        first = torch.arange(kept.shape[2], device=kept.device) < room.unsqueeze(2)
-        return torch.where(right, kept, first)
+        fits = (self.numbers[:-1].view_as(room) == room).all()
+        first_entries = torch.arange(kept.shape[2], device=kept.device) < room.unsqueeze(2)
+        return torch.where(fits, kept, first_entries)
 
     @property
     def goes_on(self) -> bool:

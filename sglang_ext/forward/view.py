@@ -45,32 +45,34 @@ def make(
         extents: the requests, in order of their rows.
         ids, positions, slots: [rows] of all requests' rows; entries are written to `slots`.
     """
-    lengths = [e.length for e in extents]
-    counts = [e.rows for e in extents]
-    prefixes = [e.length - e.rows for e in extents]
+    lengths = [extent.length for extent in extents]
+    counts = [extent.rows for extent in extents]
+    prefixes = [extent.length - extent.rows for extent in extents]
     starts = [sum(counts[:i]) for i in range(len(counts))]
-    own = [e.row for e in extents]
-    there = to_device([own, lengths, counts, prefixes, starts], torch.int64, positions.device)
+    table_rows = [extent.row for extent in extents]
+    numbers = to_device(
+        [table_rows, lengths, counts, prefixes, starts], torch.int64, positions.device
+    )
     fields = {
         "batch_size": len(extents),
         "input_ids": ids,
         "positions": positions,
         "out_cache_loc": slots,
-        "req_pool_indices": there[0].to(batch.req_pool_indices.dtype),
-        "req_pool_indices_cpu": torch.tensor(own, dtype=torch.int64),
-        "seq_lens": there[1].to(batch.seq_lens.dtype),
+        "req_pool_indices": numbers[0].to(batch.req_pool_indices.dtype),
+        "req_pool_indices_cpu": torch.tensor(table_rows, dtype=torch.int64),
+        "seq_lens": numbers[1].to(batch.seq_lens.dtype),
         "seq_lens_cpu": torch.tensor(lengths, dtype=torch.int64),
         "seq_lens_sum": sum(lengths),
-        "orig_seq_lens": there[1].to(torch.int32),
+        "orig_seq_lens": numbers[1].to(torch.int32),
         "extend_num_tokens": sum(counts),
-        "extend_seq_lens": there[2].to(torch.int32),
+        "extend_seq_lens": numbers[2].to(torch.int32),
         "extend_seq_lens_cpu": counts,
-        "extend_prefix_lens": there[3].to(torch.int32),
+        "extend_prefix_lens": numbers[3].to(torch.int32),
         "extend_prefix_lens_cpu": prefixes,
-        "extend_start_loc": there[4].to(torch.int32),
+        "extend_start_loc": numbers[4].to(torch.int32),
         "global_num_token_non_padded_cpu": sum(counts),
-        "rids": [batch.rids[e.index] for e in extents],
-        "lora_ids": [batch.lora_ids[e.index] for e in extents],
+        "rids": [batch.rids[extent.index] for extent in extents],
+        "lora_ids": [batch.lora_ids[extent.index] for extent in extents],
         "return_logprob": False,  # logits are taken from the whole batch
     }
     view = compat.view_of(batch, fields)

@@ -74,28 +74,28 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     for number in _batches(requests):
         q = torch.zeros(number, heads, size, dtype=dtype, device=device)
         rows = torch.zeros(number, dtype=torch.int64, device=device)
-        given = Requests(arena.storage, tables, rows, rows, slots)
-        decode_attention(q, given, layer=0, scale=1.0)
+        decode_requests = Requests(arena.storage, tables, rows, rows, slots)
+        decode_attention(q, decode_requests, layer=0, scale=1.0)
     if services.pages_reader is not None:
         services.pages_reader.warm()
-    none = torch.zeros(1, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     ones = torch.ones(1, device=device)
     empty = torch.zeros(arena.layers, arena.kv_heads + 1, dtype=torch.int32, device=device)
-    private_pages(arena.storage, tables, none, empty, empty.flatten(), longest=1)
-    indptr = none.expand(arena.kv_heads + 1).contiguous()
-    lists = (arena.entries, arena.values, indptr, none)
-    read = [UNPAIRED, PairReading(none, ones, ones)] if tables.paired.numel() else [UNPAIRED]
+    private_pages(arena.storage, tables, zero, empty, empty.flatten(), longest=1)
+    indptr = zero.expand(arena.kv_heads + 1).contiguous()
+    lists = (arena.entries, arena.values, indptr, zero)
+    readings = [UNPAIRED, PairReading(zero, ones, ones)] if tables.paired.numel() else [UNPAIRED]
     # With few KV heads lists are left whole only for more tokens than these.
     cuts = [*((tokens, None) for tokens in _TOKENS), (_TOKENS[-1], 1)]
-    for (tokens, splits), reading in itertools.product(cuts, read):
+    for (tokens, splits), reading in itertools.product(cuts, readings):
         q = torch.zeros(1, tokens, heads, size, dtype=dtype, device=device)
         paged_attention(q, *lists, scale=1.0, reading=reading, splits=splits)
 
 
 def _prompts(served: Served, device: torch.device) -> list[int]:
     """Lengths of prompts to warm; Triton's interpreter compiles nothing and is slow: one."""
-    wanted = prompts(served.bound)
-    return wanted if device.type == "cuda" else wanted[:1]
+    lengths = prompts(served.bound)
+    return lengths if device.type == "cuda" else lengths[:1]
 
 
 def _batches(requests: int) -> list[int]:
@@ -113,9 +113,9 @@ def _copy_nothing(services: Services, served: Served, run: Any) -> None:
     counts = torch.zeros((arena.model_layers, arena.kv_heads), dtype=torch.int64)
     copy_kept(services, served, private, slots, kept, counts, run)
     for layer in served.upper_layers[:1]:
-        k, v, there = share.paired(arena, slots, layer, run, services.ranks.heads).dense
-        given = (k, v, torch.zeros_like(there), arena.pages(private.slots))
-        served.kernels.place(arena.entries, *given, value_offset=arena.value_offset)
+        k, v, holds = share.paired(arena, slots, layer, run, services.ranks.heads).dense
+        arguments = (k, v, torch.zeros_like(holds), arena.pages(private.slots))
+        served.kernels.place(arena.entries, *arguments, value_offset=arena.value_offset)
         served.kernels.compact_layers(
             arena.storage, slots, kept, private.slots, private.layout.first_page
         )
@@ -126,10 +126,10 @@ def _empty(services: Services, served: Served) -> Private:
     arena, device = services.arena, services.arena.storage.device
     size = (arena.layers, arena.kv_heads)
     private = Private(0, served.name, torch.zeros(1, dtype=torch.int32, device=device), 0)
-    on_device, first = torch.zeros((2, *size), dtype=torch.int32, device=device).unbind(0)
+    device_counts, first_page = torch.zeros((2, *size), dtype=torch.int32, device=device).unbind(0)
     counts = np.zeros(size, dtype=np.int64)
     lists = counts.tolist()
-    private.layout = Layout(on_device, first, lists, lists, counts, [0] * arena.layers)
+    private.layout = Layout(device_counts, first_page, lists, lists, counts, [0] * arena.layers)
     return private
 
 
@@ -137,38 +137,38 @@ def _fold_nothing(services: Services, served: Served) -> None:
     """Launches what writes a fold, of no entries."""
     arena, kernels, storage = services.arena, served.kernels, services.arena.storage
     layers, heads, device = arena.layers, arena.kv_heads, storage.device
-    number = torch.zeros(1, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     slots = torch.zeros(1, 1, dtype=torch.int32, device=device)
     lists = torch.zeros(heads * layers, 1, dtype=torch.bool, device=device)
     tables = Tables.empty(1, layers, heads, 1, device)
-    where = Requests(storage, tables, number, number, slots)
-    kernels.entry_ids(where, lists)
+    requests = Requests(storage, tables, zero, zero, slots)
+    kernels.entry_ids(requests, lists)
     # `proceed` has L columns if the host does not wait for numbers, or else one.
-    alone = lists[:1]
-    for proceed in (lists[:layers].reshape(1, layers), alone):
-        kernels.compact_in_place(where, lists, lists, proceed)
+    single = lists[:1]
+    for proceed in (lists[:layers].reshape(1, layers), single):
+        kernels.compact_in_place(requests, lists, lists, proceed)
         if served.bound.positions == "slots":
-            services.rotary.turn(kernels.turn, where, lists, lists, proceed)
+            services.rotary.turn(kernels.turn, requests, lists, lists, proceed)
     pool = [arena.entries[: len(arena.values)], arena.values]
-    held = kernels.take_rows(pool, number, number)
-    kernels.put_rows(pool, number, held, number)
-    own = lists[:heads]
+    rows = kernels.take_rows(pool, zero, zero)
+    kernels.put_rows(pool, zero, rows, zero)
+    holds = lists[:heads]
     k, v = kernels.gather(
-        arena.entries, arena.values, number.expand(heads + 1).contiguous(), number, own
+        arena.entries, arena.values, zero.expand(heads + 1).contiguous(), zero, holds
     )
     if served.bound.positions == "slots":
-        k = services.rotary.move(k, torch.zeros_like(own, dtype=torch.int64), kernels.rotate)
+        k = services.rotary.move(k, torch.zeros_like(holds, dtype=torch.int64), kernels.rotate)
     first = torch.zeros(heads, dtype=torch.int32, device=device)
-    placed = (k, v, own, number)
-    kernels.place(arena.entries, *placed, value_offset=arena.value_offset, first_page=first)
+    arguments = (k, v, holds, zero)
+    kernels.place(arena.entries, *arguments, value_offset=arena.value_offset, first_page=first)
 
 
 def _take_nothing(services: Services, served: Served) -> None:
     """Launches what takes and puts rows of hidden states between layers."""
     arena, kernels, runner = services.arena, served.kernels, services.runner
     device = arena.storage.device
-    number = torch.zeros(1, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     hidden = torch.zeros(1, runner.model_config.hidden_size, dtype=runner.dtype, device=device)
-    kernels.take_rows([hidden, hidden, number, number, number], number)
+    kernels.take_rows([hidden, hidden, zero, zero, zero], zero)
     wide = [hidden.clone(), hidden.clone()]
-    kernels.put_rows(wide, number, kernels.take_rows([hidden, hidden], number))
+    kernels.put_rows(wide, zero, kernels.take_rows([hidden, hidden], zero))

@@ -103,24 +103,26 @@ class Arena:
 
     def _at_slots(self, layers: slice, slots: torch.Tensor) -> tuple[Slots, Slots]:
         k, v = self.storage[layers].unbind(1)
-        of_k = of_v = None
+        key_scale = value_scale = None
         if self.scales is not None:
-            of_k, of_v = (own.flatten() for own in self.scales[layers].unbind(1))
-        return Slots(k, slots, of_k), Slots(v, slots, of_v)
+            key_scale, value_scale = (scale.flatten() for scale in self.scales[layers].unbind(1))
+        return Slots(k, slots, key_scale), Slots(v, slots, value_scale)
 
     def at_ids(self, ids: torch.Tensor) -> tuple[Entries, Entries]:
         """Keys and values at int64 [B * L * G, M] entries, the lists of B requests."""
-        of_k = of_v = None
+        key_scale = value_scale = None
         if self.scales is not None:
             lists = len(ids) // (self.layers * self.kv_heads)
-            of_k, of_v = self.scales.transpose(0, 1).flatten(1).repeat(1, lists)
-        return Entries(self.entries, ids, of_k), Entries(self.values, ids, of_v)
+            key_scale, value_scale = self.scales.transpose(0, 1).flatten(1).repeat(1, lists)
+        return Entries(self.entries, ids, key_scale), Entries(self.values, ids, value_scale)
 
     def unscaled(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values [G, n, D] of a layer divided by its scales, not yet rounded."""
         if self.scales is None:
             return [k, v]
-        return [x / by[:, None, None] for x, by in zip((k, v), self.scales[layer], strict=True)]
+        return [
+            x / scale[:, None, None] for x, scale in zip((k, v), self.scales[layer], strict=True)
+        ]
 
     def key_base(self, layer: int) -> int:
         """First key entry of a layer."""

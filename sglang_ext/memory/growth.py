@@ -28,7 +28,7 @@ class Growth:
     ) -> None:
         self._bound, self._kept, self._arena = bound, kept, arena
         # The tail until the next fold, and partly used pages, of the tail and of private slots.
-        self._between = bound.fold_interval + 2 * page_size + arena.kv_heads
+        self._slack = bound.fold_interval + 2 * page_size + arena.kv_heads
         self._steady = is_steady(bound)
         self.most = lru_cache(maxsize=4096)(self._most)
 
@@ -44,7 +44,7 @@ class Growth:
         if not self._steady:
             return None
         slots = (self._most_of(layers, prompt, output) for layers in self._arena.spans)
-        return max(slots) + self._between
+        return max(slots) + self._slack
 
     def _most_of(self, layers: range, prompt: int, output: int) -> int:
         """Most slots that the lists of one stage's layers take."""

@@ -67,8 +67,8 @@ class Lists:
         sizes = self._sizes(layer)
         start = sum(sizes[: request * groups])
         end = start + sum(sizes[request * groups : (request + 1) * groups])
-        own = indptr[request * groups : (request + 1) * groups + 1]
-        return own - start, indices[start:end]
+        request_indptr = indptr[request * groups : (request + 1) * groups + 1]
+        return request_indptr - start, indices[start:end]
 
     def _sizes(self, layer: int) -> tuple[int, ...]:
         """[B * G] lengths of the lists, known to the host."""
@@ -84,39 +84,39 @@ class Lists:
 
     def _lists(self, layer: int) -> _OfLayer:
         """Join private pages and tails; values apart only if a request has the layer in a pair."""
-        held = [self._listed(private, layer) for private in self._requests]
+        lists = [self._listed(private, layer) for private in self._requests]
         tail = self._tail + self._arena.key_base(layer)
 
         def joined(parts: Iterable[Sequence[torch.Tensor]], tail: torch.Tensor) -> torch.Tensor:
             heads = itertools.chain.from_iterable(parts)
-            both = zip(heads, tail.split(self._tails), strict=True)
-            return torch.cat(list(itertools.chain.from_iterable(both)))
+            pairs = zip(heads, tail.split(self._tails), strict=True)
+            return torch.cat(list(itertools.chain.from_iterable(pairs)))
 
-        indptr, keys = self._starts(self._sizes(layer)), joined((x.keys for x in held), tail)
-        if all(each.key_scale is None for each in held):
+        indptr, keys = self._starts(self._sizes(layer)), joined((x.keys for x in lists), tail)
+        if all(x.key_scale is None for x in lists):
             return indptr, keys, UNPAIRED
         ones = torch.ones(tail.shape, device=tail.device)
-        key_scale = joined((x.key_scale or _ones(x.keys) for x in held), ones)
-        value_scale = joined((x.value_scale or _ones(x.values) for x in held), ones)
+        key_scale = joined((x.key_scale or _ones(x.keys) for x in lists), ones)
+        value_scale = joined((x.value_scale or _ones(x.values) for x in lists), ones)
         return (
             indptr,
             keys,
-            PairReading(joined((x.values for x in held), tail), key_scale, value_scale),
+            PairReading(joined((x.values for x in lists), tail), key_scale, value_scale),
         )
 
     def _listed(self, private: Private, layer: int) -> Listed:
         """Entries that one request has in private pages at a layer."""
-        known = private.layout.listed
-        if layer in known:
-            return known[layer]
-        made = _list(self._arena, private, layer)
+        by_layer = private.layout.listed
+        if layer in by_layer:
+            return by_layer[layer]
+        listed = _list(self._arena, private, layer)
         if self._remember:
-            known[layer] = made
-        return made
+            by_layer[layer] = listed
+        return listed
 
 
 def _list(arena: Arena, private: Private, layer: int) -> Listed:
-    page, layout, held = arena.kv_heads, private.layout, private.entries(layer)
+    page, layout, sizes = arena.kv_heads, private.layout, private.entries(layer)
     pages, first = arena.pages(private.slots), layout.first_page[layer].to(torch.int64)
     which = None if private.shared is None else private.shared.at(layer)
     if private.shared is not None and which is not None:
@@ -127,11 +127,11 @@ def _list(arena: Arena, private: Private, layer: int) -> Listed:
         (keys, values), (key_scale, value_scale) = private.shared.listed(which, arena, entry_at)
         return Listed(keys.unbind(), values.unbind(), key_scale.unbind(), value_scale.unbind())
     counts = layout.counts[layer].to(torch.int64)
-    head = torch.repeat_interleave(counts, output_size=sum(held))
+    head = torch.repeat_interleave(counts, output_size=sum(sizes))
     place = torch.arange(head.numel(), device=head.device) - (counts.cumsum(0) - counts)[head]
-    entries = (pages[first[head] + place // page] * page + place % page).split(held)
+    entries = (pages[first[head] + place // page] * page + place % page).split(sizes)
     return Listed(entries, entries)
 
 
 def _ones(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.ones(each.shape, device=each.device) for each in like]
+    return [torch.ones(tensor.shape, device=tensor.device) for tensor in like]

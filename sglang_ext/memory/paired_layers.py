@@ -60,5 +60,5 @@ class PairedLayers:
         rows = layer_pairs.code_rows(tokens, numbers.shape[1])
         codes_at = entry_at(torch.arange(which * rows, (which + 1) * rows, device=device))
         codes = numbers[codes_at + offsets].flatten(2)[:, :, :tokens]
-        place, by = layer_pairs.decode(codes, torch.arange(tokens, device=device))
-        return entry_at(2 * rows + place), by
+        place, scale = layer_pairs.decode(codes, torch.arange(tokens, device=device))
+        return entry_at(2 * rows + place), scale

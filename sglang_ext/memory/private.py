@@ -122,6 +122,6 @@ class Private:
 
     def entries(self, layer: int) -> list[int]:
         """[g] entries that each KV head reads in private pages at a layer, known to the host."""
-        here = self.layout.laid_out_here[layer]
+        counts = self.layout.laid_out_here[layer]
         # Two layers of a pair read one list, each as many entries as the prompt has tokens.
-        return here if self.shared is None else [self.tail_start] * len(here)
+        return counts if self.shared is None else [self.tail_start] * len(counts)

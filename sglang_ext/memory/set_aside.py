@@ -53,10 +53,10 @@ class SetAside:
         self._ended.clear()
         self.slots = torch.empty(0, dtype=torch.int64)  # int64 [S] that are not lent
         if self.total:
-            taken = self._allocator.alloc(self.total)
-            if taken is None:
+            slots = self._allocator.alloc(self.total)
+            if slots is None:
                 raise RuntimeError(f"{self.total} slots cannot be set aside in an empty pool")
-            self.slots = taken.to(torch.int64)
+            self.slots = slots.to(torch.int64)
 
     @property
     def lent(self) -> int:
@@ -88,14 +88,14 @@ class SetAside:
             return False
         # SGLang wants a page more for each request.
         needed = whole_pages(self._allocator, tokens) + self._allocator.page_size
-        most = min(needed, self.slots.numel())
-        ample = self._allocator.available_size() - AMPLE * self._allocator.size
-        if needed - most > max(ample, 0):
+        lent = min(needed, self.slots.numel())
+        spare = self._allocator.available_size() - AMPLE * self._allocator.size
+        if needed - lent > max(spare, 0):
             return False
-        if most:
-            self._allocator.free_segment(self.slots[:most], start_pos=0)
-            self.slots = self.slots[most:].clone()
-        self._lent[rid], self._used[rid] = most, used
+        if lent:
+            self._allocator.free_segment(self.slots[:lent], start_pos=0)
+            self.slots = self.slots[lent:].clone()
+        self._lent[rid], self._used[rid] = lent, used
         return True
 
     def ended(self, rid: str) -> None:
@@ -114,9 +114,9 @@ class SetAside:
             lent = self._lent[rid]
             if lent > self._allocator.available_size():
                 evict(lent)
-            taken = self._allocator.alloc(lent) if lent else self.slots[:0]
-            if taken is None:
+            slots = self._allocator.alloc(lent) if lent else self.slots[:0]
+            if slots is None:
                 continue  # until more are free
-            self.slots = torch.cat([self.slots, taken.to(torch.int64)])
+            self.slots = torch.cat([self.slots, slots.to(torch.int64)])
             self._ended.remove(rid)
             del self._lent[rid], self._used[rid]

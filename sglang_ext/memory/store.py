@@ -95,11 +95,11 @@ class Store:
         if row in self.by_row:
             raise RuntimeError(f"row {row} already holds private slots")
         slots = self.whole_pages(slots)
-        none = torch.empty(0, dtype=torch.int32, device=self.arena.storage.device)
-        taken = self._take([slots], evict, [none])
-        if taken is None:
+        no_slots = torch.empty(0, dtype=torch.int32, device=self.arena.storage.device)
+        private_slots = self._take([slots], evict, [no_slots])
+        if private_slots is None:
             return None
-        private = Private(row, policy, taken, tail_start)
+        private = Private(row, policy, private_slots, tail_start)
         self.by_row[row] = private
         self._count(policy, slots)
         return private
@@ -125,26 +125,26 @@ class Store:
         private.borrowed = 0
 
     def _take(
-        self, more: Sequence[int], evict: Callable[[int], object], earlier: Sequence[torch.Tensor]
+        self, missing: Sequence[int], evict: Callable[[int], object], held: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """int32 slots of each: its earlier ones, then new ones; None if too few are left."""
+        """int32 slots of each request: those held, then new ones; None if too few are left."""
         with self._streams.scheduling():
-            evict(sum(more))
-            taken = self.allocator.alloc(sum(more))
-            if taken is None:
+            evict(sum(missing))
+            new_slots = self.allocator.alloc(sum(missing))
+            if new_slots is None:
                 return None
             try:
-                return self._streams.shared(_joined(earlier, taken, more))
+                return self._streams.shared(_joined(held, new_slots, missing))
             except Exception:  # such as no memory of the device for the copy
-                self.allocator.free_segment(taken, start_pos=0)
+                self.allocator.free_segment(new_slots, start_pos=0)
                 raise
 
     def _give_back(self, private: Private, keep: int = 0) -> None:
         """Give back all slots of a request but the first `keep`."""
-        own = max(keep, private.borrowed)  # what is borrowed is given back with the row
+        start = max(keep, private.borrowed)  # what is borrowed is given back with the row
         with self._streams.scheduling():
             kept = self._streams.shared(private.slots[:keep].clone())
-            surplus = private.slots[own:].to(torch.int64)
+            surplus = private.slots[start:].to(torch.int64)
             # Whole pages: `free` would look for equal ones by `unique`, for which the host waits.
             self.allocator.free_segment(surplus, start_pos=0)
         private.slots, private.borrowed = kept, min(keep, private.borrowed)
@@ -162,8 +162,10 @@ class Store:
     def _slots_for(self, counts: np.ndarray) -> int:
         pages = self._of_ranks(counts).sum(axis=2)
         spans = self.arena.spans
-        most = max(-(-int(pages[x.start : x.stop].sum(0).max()) // len(x)) for x in spans)
-        return self.whole_pages(most)
+        slots = max(
+            -(-int(pages[span.start : span.stop].sum(0).max()) // len(span)) for span in spans
+        )
+        return self.whole_pages(slots)
 
     def _of_ranks(self, counts: np.ndarray) -> np.ndarray:
         """int64 [L, R, g] pages that [L, G] entries take, by rank."""
@@ -176,12 +178,12 @@ class Store:
             int64 [l, R] for each stage: of its layers, by rank.
         """
         pages = self._of_ranks(counts).sum(axis=2)
-        return [pages[each.start : each.stop].cumsum(axis=0) for each in self.arena.spans]
+        return [pages[span.start : span.stop].cumsum(axis=0) for span in self.arena.spans]
 
     def here(self, counts: torch.Tensor) -> torch.Tensor:
         """[l, g] entries of the lists that are here, of [L, G]."""
-        own = self.arena.own
-        return self._heads.part(counts[own.start : own.stop], 1)
+        span = self.arena.own
+        return self._heads.part(counts[span.start : span.stop], 1)
 
     def _pages(self, counts: np.ndarray) -> np.ndarray:
         """Pages that entries take, list by list."""
@@ -223,18 +225,18 @@ class Store:
             int32 slots of all, one request's after the other's; None if too few are left.
         """
         pairs = zip(requests, slots, strict=True)
-        more = [max(number - each.slots.numel(), 0) for each, number in pairs]
-        earlier = [each.slots for each in requests]
-        if not any(more):
-            return torch.cat(earlier)
-        whole = self._take(more, evict, earlier)
-        if whole is None:
+        missing = [max(number - private.slots.numel(), 0) for private, number in pairs]
+        held = [private.slots for private in requests]
+        if not any(missing):
+            return torch.cat(held)
+        all_slots = self._take(missing, evict, held)
+        if all_slots is None:
             return None
-        sizes = [own.numel() + number for own, number in zip(earlier, more, strict=True)]
-        for each, own, number in zip(requests, whole.split(sizes), more, strict=True):
-            each.slots = own
-            self._count(each.policy, number)
-        return whole
+        sizes = [part.numel() + number for part, number in zip(held, missing, strict=True)]
+        for private, part, number in zip(requests, all_slots.split(sizes), missing, strict=True):
+            private.slots = part
+            self._count(private.policy, number)
+        return all_slots
 
     def fill(self, private: Private, counts: torch.Tensor) -> None:
         """Lay out the pages for what was kept and give back the slots that are not needed.
@@ -259,29 +261,33 @@ class Store:
             Tables whose row i says where the lists of the i-th request lie.
         """
         device, page = self.arena.storage.device, self.arena.kv_heads
-        here = [self.here(each) for each in counts]
-        firsts = [_before(self._pages(own.numpy())) for own in here]
-        starts = itertools.accumulate((each.slots.numel() for each in requests[:-1]), initial=0)
-        lists = np.stack([np.stack([own.numpy() for own in here]), np.stack(firsts)])
-        rows = np.array([[each.tail_start for each in requests], list(starts)])
-        sent = to_device(np.concatenate([lists, rows], None).tolist(), torch.int32, device)
-        of_lists, of_rows = sent.split([lists.size, rows.size])
-        of_all, firsts_of_all = of_lists.view(lists.shape).unbind(0)
-        tails, slots_start = of_rows.view(rows.shape).unbind(0)
-        for each, whole, own, first, counts_of_it, firsts_of_it in zip(
-            requests, counts, here, firsts, of_all, firsts_of_all, strict=True
+        counts_here = [self.here(model_counts) for model_counts in counts]
+        first_pages = [_before(self._pages(here.numpy())) for here in counts_here]
+        starts = itertools.accumulate(
+            (private.slots.numel() for private in requests[:-1]), initial=0
+        )
+        lists = np.stack([np.stack([here.numpy() for here in counts_here]), np.stack(first_pages)])
+        rows = np.array([[private.tail_start for private in requests], list(starts)])
+        numbers = to_device(np.concatenate([lists, rows], None).tolist(), torch.int32, device)
+        list_numbers, row_numbers = numbers.split([lists.size, rows.size])
+        all_counts, all_first_pages = list_numbers.view(lists.shape).unbind(0)
+        tails, slots_start = row_numbers.view(rows.shape).unbind(0)
+        for private, model_counts, here, host_first_page, device_counts, device_first_page in zip(
+            requests, counts, counts_here, first_pages, all_counts, all_first_pages, strict=True
         ):
-            each.layout = Layout(
-                counts=counts_of_it,
-                first_page=firsts_of_it,
-                laid_out=whole.tolist(),
-                laid_out_here=own.tolist(),
-                room=-(-whole.numpy() // page) * page,
-                layer_starts=first[:, 0].tolist(),
+            private.layout = Layout(
+                counts=device_counts,
+                first_page=device_first_page,
+                laid_out=model_counts.tolist(),
+                laid_out_here=here.tolist(),
+                room=-(-model_counts.numpy() // page) * page,
+                layer_starts=host_first_page[:, 0].tolist(),
             )
             if self._tables is not None:
-                self._tables.note(each)
-        return Tables(of_all, firsts_of_all, tails, slots_start, slots, paired=of_all[:0, :, 0])
+                self._tables.note(private)
+        return Tables(
+            all_counts, all_first_pages, tails, slots_start, slots, paired=all_counts[:0, :, 0]
+        )
 
     def lay_out(self, counts: torch.Tensor) -> torch.Tensor:
         """Where the lists of a request that are here begin, if they follow each other.
@@ -303,9 +309,9 @@ class Store:
             counts: int64 [L, G] entries that they hold, on the host.
             written: int32 [l, g] of `counts`, the lists that are here, on the device.
         """
-        here = self.here(counts).tolist()
+        laid_out_here = self.here(counts).tolist()
         private.layout = replace(
-            private.layout, laid_out=counts.tolist(), laid_out_here=here, counts=written
+            private.layout, laid_out=counts.tolist(), laid_out_here=laid_out_here, counts=written
         )
         if self._tables is not None:
             self._tables.note(private)
@@ -397,9 +403,9 @@ class Store:
         unique, times = held.unique(return_counts=True)
         if (times > 1).any():
             raise RuntimeError(f"slots held twice: {unique[times > 1][:8].tolist()}")
-        both = unique[torch.isin(unique, free)]
-        if both.numel():
-            raise RuntimeError(f"slots both private and free: {both[:8].tolist()}")
+        overlap = unique[torch.isin(unique, free)]
+        if overlap.numel():
+            raise RuntimeError(f"slots both private and free: {overlap[:8].tolist()}")
         for private in self.by_row.values():
             self._check_pages(private)
         if self._tables is not None:
@@ -423,17 +429,17 @@ class Store:
 
 
 def _joined(
-    earlier: Sequence[torch.Tensor], taken: torch.Tensor, more: Sequence[int]
+    held: Sequence[torch.Tensor], new_slots: torch.Tensor, missing: Sequence[int]
 ) -> torch.Tensor:
     """int32 slots of each request, its earlier ones first.
 
     A copy: what the allocator hands out is a view of its whole free list, and keeps that alive.
     """
-    parts = zip(earlier, taken.to(torch.int32).split(list(more)), strict=True)
+    parts = zip(held, new_slots.to(torch.int32).split(list(missing)), strict=True)
     return torch.cat(list(itertools.chain.from_iterable(parts)))
 
 
 def _before(pages: np.ndarray) -> np.ndarray:
     """Number of pages that the lists before each one take."""
-    before: np.ndarray = pages.cumsum().reshape(pages.shape) - pages
-    return before
+    first_pages: np.ndarray = pages.cumsum().reshape(pages.shape) - pages
+    return first_pages

@@ -100,32 +100,32 @@ class DeviceTables:
         """Write what has changed, on the current stream, without waiting for the device."""
         changed, self._changed = self._changed, {}
         moved, self._moved = self._moved, {}
-        tails = [each for row, each in moved.items() if row not in changed]
+        tails = [private for row, private in moved.items() if row not in changed]
         if tails:
             self._write_tails(self._rows(tails), tails)
-        gone = [row for row, private in changed.items() if private is None]
-        kept = [private for private in changed.values() if private is not None]
-        for row in gone:
-            for known in (self._written, self._versions, self._places):
-                known.pop(row, None)
-        for private in kept:
+        empty_rows = [row for row, private in changed.items() if private is None]
+        laid_out = [private for private in changed.values() if private is not None]
+        for row in empty_rows:
+            for by_row in (self._written, self._versions, self._places):
+                by_row.pop(row, None)
+        for private in laid_out:
             self._latest += 1
             self._versions[private.row] = self._latest
             self._written[private.row] = private
-        self._clear(gone)
-        placed = self._find_places(kept)
-        self._write_lists(kept)
+        self._clear(empty_rows)
+        placed = self._find_places(laid_out)
+        self._write_lists(laid_out)
         self._write_slots(placed)
 
-    def _clear(self, gone: Sequence[int]) -> None:
-        if gone:
-            rows = to_device(gone, torch.int64, self.tables.counts.device)
-            for numbers in (self.tables.counts, self.tables.tail_start):
-                numbers.index_fill_(0, rows, 0)
+    def _clear(self, empty_rows: Sequence[int]) -> None:
+        if empty_rows:
+            rows = to_device(empty_rows, torch.int64, self.tables.counts.device)
+            for table in (self.tables.counts, self.tables.tail_start):
+                table.index_fill_(0, rows, 0)
 
     def _write_tails(self, rows: torch.Tensor, moved: Sequence[Private]) -> None:
         tails = self.tables.tail_start
-        starts = to_device([each.tail_start for each in moved], torch.int32, tails.device)
+        starts = to_device([private.tail_start for private in moved], torch.int32, tails.device)
         tails.index_copy_(0, rows, starts)
 
     def _find_places(self, changed: Sequence[Private]) -> Sequence[Private]:
@@ -153,11 +153,15 @@ class DeviceTables:
         if not changed:
             return
         tables, rows = self.tables, self._rows(changed)
-        tables.counts.index_copy_(0, rows, torch.stack([each.counts for each in changed]))
-        tables.first_page.index_copy_(0, rows, torch.stack([each.first_page for each in changed]))
+        tables.counts.index_copy_(0, rows, torch.stack([private.counts for private in changed]))
+        tables.first_page.index_copy_(
+            0, rows, torch.stack([private.first_page for private in changed])
+        )
         if tables.paired.numel():
-            none = torch.zeros_like(tables.paired[0])
-            paired = [none if x.shared is None else x.shared.paired for x in changed]
+            unpaired = torch.zeros_like(tables.paired[0])
+            paired = [
+                unpaired if private.shared is None else private.shared.paired for private in changed
+            ]
             tables.paired.index_copy_(0, rows, torch.stack(paired))
         self._write_tails(rows, changed)
 
@@ -165,21 +169,23 @@ class DeviceTables:
         if not placed:
             return
         tables, device = self.tables, self.tables.slots.device
-        starts = [self._places[each.row].start for each in placed]
-        sizes = [each.slots.numel() for each in placed]
+        starts = [self._places[private.row].start for private in placed]
+        sizes = [private.slots.numel() for private in placed]
         tables.slots_start.index_copy_(
             0, self._rows(placed), to_device(starts, torch.int32, device)
         )
-        slots = torch.cat([self._streams.shared(each.slots) for each in placed])
-        before = itertools.accumulate(sizes[:-1], initial=0)
-        further = [start - each for start, each in zip(starts, before, strict=True)]
-        shifts, repeats = to_device([further, sizes], torch.int64, device).unbind(0)
+        slots = torch.cat([self._streams.shared(private.slots) for private in placed])
+        firsts = itertools.accumulate(sizes[:-1], initial=0)
+        distances = [start - first for start, first in zip(starts, firsts, strict=True)]
+        shifts, repeats = to_device([distances, sizes], torch.int64, device).unbind(0)
         places = torch.arange(len(slots), device=device)
         places += shifts.repeat_interleave(repeats, output_size=len(slots))
         tables.slots.index_copy_(0, places, slots)
 
     def _rows(self, requests: Sequence[Private]) -> torch.Tensor:
-        return to_device([each.row for each in requests], torch.int64, self.tables.slots.device)
+        return to_device(
+            [private.row for private in requests], torch.int64, self.tables.slots.device
+        )
 
     def check(self, held: Iterable[Private]) -> None:
         """Raise unless the tables are what requests hold; changes not yet written are left out.
@@ -207,8 +213,8 @@ class DeviceTables:
             )
             if not same:
                 raise RuntimeError(f"row {row}: the device tables are not what it holds")
-        others = [row for row in range(tables.tail_start.shape[0]) if row not in rows]
-        if tables.counts[others].any() or tables.tail_start[others].any():
+        other_rows = [row for row in range(tables.tail_start.shape[0]) if row not in rows]
+        if tables.counts[other_rows].any() or tables.tail_start[other_rows].any():
             raise RuntimeError("the device tables list private pages of a row that has none")
 
     def _says_pairs(self, private: Private) -> bool:

@@ -29,9 +29,9 @@ def free_tails(tree: Any, tails: Sequence[Tail]) -> None:
     """
     table: torch.Tensor = tree.req_to_token_pool.req_to_token
     rows, first, end = np.array(tails, np.int64).reshape(-1, 3).T
-    numbers = end - first
-    before = numbers.cumsum() - numbers
-    places = np.repeat(rows * table.shape[1] + first - before, numbers) + np.arange(numbers.sum())
+    counts = end - first
+    offsets = counts.cumsum() - counts
+    places = np.repeat(rows * table.shape[1] + first - offsets, counts) + np.arange(counts.sum())
     if not len(places):
         return
     slots, index = table.view(-1), to_device(places.tolist(), torch.int64, table.device)

@@ -43,9 +43,9 @@ def described(kept: torch.Tensor, positions: torch.Tensor | None, prompt: int) -
         `shape` [L, G, N], and `bits`: base64 of the bits, each list's padded to whole bytes.
     """
     if positions is not None:
-        whole = kept.new_zeros((*kept.shape[:2], prompt))
-        whole[:, :, positions] = kept
-        kept = whole
+        prompt_kept = kept.new_zeros((*kept.shape[:2], prompt))
+        prompt_kept[:, :, positions] = kept
+        kept = prompt_kept
     return _packed(kept.cpu().numpy())
 
 

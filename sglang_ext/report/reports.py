@@ -31,8 +31,8 @@ class Reports:
         # Sizes of the whole model, so that every rank and stage reports the same, each list once.
         self._kv_heads = ranks.heads.total(arena.kv_heads)
         self._layers = arena.model_layers
-        of_layer = arena.slot_bytes // (arena.layers * arena.kv_heads) * self._kv_heads
-        self.token_bytes = of_layer * self._layers
+        layer_bytes = arena.slot_bytes // (arena.layers * arena.kv_heads) * self._kv_heads
+        self.token_bytes = layer_bytes * self._layers
 
     def queued(self, req: Any, *, shows_kept: bool) -> None:
         """Note, when a request arrives, whether it asks which positions are kept."""
@@ -66,8 +66,8 @@ class Reports:
             # One stage may need as many slots as the prompt has tokens; then all keep those.
             drops = entries < self._layers * self._kv_heads * state.prompt
             saves_nothing = shares or (state.served.in_stages and drops)
-            nothing = Reason.NOTHING_SAVED if saves_nothing else Reason.NOTHING_DROPPED
-            state.uncompressed = state.uncompressed or nothing
+            reason = Reason.NOTHING_SAVED if saves_nothing else Reason.NOTHING_DROPPED
+            state.uncompressed = state.uncompressed or reason
             if not finite:
                 state.uncompressed = Reason.NOT_FINITE
             return
@@ -86,15 +86,15 @@ class Reports:
 
     def _of_compressed(self, state: RequestState, private: Private, entries: int) -> dict[str, Any]:
         name = state.served.name
-        after = private.slots.numel()
+        slots = private.slots.numel()
         facts: dict[str, Any] = {
             "policy": name,
             "prompt_tokens": state.prompt,
             "entries_before": self._layers * self._kv_heads * state.prompt,
             "entries_kept": entries,
             "kv_bytes_before": self.token_bytes * state.prompt,
-            "kv_bytes_after": self.token_bytes * after,
-            "slots_freed": state.prompt - after,
+            "kv_bytes_after": self.token_bytes * slots,
+            "slots_freed": state.prompt - slots,
             "compression_seconds": round(state.reported.seconds, 6),
         }
         if state.propagates:
@@ -140,8 +140,11 @@ class Reports:
         """Note a fold of a request: `dropped` entries have left, in `seconds`."""
         state.reported.folded += 1
         state.reported.dropped += dropped
-        now = {"folds": state.reported.folded, "entries_dropped_in_decode": state.reported.dropped}
-        self._report_again(req, state, now)
+        facts = {
+            "folds": state.reported.folded,
+            "entries_dropped_in_decode": state.reported.dropped,
+        }
+        self._report_again(req, state, facts)
         self._metrics.folded(state.served.name, dropped, seconds)
 
     def skipped_fold(self, req: Any, state: RequestState, step: int) -> None:
@@ -160,8 +163,8 @@ class Reports:
         self._send(req, facts)
         if state.served.set:
             facts["set"] = state.served.set
-        shown = {name: value for name, value in facts.items() if name != "kept"}
-        logger.debug("Prompt ended. rid=%s, %s", req.rid, shown)
+        logged_facts = {name: value for name, value in facts.items() if name != "kept"}
+        logger.debug("Prompt ended. rid=%s, %s", req.rid, logged_facts)
 
     @staticmethod
     def _send(req: Any, facts: dict[str, Any]) -> None:
@@ -176,6 +179,8 @@ class Reports:
             # The last element has been sent; the next token's has not.
             values += [None] * (len(req.output_ids) - len(values))
             # What is kept of the prompt has been sent, and the tokenizer remembers it.
-            values.append({name: x for name, x in state.reported.facts.items() if name != "kept"})
+            values.append(
+                {name: value for name, value in state.reported.facts.items() if name != "kept"}
+            )
             state.reported.facts = values[-1]
         state.reported.facts.update(changes)

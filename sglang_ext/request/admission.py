@@ -23,8 +23,8 @@ def must_wait(adder: Any, req: Any, state: RequestState, most: int) -> bool:
     Args:
         adder: SGLang's prefill adder; the tokens left in its pass may be raised.
     """
-    states = (state_of(each) for each in adder.can_run_list)
-    if sum(each is not None and each.propagates for each in states) >= most:
+    states = (state_of(request) for request in adder.can_run_list)
+    if sum(admitted is not None and admitted.propagates for admitted in states) >= most:
         return True
     plan = state.plan
     if plan is None or plan.layer is not None or adder.rem_chunk_tokens is None:
@@ -44,21 +44,21 @@ def reserve(store: Store, adder: Any, req: Any, state: RequestState, extend: int
     page = adder.per_req_token_overhead
     if req.kv.holds_kv:
         return _reserve_chunk(adder, req, state, 0 if state.in_place else slots, extend)
-    ahead: int = req.sampling_params.max_new_tokens
+    max_output: int = req.sampling_params.max_new_tokens
     prefix: int = req.prefix_len
-    output = min(max(ahead - len(req.output_ids), 0), compat.longest_estimated_output())
+    output = min(max(max_output - len(req.output_ids), 0), compat.longest_estimated_output())
     tokens = len(req.full_untruncated_fill_ids)  # with the output of a retracted request
     if not tokens:  # SGLang asks, before it looks at the request, whether to preempt others for it
         return 0
-    most = state.served.growth.most(state.prompt, ahead) if state.folds else None
-    grows = tokens - state.prompt + output
-    grows = grows if most is None else min(grows, max(most - slots, 0))
+    most_slots = state.served.growth.most(state.prompt, max_output) if state.folds else None
+    growth = tokens - state.prompt + output
+    growth = growth if most_slots is None else min(growth, max(most_slots - slots, 0))
     if not slots:  # its prompt stays until its first fold at least
-        return grows - (tokens - state.prompt + output)
+        return growth - (tokens - state.prompt + output)
     # What the prompt has in the radix cache is not its own.
-    own = max(state.prompt - prefix, 0)
-    may_move = state.may_move(store.arena.slot_bytes) and slots + page <= own
-    peak = _peak_slots(slots, state.prompt, grows, in_place=may_move)
+    uncached = max(state.prompt - prefix, 0)
+    may_move = state.may_move(store.arena.slot_bytes) and slots + page <= uncached
+    peak = _peak_slots(slots, state.prompt, growth, in_place=may_move)
     if peak + 2 * page >= store.dense_capacity:
         # It would wait for ever: even an empty pool has no room for prompt and copy.
         state.uncompressed = Reason.NO_SLOTS
@@ -70,13 +70,13 @@ def reserve(store: Store, adder: Any, req: Any, state: RequestState, extend: int
     # The copy takes the prompt's place: the request holds both when its prefill ends, and the copy
     # with its output later. Where both have no room, the prompt is compacted within its slots.
     for in_place in (False, True) if may_move else (False,):
-        state.in_place, needs = in_place, _peak_slots(slots, own, grows, in_place=in_place)
+        state.in_place, needs = in_place, _peak_slots(slots, uncached, growth, in_place=in_place)
         if needs + page < _room(adder) - _pinned(adder, req):
             break
-        at_prefill_end = _slots_at_prefill_end(slots, own, in_place=in_place)
-        everything = _borrowed_reserve(adder, req, at_prefill_end + page, slots + grows + page)
-        if everything is not None:
-            needs = everything - page
+        prefill_end_slots = _slots_at_prefill_end(slots, uncached, in_place=in_place)
+        reserved = _borrowed_reserve(adder, req, prefill_end_slots + page, slots + growth + page)
+        if reserved is not None:
+            needs = reserved - page
             break
     if extend is not None and prefix + extend < tokens:
         return needs - extend  # SGLang counts this chunk alone
@@ -112,8 +112,8 @@ def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
     running = 0 if adder.running_batch is None else len(adder.running_batch.reqs)
     page = adder.per_req_token_overhead
     free = int(adder.memory_budget.remaining_current) // page * page
-    wanted = min(len(req.full_untruncated_fill_ids) - req.prefix_len, adder.rem_chunk_tokens)
-    if wanted <= free:
+    needed = min(len(req.full_untruncated_fill_ids) - req.prefix_len, adder.rem_chunk_tokens)
+    if needed <= free:
         return True
     free -= adder.ceil_paged_tokens(IN_FLIGHT) * running  # they go on
     if free <= 0:
@@ -122,33 +122,34 @@ def fits_chunk(adder: Any, req: Any, *, others: bool) -> bool:
     return True
 
 
-def _borrowed_reserve(adder: Any, req: Any, now: int, later: int) -> int | None:
+def _borrowed_reserve(adder: Any, req: Any, prefill_slots: int, output_slots: int) -> int | None:
     """Slots to reserve for the only request of a pass if it can borrow from others' reserves.
 
     Slots that running requests reserve for output to come are still free, and the new request gives
     up its prompt as soon as its prefill has ended.
 
     Args:
-        now, later: slots that it holds until then, and afterwards with all of its output.
+        prefill_slots, output_slots: slots that it holds until then, and then with all its output.
 
     Returns:
         The most that SGLang still admits; None where the request does not fit even so.
     """
-    alone = all(each is req for each in adder.can_run_list)
-    if not alone or req.output_ids or asked.is_scoring(req):
+    is_alone = all(admitted is req for admitted in adder.can_run_list)
+    if not is_alone or req.output_ids or asked.is_scoring(req):
         return None
     pinned = _pinned(adder, req)
     total = int(adder.memory_budget.remaining_total) - pinned
     current = int(adder.memory_budget.remaining_current) - pinned
-    if later >= total + pinned or now >= current:  # its prefix may leave when its prefill has ended
+    # Its prefix may leave when its prefill has ended.
+    if output_slots >= total + pinned or prefill_slots >= current:
         return None
     tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
     chunk = tokens if adder.rem_chunk_tokens is None else max(adder.rem_chunk_tokens, 1)
     steps = adder.ceil_paged_tokens(IN_FLIGHT + -(-tokens // chunk))
     running = [] if adder.running_batch is None else adder.running_batch.reqs
     # What folds of running requests may take is left to them.
-    meanwhile = (compat.running_needs(adder, r) if _folds(r) else steps for r in running)
-    return total - 1 if now < current - sum(meanwhile) else None
+    needs = (compat.running_needs(adder, r) if _folds(r) else steps for r in running)
+    return total - 1 if prefill_slots < current - sum(needs) else None
 
 
 def _folds(req: Any) -> bool:
@@ -156,15 +157,15 @@ def _folds(req: Any) -> bool:
     return state is not None and state.folds
 
 
-def _peak_slots(slots: int, prompt: int, grows: int, *, in_place: bool) -> int:
+def _peak_slots(slots: int, prompt: int, growth: int, *, in_place: bool) -> int:
     """Slots that a request holds at most: when its prefill ends, or with all of its output.
 
     Args:
         slots: slots of its copy.
-        prompt, grows: slots of its prompt that are its own, and slots that its output takes.
+        prompt, growth: slots of its prompt that are its own, and slots that its output takes.
         in_place: whether the copy is made within the prompt's slots.
     """
-    return max(_slots_at_prefill_end(slots, prompt, in_place=in_place), slots + grows)
+    return max(_slots_at_prefill_end(slots, prompt, in_place=in_place), slots + growth)
 
 
 def _slots_at_prefill_end(slots: int, prompt: int, *, in_place: bool) -> int:
@@ -189,9 +190,9 @@ def _room(adder: Any) -> int:
 
 def still_needs(req: Any, state: RequestState, estimate: float) -> float:
     """Slots that a running request may still take; see `Runtime.still_needs`."""
-    most = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
-    if most is None:
+    most_slots = state.served.growth.most(state.prompt, req.sampling_params.max_new_tokens)
+    if most_slots is None:
         return estimate
-    held: int = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
-    held += 0 if state.private is None else state.private.slots.numel()
-    return min(estimate, max(most - held, 0))
+    held_slots: int = req.kv.kv_allocated_len - max(req.kv.cache_protected_len, state.prompt)
+    held_slots += 0 if state.private is None else state.private.slots.numel()
+    return min(estimate, max(most_slots - held_slots, 0))

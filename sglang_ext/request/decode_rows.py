@@ -42,7 +42,7 @@ class DecodeRows:
             device: of the queries.
         """
         self.requests = list(requests)
-        self.states = [state_of(each) for each in self.requests]
+        self.states = [state_of(request) for request in self.requests]
         self.private: dict[int, Private] = {}
         self._queries, self._device = queries, device
         self._decoding: dict[int, Decoding] = {}
@@ -72,16 +72,20 @@ class DecodeRows:
         decoding = None if state is None else state.decoding
         if state is None or decoding is None:
             return
-        memory, later, first = decoding.memory, decoding.pending.wanted, length - state.prompt
+        memory, last_steps, first_step = (
+            decoding.memory,
+            decoding.pending.wanted,
+            length - state.prompt,
+        )
         # Where entries leave later than that, the row is renewed in time to note queries.
-        step = state.next_leaving(first, LONGEST + (later or 0))
-        self._takes_all[row] = later is None and not memory.not_finite
+        step = state.next_leaving(first_step, LONGEST + (last_steps or 0))
+        self._takes_all[row] = last_steps is None and not memory.not_finite
         self._first_pending[row] = state.prompt + memory.generated + 1
         if self._takes_all[row]:
             self._noted_from[row] = length
-        elif later and step is not None and not memory.not_finite:
-            self._noted_from[row] = state.prompt + step - later + 1
-        self._leaves[row] = state.prompt + (first + LONGEST if step is None else step)
+        elif last_steps and step is not None and not memory.not_finite:
+            self._noted_from[row] = state.prompt + step - last_steps + 1
+        self._leaves[row] = state.prompt + (first_step + LONGEST if step is None else step)
         self._decoding[row] = decoding
 
     def hold(self, row: int) -> None:
@@ -122,12 +126,12 @@ class DecodeRows:
         steps, self._live = self._live, []
         if not steps:
             return
-        shared = {len(steps): steps}  # number of the last steps -> these steps
+        steps_by_number = {len(steps): steps}  # number of the last steps -> these steps
         pending = self._lengths - self._first_pending + 1
         rows = self._live_rows.tolist()
         for place, (row, number) in enumerate(zip(rows, pending[rows].tolist(), strict=True)):
             decoding, number = self._decoding.get(row), min(number, len(steps))
             if decoding is not None and number > 0:
-                if number not in shared:
-                    shared[number] = steps[-number:]
-                decoding.pending.add(shared[number], place)
+                if number not in steps_by_number:
+                    steps_by_number[number] = steps[-number:]
+                decoding.pending.add(steps_by_number[number], place)

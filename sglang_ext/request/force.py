@@ -40,8 +40,8 @@ class Forcing:
     """The prescribed tokens of one scheduler's requests, from their arrival to the sampler."""
 
     def __init__(self) -> None:
-        self._asked = False  # whether any request prescribed tokens since the start
-        self._now: Forced | None = None  # of the forward that is in the sampler
+        self._any_forced = False  # whether any request prescribed tokens since the start
+        self._current: Forced | None = None  # of the forward that is in the sampler
 
     def note(self, request: Any, asked: Mapping[str, Any]) -> None:
         """Take the tokens that a request prescribes, when it arrives.
@@ -54,11 +54,11 @@ class Forcing:
         """
         if FORCE in asked:
             setattr(request, _ATTRIBUTE, _checked(asked[FORCE], request))
-            self._asked = True
+            self._any_forced = True
 
     def prepare(self, batch: Any) -> None:
         """Before a forward: note which of its rows will be replaced."""
-        if self._asked and batch.reqs:
+        if self._any_forced and batch.reqs:
             # Without overlap scheduling the options of the last step come again.
             setattr(batch.sampling_info, _ATTRIBUTE, _of_batch(batch))
 
@@ -72,20 +72,20 @@ class Forcing:
         Returns:
             [B] ids.
         """
-        self._now = getattr(sampling, _ATTRIBUTE, None)
-        if self._now is None:
+        self._current = getattr(sampling, _ATTRIBUTE, None)
+        if self._current is None:
             return run()
         try:
             sampled = run()
-            self._now.write(sampled)
+            self._current.write(sampled)
         finally:
-            self._now = None
+            self._current = None
         return sampled
 
     def before_logprobs(self, sampled: torch.Tensor) -> None:
         """Inside of the sampler, before the logprobs of the sampled ids [B] are looked up."""
-        if self._now is not None:
-            self._now.write(sampled)
+        if self._current is not None:
+            self._current.write(sampled)
 
 
 def goes_on(request: Any) -> bool:
@@ -93,8 +93,8 @@ def goes_on(request: Any) -> bool:
     forced = getattr(request, _ATTRIBUTE, None)
     if forced is None or request.to_finish is not None:
         return False
-    most: int = request.sampling_params.max_new_tokens
-    return len(request.output_ids) <= min(len(forced), most - 1)
+    max_tokens: int = request.sampling_params.max_new_tokens
+    return len(request.output_ids) <= min(len(forced), max_tokens - 1)
 
 
 def _of_batch(batch: Any) -> Forced | None:
@@ -124,7 +124,7 @@ def _checked(tokens: Any, request: Any) -> list[int]:
                 f"0 to {last}"
             )
     sampling = request.sampling_params
-    for what, asked in (
+    for what, option in (
         ("beam search", request.beam_group is not None),
         ("`stop` strings, which are looked for in all of the output", sampling.stop_strs),
         ("`stop_regex`, which is looked for in all of the output", sampling.stop_regex_strs),
@@ -133,6 +133,6 @@ def _checked(tokens: Any, request: Any) -> list[int]:
         ("`ebnf`", sampling.ebnf),
         ("`structural_tag`", sampling.structural_tag),
     ):
-        if asked:
+        if option:
             raise ValueError(f"custom_params.{FORCE} cannot be combined with {what}")
     return tokens

@@ -62,7 +62,7 @@ class PendingSteps:
         self.parts.append(NotedSteps(steps, place))
         if self.wanted is None:
             return
-        surplus = sum(len(each.steps) for each in self.parts) - self.wanted
+        surplus = sum(len(part.steps) for part in self.parts) - self.wanted
         while surplus > 0:
             first = self.parts.pop(0)
             if len(first.steps) > surplus:

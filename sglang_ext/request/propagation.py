@@ -56,8 +56,8 @@ def _most_prefix(bound: Bound, tokens: Node, prompt: int) -> int:
         return prompt - max(Bounds(bound, prompt).size(tokens).head)
     window = max(bound.queries(prompt), 1)
     layers = range(bound.shape.layers)
-    sure = min(_last_chosen(bound, tokens, prompt, layer) for layer in layers)
-    return prompt - window if sure >= min(window, prompt) else 0
+    last_chosen = min(_last_chosen(bound, tokens, prompt, layer) for layer in layers)
+    return prompt - window if last_chosen >= min(window, prompt) else 0
 
 
 def _last_chosen(bound: Bound, node: Node, prompt: int, layer: int) -> int:
@@ -65,11 +65,11 @@ def _last_chosen(bound: Bound, node: Node, prompt: int, layer: int) -> int:
     if node.op == "all":
         return prompt
     if node.op == "or":
-        return max(_last_chosen(bound, each, prompt, layer) for each in node.args)
+        return max(_last_chosen(bound, arg, prompt, layer) for arg in node.args)
     if node.op == "fill":
         return _last_chosen(bound, node.args[1], prompt, layer)
     if node.op == "choose":
-        return min(_last_chosen(bound, each, prompt, layer) for each in node.args[::2])
+        return min(_last_chosen(bound, arg, prompt, layer) for arg in node.args[::2])
     if node.op == "top" and node.args[0].op == "position":
         needs = bound.static.needs(node.args[1])
         if needs is not None and "length" not in needs:
@@ -93,14 +93,14 @@ class LayerRows(NamedTuple):
 
     def take(self, rows: slice) -> LayerRows:
         """Some of the rows, not copied."""
-        return LayerRows(*(each[rows] for each in self))
+        return LayerRows(*(tensor[rows] for tensor in self))
 
     @staticmethod
     def cat(parts: Sequence[LayerRows]) -> LayerRows:
         """The rows of all parts, in order; those of a single part are not copied."""
         if len(parts) == 1:
             return parts[0]
-        return LayerRows(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        return LayerRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 @dataclass
@@ -126,5 +126,5 @@ class Progress:
 
     def facts(self, prompt: int) -> dict[str, int | None]:
         """What an answer reports of the propagation of a prompt of N tokens."""
-        seen = prompt if self.tokens is None else self.tokens
-        return {"selected_layer": self.layer, "propagated_tokens": seen}
+        tokens = prompt if self.tokens is None else self.tokens
+        return {"selected_layer": self.layer, "propagated_tokens": tokens}

@@ -100,10 +100,10 @@ class QueryBuffer:
         """
         place, rows = layer.layer_id - own.start, heads.shape[0]
         self._layers[place] = layer
-        held = self._of(rows)
-        if held is None or rows > held.shape[1]:
-            held = self.larger = heads.new_zeros((len(own), *heads.shape))
-        held[place, :rows].copy_(heads)
+        buffer = self._buffer_for(rows)
+        if buffer is None or rows > buffer.shape[1]:
+            buffer = self.larger = heads.new_zeros((len(own), *heads.shape))
+        buffer[place, :rows].copy_(heads)
 
     def take(self, rows: torch.Tensor, batch: int) -> torch.Tensor:
         """[F, L, H, D] copies of the queries of F rows of the forward that is over.
@@ -115,10 +115,10 @@ class QueryBuffer:
         Raises:
             RuntimeError: no queries of the forward were noted.
         """
-        held = self._of(batch)
-        if held is None:
+        buffer = self._buffer_for(batch)
+        if buffer is None:
             raise RuntimeError("no queries of this forward were noted")
-        return held.transpose(0, 1).index_select(0, rows)
+        return buffer.transpose(0, 1).index_select(0, rows)
 
     def most_steps(self, requests: int) -> int:
         """Number of steps that `requests` note before their policies are taken through them.
@@ -126,20 +126,20 @@ class QueryBuffer:
         It is what fits into `LARGEST`, but at least the steps between two folds and at most
         `LONGEST`; so with many requests more than `LARGEST` may be held.
         """
-        held = self.captured if self.larger is None else self.larger
-        if held is None or not requests:
+        buffer = self.captured if self.larger is None else self.larger
+        if buffer is None or not requests:
             return LONGEST
-        return _fitting(requests * held[:, 0].numel() * held.element_size(), self._interval)
+        return _fitting(requests * buffer[:, 0].numel() * buffer.element_size(), self._interval)
 
     def scaled(self, queries: torch.Tensor) -> torch.Tensor:
         """Queries [B, L, H, T, D] as a policy sees them."""
         factors = [compat.scale(self._layers[layer]) for layer in range(queries.shape[1])]
         if all(factor == 1.0 for factor in factors):
             return queries
-        by = to_device(factors, queries.dtype, queries.device)
-        return queries * by[:, None, None, None]
+        device_factors = to_device(factors, queries.dtype, queries.device)
+        return queries * device_factors[:, None, None, None]
 
-    def _of(self, rows: int) -> torch.Tensor | None:
+    def _buffer_for(self, rows: int) -> torch.Tensor | None:
         """The buffer for a forward of `rows` rows; None if there is none yet."""
         captured = self.captured
         return captured if captured is not None and rows <= captured.shape[1] else self.larger
@@ -151,26 +151,26 @@ def queries_of(pending: Sequence[PendingSteps], buffer: QueryBuffer) -> torch.Te
     All requests have noted T steps. Those noted in the same batches, as a rule all, are read at
     once.
     """
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for number, each in enumerate(pending):
-        alike.setdefault(tuple(id(part.steps) for part in each.parts), []).append(number)
-    groups = list(alike.values())
-    held = [_together([pending[number].parts for number in group]) for group in groups]
+    by_batch: dict[tuple[int, ...], list[int]] = {}
+    for number, steps in enumerate(pending):
+        by_batch.setdefault(tuple(id(part.steps) for part in steps.parts), []).append(number)
+    groups = list(by_batch.values())
+    group_queries = [_together([pending[number].parts for number in group]) for group in groups]
     if len(groups) == 1:
-        return buffer.scaled(held[0]).flatten(0, 2)
+        return buffer.scaled(group_queries[0]).flatten(0, 2)
     order = np.argsort(np.concatenate(groups))
-    whole = torch.cat(held)
-    whole = whole.index_select(0, to_device(order.tolist(), torch.int64, whole.device))
-    return buffer.scaled(whole).flatten(0, 2)
+    queries = torch.cat(group_queries)
+    queries = queries.index_select(0, to_device(order.tolist(), torch.int64, queries.device))
+    return buffer.scaled(queries).flatten(0, 2)
 
 
 def _together(requests: Sequence[Sequence[NotedSteps]]) -> torch.Tensor:
     """[B, L, H, T, D] queries of requests that were noted in the same batches."""
-    made = []
+    pieces = []
     for parts in zip(*requests, strict=True):
-        held = torch.stack(list(parts[0].steps), 3)
+        queries = torch.stack(list(parts[0].steps), 3)
         places = [part.place for part in parts]
-        if places != list(range(held.shape[0])):
-            held = held.index_select(0, to_device(places, torch.int64, held.device))
-        made.append(held)
-    return made[0] if len(made) == 1 else torch.cat(made, 3)
+        if places != list(range(queries.shape[0])):
+            queries = queries.index_select(0, to_device(places, torch.int64, queries.device))
+        pieces.append(queries)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3)

@@ -109,8 +109,8 @@ class Served:
         bound = self.bound
         windows = [node for node in bound.nodes() if node.operation.is_window]
         layers = range(bound.shape.layers)
-        most = [bound.window(n, prompt, layer) for n in windows if n.args for layer in layers]
-        return max([*most, bound.step_queries(prompt) - 1, 1])
+        sizes = [bound.window(n, prompt, layer) for n in windows if n.args for layer in layers]
+        return max([*sizes, bound.step_queries(prompt) - 1, 1])
 
     def _everything(self, prompt: int) -> int:
         return self.bound.shape.layers * self.bound.shape.kv_heads * prompt
@@ -167,9 +167,9 @@ class Queries:
     @classmethod
     def joined(cls, parts: Sequence[Queries]) -> Queries:
         """The queries of all parts, in order; with `lse` only if every part has it."""
-        lse = [each.lse for each in parts if each.lse is not None]
-        whole = torch.cat(lse) if len(lse) == len(parts) else None
-        return cls(torch.cat([each.heads for each in parts]), whole)
+        lse = [part.lse for part in parts if part.lse is not None]
+        joined_lse = torch.cat(lse) if len(lse) == len(parts) else None
+        return cls(torch.cat([part.heads for part in parts]), joined_lse)
 
     @property
     def number(self) -> int:
@@ -292,9 +292,9 @@ class RequestState:
     @property
     def is_whole(self) -> bool:
         """Whether all layers still hold all entries of its prompt, in ordinary slots."""
-        left = self.progress.stopped or self.progress.layer is not None
+        narrowed = self.progress.stopped or self.progress.layer is not None
         moved = self.private is not None and self.private.borrowed > 0
-        return not self.detached and not left and not moved
+        return not self.detached and not narrowed and not moved
 
     def may_move(self, slot_bytes: int) -> bool:
         """Whether its prompt may be compacted within its own slots.
@@ -305,10 +305,10 @@ class RequestState:
         bound = self.served.bound
         changes = bound.folded.prefill.merge is not None or bound.positions == "slots"
         fits = self.slots * slot_bytes <= MOST_MOVED
-        others = (
+        excluded = (
             self.served.upper_layers or self.propagates or self.resumes or self.served.in_stages
         )
-        return self.wanted and fits and not (changes or others)
+        return self.wanted and fits and not (changes or excluded)
 
     @property
     def wanted(self) -> bool:
@@ -350,7 +350,7 @@ class RequestState:
         Raises:
             RuntimeError: its policy does not go on.
         """
-        return self._present.memory
+        return self._required_decoding.memory
 
     @property
     def pending(self) -> PendingSteps:
@@ -359,7 +359,7 @@ class RequestState:
         Raises:
             RuntimeError: its policy does not go on.
         """
-        return self._present.pending
+        return self._required_decoding.pending
 
     @property
     def goes_on(self) -> bool:
@@ -372,7 +372,7 @@ class RequestState:
         return self.failure_code > 0 and self.decoding is None and self.folds
 
     @property
-    def _present(self) -> Decoding:
+    def _required_decoding(self) -> Decoding:
         if self.decoding is None:
             raise RuntimeError("the request's policy does not go on")
         return self.decoding
@@ -395,10 +395,10 @@ class RequestState:
         """The first of `most` decode steps from `step` on at which entries leave; None: none."""
         end = step + most
         while step < end:
-            found = self.served.bound.next_leaving(step, self._seen_prompt, end - step)
-            if found is None or found not in self.skipped:
-                return found
-            step = found + 1
+            leaving_step = self.served.bound.next_leaving(step, self._seen_prompt, end - step)
+            if leaving_step is None or leaving_step not in self.skipped:
+                return leaving_step
+            step = leaving_step + 1
         return None
 
     @property

@@ -59,10 +59,10 @@ class Allowed:
         allowed = self._names.get(name, ())
         for key, value in values.items():
             if key not in allowed:
-                known = f"only {listed(allowed, 'and')}" if allowed else "none"
+                settable = f"only {listed(allowed, 'and')}" if allowed else "none"
                 raise ValueError(
-                    f"custom_params.{SET} sets {named(key)}; of `{name}` requests may set {known} "
-                    "(--kv-policy-allow-set)"
+                    f"custom_params.{SET} sets {named(key)}; of `{name}` requests may set "
+                    f"{settable} (--kv-policy-allow-set)"
                 )
             if not isinstance(value, bool | int | float):
                 raise ValueError(
@@ -75,38 +75,39 @@ class Allowed:
         return policies[name]
 
     def _problem(self, policy: Policy, values: Texts) -> str | None:
-        catalog, most = self._catalog, options.max_cost()
+        catalog, max_percent = self._catalog, options.max_cost()
         try:
             bound = policy.with_settings(values).bind(catalog.model.shape)
-            if most:
+            if max_percent:
                 option = "--kv-policy-max-cost"
-                check_cost(bound, catalog.model, catalog.length, most / 100, option)
+                check_cost(bound, catalog.model, catalog.length, max_percent / 100, option)
         except (PolicyError, Refused) as error:
-            first = error.diagnostics[0].message if isinstance(error, PolicyError) else str(error)
-            return first.removeprefix(f"{policy.option}: ").splitlines()[0]
+            message = error.diagnostics[0].message if isinstance(error, PolicyError) else str(error)
+            return message.removeprefix(f"{policy.option}: ").splitlines()[0]
         return None
 
 
-def _by_policy(policies: Sequence[Policy], given: Sequence[str]) -> dict[str, list[str]]:
+def _by_policy(policies: Sequence[Policy], listed_names: Sequence[str]) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
-    known = {policy.name: policy for policy in policies}
-    for each in given:
-        policy, dot, parameter = each.rpartition(".")
+    by_name = {policy.name: policy for policy in policies}
+    for name in listed_names:
+        policy, dot, parameter = name.rpartition(".")
         if not dot:
             if len(policies) > 1:
-                example = f"{policies[0].name}.{each}"
-                raise Refused(f"--kv-policy-allow-set {each}: say of which policy, as in {example}")
+                example = f"{policies[0].name}.{name}"
+                raise Refused(f"--kv-policy-allow-set {name}: say of which policy, as in {example}")
             policy = policies[0].name
-        if policy not in known:
+        if policy not in by_name:
             raise Refused(
-                f"--kv-policy-allow-set {each}: no policy is called `{policy}`; there is "
-                f"{', '.join(known)}"
+                f"--kv-policy-allow-set {name}: no policy is called `{policy}`; there is "
+                f"{', '.join(by_name)}"
             )
-        parameters = list(known[policy].program.params)
+        parameters = list(by_name[policy].program.params)
         if parameter not in parameters:
-            there = listed(parameters, "and") if parameters else "none"
+            available = listed(parameters, "and") if parameters else "none"
             raise Refused(
-                f"--kv-policy-allow-set {each}: `{policy}` has no such parameter; there is {there}"
+                f"--kv-policy-allow-set {name}: `{policy}` has no such parameter; there is "
+                f"{available}"
             )
         names.setdefault(policy, []).append(parameter)
     return names

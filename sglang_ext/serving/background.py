@@ -26,11 +26,11 @@ class Background:
     def begin(self, make: Callable[[], Made]) -> Future[Made]:
         """Begin to make something; the future has it, or the error."""
 
-        def made() -> Made:
+        def run() -> Made:
             with side_stream(self._device):
                 return make()
 
-        return self._thread.submit(made)
+        return self._thread.submit(run)
 
 
 @contextlib.contextmanager

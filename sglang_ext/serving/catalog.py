@@ -118,9 +118,9 @@ class Catalog:
         ask: Callable[..., Awaitable[set[str]]], name: str, text: str, settings: Mapping[str, str]
     ) -> None:
         await ask(PREPARE, name=name, text=text, settings=dict(settings))
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not await ask(LOOK) <= {READY}:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise Refused(f"its kernels were not compiled within {PATIENCE:.0f} s")
             await asyncio.sleep(LOOK_EVERY)
 
@@ -157,10 +157,10 @@ async def _change(manager: Any) -> AsyncIterator[Callable[..., Awaitable[set[str
     """
     ticket = uuid4().hex
 
-    async def ask(action: str, **more: Any) -> set[str]:
-        body = {"action": action, "ticket": ticket, **more}
+    async def ask(action: str, **fields: Any) -> set[str]:
+        body = {"action": action, "ticket": ticket, **fields}
         answers = await compat.change_policies(manager, body)
-        states = {each["state"] for each in answers}
+        states = {answer["state"] for answer in answers}
         if FAILED in states and PREPARING not in states:  # else more may fail
             raise Refused(_problem(answers))
         return states
@@ -170,14 +170,16 @@ async def _change(manager: Any) -> AsyncIterator[Callable[..., Awaitable[set[str
     except Exception as error:
         try:
             await ask(UNDO)
-        except Refused as another:
-            raise Refused(f"{error}; the change was not undone: {another}") from error
+        except Refused as undo_error:
+            raise Refused(f"{error}; the change was not undone: {undo_error}") from error
         raise
 
 
 def _problem(answers: Sequence[Mapping[str, Any]]) -> str:
     """What failed by the schedulers' answers, and where, unless all failed alike."""
-    failed = {each["dp_rank"]: each["problem"] for each in answers if each["state"] == FAILED}
+    failed = {
+        answer["dp_rank"]: answer["problem"] for answer in answers if answer["state"] == FAILED
+    }
     if len(failed) == len(answers) and len(set(failed.values())) == 1:
         return str(answers[0]["problem"])
     return "; ".join(f"scheduler DP{rank}: {failed[rank]}" for rank in sorted(failed))

@@ -120,9 +120,9 @@ class Changes:
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        begun = self._begun
-        done = begun is not None and begun.done()
-        error = begun.exception() if begun is not None and done else None
+        future = self._begun
+        done = future is not None and future.done()
+        error = future.exception() if future is not None and done else None
         # A thread of each rank prepares the policy; every rank is asked at the same moment.
         preparing, failed = self._services.ranks.worst([not done, error is not None])
         if failed:
@@ -132,8 +132,8 @@ class Changes:
 
     def _prepare(self, body: Mapping[str, Any]) -> None:
         self._ticket = body["ticket"]
-        given = (body["name"], body["text"], body["settings"])
-        self._begun = self._background.begin(partial(self._build, *given))
+        arguments = (body["name"], body["text"], body["settings"])
+        self._begun = self._background.begin(partial(self._build, *arguments))
 
     def _build(self, name: str, text: str, settings: dict[str, str]) -> Served:
         """In the background: read and bind a policy and compile its kernels."""
@@ -163,9 +163,9 @@ class Changes:
         services = self._services
         rows, width = compat.slot_table(self._runner).shape
         if program.propagate is not None and not services.layers:
-            missing = SCRATCH * width * 4
+            missing_bytes = SCRATCH * width * 4
             what = f"{SCRATCH} rows of SGLang's table of slots, in which tokens leave the prefill"
-            raise _lacking(missing, what)
+            raise _lacking(missing_bytes, what)
         if program.share is not None and not services.shares:
             arena = services.arena
             sizes = (rows, arena.layers, arena.kv_heads, services.store.allocator.size)
@@ -175,8 +175,8 @@ class Changes:
             storage, shape = services.arena.storage, self._shape
             heads = shape.heads // services.ranks.size
             step = shape.layers * self._captured * heads * shape.head_dim
-            most = most_bytes(step * storage.element_size(), options.fold_interval())
-            raise _lacking(most, "queries of decode steps")
+            query_bytes = most_bytes(step * storage.element_size(), options.fold_interval())
+            raise _lacking(query_bytes, "queries of decode steps")
 
     def _commit(self, ticket: str) -> dict[str, Any]:
         state = self._state()

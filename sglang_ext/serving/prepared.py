@@ -30,7 +30,7 @@ class Prepared:
     """The variants that schedulers have made, or are making, for this process; the latest ones."""
 
     def __init__(self) -> None:
-        self._asked: OrderedDict[tuple[Policy, Texts], asyncio.Task[None]] = OrderedDict()
+        self._tasks: OrderedDict[tuple[Policy, Texts], asyncio.Task[None]] = OrderedDict()
 
     async def wait(self, manager: Any, policy: Policy, values: Mapping[str, Any]) -> None:
         """Wait until every scheduler has a policy with these values.
@@ -42,32 +42,32 @@ class Prepared:
             ValueError: a scheduler cannot make it; the message is for the client.
         """
         key = (policy, texts_of(values))
-        if key not in self._asked:
+        if key not in self._tasks:
             task = asyncio.get_running_loop().create_task(_ask(manager, policy.name, values))
-            self._asked[key] = task
+            self._tasks[key] = task
             task.add_done_callback(partial(self._ended, key))
-            while len(self._asked) > MOST_VARIANTS and next(iter(self._asked.values())).done():
-                self._asked.popitem(last=False)
-        self._asked.move_to_end(key)
+            while len(self._tasks) > MOST_VARIANTS and next(iter(self._tasks.values())).done():
+                self._tasks.popitem(last=False)
+        self._tasks.move_to_end(key)
         # A client that goes away does not end what others may wait for.
-        await asyncio.shield(self._asked[key])
+        await asyncio.shield(self._tasks[key])
 
     def _ended(self, key: tuple[Policy, Texts], task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is not None:
-            self._asked.pop(key, None)  # the next request asks again
+            self._tasks.pop(key, None)  # the next request asks again
 
 
 async def _ask(manager: Any, name: str, values: Mapping[str, Any]) -> None:
-    until = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while True:
         body = {"action": VARY, "name": name, "values": dict(values)}
         answers = await compat.change_policies(manager, body)
-        if not any(each["state"] == PREPARING for each in answers):  # else more may fail
-            for each in answers:
-                if each["state"] == FAILED:
-                    raise ValueError(each["problem"])
+        if not any(answer["state"] == PREPARING for answer in answers):  # else more may fail
+            for answer in answers:
+                if answer["state"] == FAILED:
+                    raise ValueError(answer["problem"])
             return
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise ValueError(
                 f"custom_params.{SET}: the kernels of `{name}` with these values were not compiled "
                 f"within {PATIENCE:.0f} s"

@@ -49,23 +49,23 @@ def size_pool(
     sizes = original(budget)
     options = compat.resolved(configurator.server_args)
     parts = bytes_by_part(services, configurator, options, sizes.max_total_num_tokens)
-    held = sum(parts.values())
-    given, before = options.max_total_tokens, sizes.max_total_num_tokens
-    if given is not None and before >= given // options.page_size * options.page_size:
+    plugin_bytes = sum(parts.values())
+    limit, tokens = options.max_total_tokens, sizes.max_total_num_tokens
+    if limit is not None and tokens >= limit // options.page_size * options.page_size:
         effect = "--max-total-tokens stays as given"
-    elif held >= budget:
+    elif plugin_bytes >= budget:
         raise Refused(
             f"--mem-fraction-static {options.mem_fraction_static} leaves {_mib(budget)} MiB beside "
-            f"the weights, and KV-cache policies need {_mib(held)} MiB of it; raise it, or lower "
-            "--max-running-requests."
+            f"the weights, and KV-cache policies need {_mib(plugin_bytes)} MiB of it; raise it, or "
+            "lower --max-running-requests."
         )
     else:
-        sizes = original(budget - held)
-        now = sizes.max_total_num_tokens
-        effect = f"the pool has {now} tokens, {before - now} fewer for it"
-    listed = ", ".join(f"{what} {_mib(size)}" for what, size in parts.items() if size)
+        sizes = original(budget - plugin_bytes)
+        tokens_left = sizes.max_total_num_tokens
+        effect = f"the pool has {tokens_left} tokens, {tokens - tokens_left} fewer for it"
+    listing = ", ".join(f"{what} {_mib(size)}" for what, size in parts.items() if size)
     line = "KV-cache policies take %s MiB of the device beside the KV pool (%s); %s."
-    logger.info(line, _mib(held), listed, effect)
+    logger.info(line, _mib(plugin_bytes), listing, effect)
     return sizes
 
 
@@ -87,17 +87,17 @@ def bytes_by_part(
     tables = DeviceTables.empty(
         rows, shape.layers, shape.kv_heads, tokens, "meta", pairs=services.shares
     )
-    row = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
-    parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row * 4}
+    row_length = config.context_len + 64  # SGLang's rows are a few tokens longer than the context
+    parts = {"tables": tables.bytes, "rows of propagating prompts": scratch * row_length * 4}
     captured = min(compat.captured_requests(options), requests)
-    decodes_by, device = compat.attention_backends(options)[1], torch.device(configurator.device)
-    if readers.may_read(decodes_by, device):
+    backend, device = compat.attention_backends(options)[1], torch.device(configurator.device)
+    if readers.may_read(backend, device):
         from kvpolicy.kernels.attention.private_attention_flashinfer import reserved_bytes
 
         slots, group = tokens + options.page_size, shape.heads // shape.kv_heads
-        given = (shape.layers, slots, shape.kv_heads, group, captured or requests, device)
-        parts["lists for FlashInfer"] = reserved_bytes(*given)
-    if captured and decodes_by != "torch_native":
+        arguments = (shape.layers, slots, shape.kv_heads, group, captured or requests, device)
+        parts["lists for FlashInfer"] = reserved_bytes(*arguments)
+    if captured and backend != "torch_native":
         from kvpolicy.kernels.attention.decode_attention_triton import (
             Workspace,
             workspace_elements,

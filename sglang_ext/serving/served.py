@@ -16,8 +16,8 @@ class ServedPolicies:
     """Policies by name; the first one is the default of requests that name none."""
 
     def __init__(self, served: Sequence[Served], variants: Variants, metrics: Metrics) -> None:
-        self._served = {each.name: each for each in served}
-        self._before = self._served  # what was served before the latest change
+        self._served = {policy.name: policy for policy in served}
+        self._previous = self._served  # what was served before the latest change
         self._variants, self._metrics = variants, metrics
 
     def choose(self, wanted: Mapping[str, Any]) -> Served | None:
@@ -53,15 +53,15 @@ class ServedPolicies:
         """The policies, for clients that ask the server."""
         return [
             {
-                "name": each.name,
-                "path": each.policy.path,
-                "settings": dict(each.policy.settings),
-                "default": each.name == self._default,
-                "enabled": each.standing.enabled,
-                "failures": each.standing.failures,
-                "digest": each.bound.digest[:12],
+                "name": served.name,
+                "path": served.policy.path,
+                "settings": dict(served.policy.settings),
+                "default": served.name == self._default,
+                "enabled": served.standing.enabled,
+                "failures": served.standing.failures,
+                "digest": served.bound.digest[:12],
             }
-            for each in self._served.values()
+            for served in self._served.values()
         ]
 
     def replace(self, served: Served) -> None:
@@ -70,15 +70,15 @@ class ServedPolicies:
 
     def withdraw(self, name: str) -> None:
         """Serve a policy no longer; requests that have it keep it."""
-        self._change({key: x for key, x in self._served.items() if key != name}, name)
+        self._change({key: served for key, served in self._served.items() if key != name}, name)
 
     def undo(self, name: str) -> None:
         """Serve what was served before the latest change, which was of this policy."""
-        self._change(self._before, name)
+        self._change(self._previous, name)
 
     def _change(self, served: dict[str, Served], name: str) -> None:
         self._variants.forget(name)
         self._metrics.begin(name)
         # A withdrawn policy has not failed.
         self._metrics.enabled(name, on=name not in served or served[name].standing.enabled)
-        self._before, self._served = self._served, served
+        self._previous, self._served = self._served, served

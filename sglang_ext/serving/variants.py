@@ -85,8 +85,8 @@ class Variants:
 
     def _keep(self, base: Served, values: Mapping[str, Any]) -> None:
         key = (base.name, texts_of(values))
-        begun = self._begun.pop(key, None)
-        make = partial(self._variant, base, key[1]) if begun is None else begun.result
+        future = self._begun.pop(key, None)
+        make = partial(self._variant, base, key[1]) if future is None else future.result
         variant = self._on_all_ranks(base, make)
         variant.standing = base.standing
         variant.set = dict(values)
@@ -96,21 +96,21 @@ class Variants:
 
     def _on_all_ranks(self, base: Served, make: Callable[[], Served]) -> Served:
         """The variant, if every rank can make it: otherwise one of them would serve another."""
-        made: Served | ValueError
+        outcome: Served | ValueError
         try:
-            made = make()
+            outcome = make()
         except Refused as error:
-            made = ValueError(f"custom_params.{SET}: {error}")
+            outcome = ValueError(f"custom_params.{SET}: {error}")
         except Exception:
             logger.exception("A variant of KV-cache policy %s cannot be served.", base.name)
-            made = _failed(base)
+            outcome = _failed(base)
         try:
-            self._ranks.meet(failed=isinstance(made, ValueError))
+            self._ranks.meet(failed=isinstance(outcome, ValueError))
         except FailedElsewhere:
-            made = _failed(base)
-        if isinstance(made, ValueError):
-            raise made
-        return made
+            outcome = _failed(base)
+        if isinstance(outcome, ValueError):
+            raise outcome
+        return outcome
 
     def _variant(self, base: Served, texts: Texts) -> Served:
         policy = base.policy.with_settings(texts)
@@ -118,9 +118,9 @@ class Variants:
 
     def forget(self, name: str) -> None:
         """Drop the variants of a policy that has changed or is gone."""
-        for known in (self._kept, self._begun):
-            for key in [key for key in known if key[0] == name]:
-                del known[key]
+        for by_key in (self._kept, self._begun):
+            for key in [key for key in by_key if key[0] == name]:
+                del by_key[key]
 
 
 def _failed(base: Served) -> ValueError:
