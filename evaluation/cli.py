@@ -133,10 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return cli.main(arguments, COMMANDS)
     except ModuleNotFoundError as error:
-        needed = (error.name or "").partition(".")[0]
-        if needed not in _OPTIONAL:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OPTIONAL:
             raise
-        print(f"kvpolicy: error[file]: this command needs {needed}", file=sys.stderr)
+        print(f"kvpolicy: error[file]: this command needs {package}", file=sys.stderr)
         print(" = help: pip install '.[eval]' in the checkout", file=sys.stderr)
         return 2
 

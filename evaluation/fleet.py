@@ -28,8 +28,8 @@ Facts = Mapping[str, str]
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the actions to the parser of `kvpolicy fleet`."""
-    below = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    status = below.add_parser("status", help="what replicas serve, and where it differs")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    status = actions.add_parser("status", help="what replicas serve, and where it differs")
     status.add_argument(
         "--url",
         action="append",
@@ -54,10 +54,10 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(fleet.document(), indent=1))
     else:
         print("\n".join(fleet.lines()))
-        for each in fleet.answers:
-            if each.error is not None:
-                print(each.error, file=sys.stderr)
-    if any(each.error is not None for each in fleet.answers):
+        for answer in fleet.answers:
+            if answer.error is not None:
+                print(answer.error, file=sys.stderr)
+    if any(answer.error is not None for answer in fleet.answers):
         return 2
     return int(bool(fleet.differing))
 
@@ -84,11 +84,11 @@ def look(urls: Sequence[str], key: str | None) -> Fleet:
     """
     replicas = [Replica(url, api_key=key) for url in urls]
     seen: set[str] = set()
-    for each in replicas:
-        if each.url in seen:
-            message = f"{each.url} is given twice"
+    for replica in replicas:
+        if replica.url in seen:
+            message = f"{replica.url} is given twice"
             raise refused("--url", "arguments", message, "name each replica once")
-        seen.add(each.url)
+        seen.add(replica.url)
     with ThreadPoolExecutor(min(_AT_ONCE, len(replicas))) as pool:
         return Fleet(list(pool.map(_asked, replicas)))
 
@@ -117,7 +117,7 @@ def _asked(replica: Replica) -> ReplicaFacts:
 
 def facts_of(info: Mapping[str, Any]) -> list[Facts]:
     """Facts of each scheduler of a server, from the answer of `GET /server_info`."""
-    states = sorted(info["internal_states"], key=lambda each: each.get("kv_policy_dp_rank") or 0)
+    states = sorted(info["internal_states"], key=lambda state: state.get("kv_policy_dp_rank") or 0)
     return [dict(_facts(info, state)) for state in states]
 
 
@@ -129,12 +129,12 @@ def _facts(info: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[
     if policies is None:
         yield "policies", "none: it serves without --kv-policy"
         return
-    yield "policies", ", ".join(sorted(each["name"] for each in policies)) or "none"
+    yield "policies", ", ".join(sorted(policy["name"] for policy in policies)) or "none"
     yield "policies applied", _shown(state.get("kv_policy_applied"))
     yield "inspection", _shown(state.get("kv_policy_inspection"))
-    for each in policies:
+    for policy in policies:
         for key in _OF_POLICY:
-            yield f"policy {each['name']}: {key}", _shown(each.get(key))
+            yield f"policy {policy['name']}: {key}", _shown(policy.get(key))
     experiment = state.get("kv_experiment")
     yield "experiment", "none" if experiment is None else str(experiment.get("name"))
     if experiment is not None:
@@ -146,7 +146,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={each}" for name, each in sorted(value.items())) or "defaults"
+        return ", ".join(f"{name}={item}" for name, item in sorted(value.items())) or "defaults"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return "-" if value is None else str(value)
@@ -165,30 +165,30 @@ class Fleet:
     def __init__(self, answers: Sequence[ReplicaFacts]) -> None:
         self.answers = answers
         places = [
-            (f"{each.url} DP{rank}" if len(each.schedulers) > 1 else each.url, facts)
-            for each in answers
-            for rank, facts in enumerate(each.schedulers)
+            (f"{answer.url} DP{rank}" if len(answer.schedulers) > 1 else answer.url, facts)
+            for answer in answers
+            for rank, facts in enumerate(answer.schedulers)
         ]
         names = dict.fromkeys(name for _, facts in places for name in facts)
         self.values: dict[str, dict[str, list[str]]] = {}
         for name in names:
-            found: dict[str, list[str]] = {}
+            by_value: dict[str, list[str]] = {}
             for place, facts in places:
-                found.setdefault(facts.get(name, "-"), []).append(place)
-            ordered = sorted(found.items(), key=lambda each: -len(each[1]))
+                by_value.setdefault(facts.get(name, "-"), []).append(place)
+            ordered = sorted(by_value.items(), key=lambda item: -len(item[1]))
             self.values[name] = dict(ordered)
-        self.differing = [name for name, found in self.values.items() if len(found) > 1]
+        self.differing = [name for name, by_value in self.values.items() if len(by_value) > 1]
 
     def lines(self) -> Iterator[str]:
         """Lines for a terminal; facts that differ are marked and list the places of each value."""
         yield self._headline()
         width = max(map(len, self.values), default=0)
-        for name, found in self.values.items():
-            mark = "!" if len(found) > 1 else " "
-            for place, (value, places) in enumerate(found.items()):
-                shown = f"{mark} {name if place == 0 else '':<{width}}  {value}"
-                yield shown if len(found) == 1 else f"{shown}  at {len(places)}:"
-                if len(found) > 1:
+        for name, by_value in self.values.items():
+            mark = "!" if len(by_value) > 1 else " "
+            for number, (value, places) in enumerate(by_value.items()):
+                line = f"{mark} {name if number == 0 else '':<{width}}  {value}"
+                yield line if len(by_value) == 1 else f"{line}  at {len(places)}:"
+                if len(by_value) > 1:
                     indent = " " * (width + 8)
                     yield from textwrap.wrap(
                         " ".join(places), _WIDTH, initial_indent=indent, subsequent_indent=indent,
@@ -196,25 +196,25 @@ class Fleet:
                     )  # fmt: skip
 
     def _headline(self) -> str:
-        asked = len(self.answers)
-        silent = sum(each.error is not None for each in self.answers)
-        replicas = "1 replica" if asked == 1 else f"{asked} replicas"
-        said = f"{len(self.differing)} of {len(self.values)} facts differ"
+        total = len(self.answers)
+        silent_count = sum(answer.error is not None for answer in self.answers)
+        replicas = "1 replica" if total == 1 else f"{total} replicas"
+        verdict = f"{len(self.differing)} of {len(self.values)} facts differ"
         if not self.differing:
-            said = "all serve the same" if silent < asked else "none answers"
-        return f"{replicas}: {said}" + (
-            f"; {silent} cannot be asked" if silent < asked and silent else ""
+            verdict = "all serve the same" if silent_count < total else "none answers"
+        return f"{replicas}: {verdict}" + (
+            f"; {silent_count} cannot be asked" if silent_count < total and silent_count else ""
         )
 
     def document(self) -> dict[str, Any]:
         """The answers and differences as a JSON value."""
         return {
-            "uniform": not self.differing and all(each.error is None for each in self.answers),
+            "uniform": not self.differing and all(answer.error is None for answer in self.answers),
             "differing": {name: self.values[name] for name in self.differing},
             "replicas": [
-                {"url": each.url, "schedulers": [dict(facts) for facts in each.schedulers]}
-                if each.error is None
-                else {"url": each.url, "error": each.error.diagnostics[0].message}
-                for each in self.answers
+                {"url": answer.url, "schedulers": [dict(facts) for facts in answer.schedulers]}
+                if answer.error is None
+                else {"url": answer.url, "error": answer.error.diagnostics[0].message}
+                for answer in self.answers
             ],
         }

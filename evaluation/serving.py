@@ -102,7 +102,7 @@ class Server:
         **options,
     ) -> list[dict]:
         """Greedy answers to prompts that are sent in one request; otherwise as `generate`."""
-        batch = {"input_ids": [list(each) for each in prompts]}
+        batch = {"input_ids": [list(prompt) for prompt in prompts]}
         return self._generated(batch, policy, max_new_tokens, options)
 
     def _generated(self, prompt: dict, policy: str | None, max_new_tokens: int, options: dict):
@@ -263,15 +263,15 @@ def together(
     # A server ends with the thread that started it, so the threads stay until the end.
     with ThreadPoolExecutor(len(starting)) as pool, contextlib.ExitStack() as stack:
 
-        def begun(server: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
+        def enter(manager: contextlib.AbstractContextManager[Server]) -> Server | ServerFailed:
             try:
-                made = server.__enter__()
+                server = manager.__enter__()
             except ServerFailed as error:
                 return error
-            stack.push(server.__exit__)
-            return made
+            stack.push(manager.__exit__)
+            return server
 
-        yield dict(zip(starting, pool.map(begun, starting.values()), strict=True))
+        yield dict(zip(starting, pool.map(enter, starting.values()), strict=True))
 
 
 def started(found: Server | ServerFailed) -> Server:
@@ -286,9 +286,9 @@ def started(found: Server | ServerFailed) -> Server:
 
 
 def _wait_until_ready(server: Server, timeout: float, progress: bool) -> None:
-    started = time.monotonic()
+    start_time = time.monotonic()
     while True:
-        waited = time.monotonic() - started
+        waited = time.monotonic() - start_time
         # In a file or a pipe, only the last line is written.
         if progress and sys.stderr.isatty():
             print(f"\rstarting SGLang ... {waited:3.0f} s", end="", file=sys.stderr, flush=True)

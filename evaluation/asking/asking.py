@@ -92,23 +92,23 @@ class Asking:
         self, variant: Variant, sample: Sample, turns: Sequence[int]
     ) -> tuple[Sample, Sequence[int], set[int]] | None:
         """The turns to ask of a sample, and the turns without a record; None if all have one."""
-        new = {t for t in turns if question_key(variant, sample, t) not in self.answers.keys}
-        if not new:
+        new_turns = {t for t in turns if question_key(variant, sample, t) not in self.answers.keys}
+        if not new_turns:
             return None
         # A turn that has a record is asked again if a later turn finds it in the radix cache.
-        again = sample.history == History.TREE
-        asked = [t for t in turns if t in new or (again and t < max(new))]
-        return sample, asked, new
+        asks_again = sample.history == History.TREE
+        asked_turns = [t for t in turns if t in new_turns or (asks_again and t < max(new_turns))]
+        return sample, asked_turns, new_turns
 
     def _converse(
-        self, variant: Variant, sample: Sample, turns: Sequence[int], new: set[int]
+        self, variant: Variant, sample: Sample, turns: Sequence[int], new_turns: set[int]
     ) -> None:
         copy = self.client.copies and variant.alias != FULL
         for request in requests(sample, self.tokens, copy=copy):
             if request.turn not in turns:
                 continue
             answer = self._answer(variant, sample, request)
-            if request.turn not in new:
+            if request.turn not in new_turns:
                 continue
             if answer is not None:
                 record = self._record(variant, sample, request.turn, answer)
@@ -180,11 +180,11 @@ def question_key(variant: Variant, sample: Sample, turn: int) -> tuple:
 
 def _waves(samples: Sequence[Sample]) -> Iterator[list[tuple[Sample, list[int]]]]:
     """Groups of samples with the turns to ask; the radix cache is emptied before each group."""
-    together = [s for s in samples if s.history != History.EVICTED]
-    yield [(sample, list(range(len(sample.turns)))) for sample in together]
-    alone = [s for s in samples if s.history == History.EVICTED]
-    for turn in range(max((len(sample.turns) for sample in alone), default=0)):
-        yield [(sample, [turn]) for sample in alone if turn < len(sample.turns)]
+    cached = [s for s in samples if s.history != History.EVICTED]
+    yield [(sample, list(range(len(sample.turns)))) for sample in cached]
+    evicted = [s for s in samples if s.history == History.EVICTED]
+    for turn in range(max((len(sample.turns) for sample in evicted), default=0)):
+        yield [(sample, [turn]) for sample in evicted if turn < len(sample.turns)]
 
 
 def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
@@ -195,18 +195,18 @@ def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
     queue: SimpleQueue = SimpleQueue()
     for job in jobs:
         queue.put(job)
-    broken: list[BaseException] = []
-    stopped = threading.Event()
+    errors: list[BaseException] = []
+    stop = threading.Event()
 
     def run() -> None:
-        while not stopped.is_set():
+        while not stop.is_set():
             try:
                 work(queue.get_nowait())
             except Empty:
                 return
             except BaseException as error:
-                broken.append(error)
-                stopped.set()
+                errors.append(error)
+                stop.set()
 
     threads = [threading.Thread(target=run, daemon=True) for _ in range(min(count, queue.qsize()))]
     for thread in threads:
@@ -216,7 +216,7 @@ def in_threads(jobs: Iterable, work: Callable, count: int) -> None:
             while thread.is_alive():
                 thread.join(0.2)  # signals are handled between joins
     except BaseException:
-        stopped.set()
+        stop.set()
         raise
-    if broken:
-        raise broken[0]
+    if errors:
+        raise errors[0]

@@ -64,9 +64,9 @@ def thins_some(bound: Bound, prompt: int) -> bool:
 
 
 def _keep(bound: Bound) -> Node:
-    keep, later = keep_of(bound.lowered.prefill), bound.lowered.decode
-    if keep.op == "all" and later is not None and later.keep is not None:
-        return later.keep
+    keep, decode = keep_of(bound.lowered.prefill), bound.lowered.decode
+    if keep.op == "all" and decode is not None and decode.keep is not None:
+        return decode.keep
     return keep
 
 
@@ -100,28 +100,28 @@ def solve(
     """
     best: dict[float, list[ParameterValue]] = {}
     rank: tuple = ()
-    chosen = None
+    parameter = None
     ratios = [param for param in program.params.values() if param.unit == "ratio"]
     counts = [param for param in program.params.values() if param.unit == "tokens"]
-    present = bind(program, shape, given).params
+    present_values = bind(program, shape, given).params
     for param in [*ratios, *counts]:
         if rank[:2] == (len(shares) * len(lengths), True) and param in counts:
             break
-        others = {name: value for name, value in given.items() if name != param.name}
-        search = _Search(program, shape, others, param, float(present[param.name]))
-        found = {share: values for share in shares if (values := search.values(share, lengths))}
-        reached = sum(len(value.lengths) for values in found.values() for value in values)
-        new = (reached, param.unit == "ratio", -search.distance(found))
-        if found and (not rank or new > rank):
-            best, rank, chosen = found, new, param.name
-    return chosen, best
+        other_values = {name: value for name, value in given.items() if name != param.name}
+        search = _Search(program, shape, other_values, param, float(present_values[param.name]))
+        by_share = {share: values for share in shares if (values := search.values(share, lengths))}
+        reached = sum(len(value.lengths) for values in by_share.values() for value in values)
+        new_rank = (reached, param.unit == "ratio", -search.distance(by_share))
+        if by_share and (not rank or new_rank > rank):
+            best, rank, parameter = by_share, new_rank, param.name
+    return parameter, best
 
 
 class _Search:
     """Search for values of one parameter.
 
     Args:
-        given: values of the other parameters that are set.
+        settings: values of the other parameters that are set.
         present: the parameter's present value, which the policy accepts.
     """
 
@@ -129,24 +129,24 @@ class _Search:
         self,
         program: Program,
         shape: ModelShape,
-        given: Mapping[str, str],
+        settings: Mapping[str, str],
         param: Param,
         present: float,
     ) -> None:
         self._param, self._present = param, present
-        self._everything = shape.layers * shape.kv_heads
+        self._lists = shape.layers * shape.kv_heads
         self._ratio = param.unit == "ratio"
 
         @cache
-        def at(value: str) -> Bound | None:
+        def bound_at(value: str) -> Bound | None:
             try:
-                return bind(program, shape, {**given, param.name: value})
+                return bind(program, shape, {**settings, param.name: value})
             except PolicyError:
                 return None
 
         @cache
         def entries(value: str, length: int) -> tuple[int, bool]:
-            bound = at(value)
+            bound = bound_at(value)
             return (-1, True) if bound is None else kept(bound, length)
 
         # As `kept`; (-1, True) for a value that the policy does not accept.
@@ -155,34 +155,34 @@ class _Search:
     def values(self, share: float, lengths: Sequence[int]) -> list[ParameterValue]:
         """Values that keep a share: one per length, or per group of lengths if it is a ratio."""
         if not self._ratio:
-            each = [self._value(share, [length]) for length in lengths]
-            return [value for value in each if value is not None]
-        found: list[ParameterValue] = []
-        left = sorted(lengths, reverse=True)
-        while left:
-            value = self._value(share, left)
-            taken = left[:1] if value is None else value.lengths
+            candidates = [self._value(share, [length]) for length in lengths]
+            return [value for value in candidates if value is not None]
+        values: list[ParameterValue] = []
+        remaining = sorted(lengths, reverse=True)
+        while remaining:
+            value = self._value(share, remaining)
+            covered = remaining[:1] if value is None else value.lengths
             if value is not None:
-                found.append(value)
-            left = [length for length in left if length not in taken]
-        return found
+                values.append(value)
+            remaining = [length for length in remaining if length not in covered]
+        return values
 
     def _value(self, share: float, lengths: Sequence[int]) -> ParameterValue | None:
         """The value for the first length, and for the other lengths that it suits."""
         for text in self._proposed(share, lengths[0]):
             if not self._suits(text, share, lengths[0]):
                 continue
-            suited = tuple(n for n in lengths if self._suits(text, share, n))
-            predicted = {n: self._kept(text, n)[0] / (self._everything * n) for n in suited}
-            return ParameterValue(self._param.name, text, suited, predicted)
+            suited_lengths = tuple(n for n in lengths if self._suits(text, share, n))
+            predicted = {n: self._kept(text, n)[0] / (self._lists * n) for n in suited_lengths}
+            return ParameterValue(self._param.name, text, suited_lengths, predicted)
         return None
 
     def _proposed(self, share: float, length: int) -> Iterator[str]:
         """Values to try, the preferred ones first: a ratio as round as the share asked for."""
         if self._param.choices:
-            wanted = share * self._everything * length
+            target = share * self._lists * length
             texts = map(shown, self._param.choices)
-            yield from sorted(texts, key=lambda text: abs(self._kept(text, length)[0] - wanted))
+            yield from sorted(texts, key=lambda text: abs(self._kept(text, length)[0] - target))
             return
         if self._ratio:
             yield from (_text(share), _text(share / 2))
@@ -194,43 +194,43 @@ class _Search:
 
     def _suits(self, text: str, share: float, length: int) -> bool:
         entries, exact = self._kept(text, length)
-        wanted = share * self._everything * length
+        target = share * self._lists * length
         # Where the bound is not exact, the policy may keep less than it.
-        loose = 0 if exact else LOOSE * self._everything * length
-        room = max(TOLERANCE * wanted, 0 if exact else self._everything / 2)
-        return wanted - max(room, self._below(length, share)) <= entries <= wanted + room + loose
+        slack = 0 if exact else LOOSE * self._lists * length
+        room = max(TOLERANCE * target, 0 if exact else self._lists / 2)
+        return target - max(room, self._below(length, share)) <= entries <= target + room + slack
 
     def _below(self, length: int, share: float) -> float:
         """Entries that are lost when the share is rounded down to whole entries per list."""
-        return self._everything * (share * length % 1)
+        return self._lists * (share * length % 1)
 
     def _nearest(self, share: float, length: int) -> str | None:
         """The value whose entries are nearest to a share, if they grow with it; None if too far."""
-        wanted = share * self._everything * length
+        target = share * self._lists * length
         step = 2 if self._param.odd else 1
-        tried = range(1, _FINE + 1) if self._ratio else range(1, length + 1, step)
-        number = (lambda i: _text(i / _FINE)) if self._ratio else str
+        indices = range(1, _FINE + 1) if self._ratio else range(1, length + 1, step)
+        text_at = (lambda i: _text(i / _FINE)) if self._ratio else str
 
         def entries(i: int) -> float:
-            size = self._kept(number(i), length)[0]
+            size = self._kept(text_at(i), length)[0]
             # A refused value counts as too large above the present value, and as too small below.
-            return math.inf if size < 0 and float(number(i)) > self._present else size
+            return math.inf if size < 0 and float(text_at(i)) > self._present else size
 
-        if entries(tried[-1]) < wanted * (1 - TOLERANCE):
+        if entries(indices[-1]) < target * (1 - TOLERANCE):
             return None
-        if entries(tried[0]) > wanted * (1 + TOLERANCE):
+        if entries(indices[0]) > target * (1 + TOLERANCE):
             return None
-        over = bisect_right(tried, wanted, key=entries)
-        ends = [number(i) for i in tried[max(0, over - 1) : over + 1]]
-        return min(ends, key=lambda text: abs(self._kept(text, length)[0] - wanted))
+        first_over = bisect_right(indices, target, key=entries)
+        neighbours = [text_at(i) for i in indices[max(0, first_over - 1) : first_over + 1]]
+        return min(neighbours, key=lambda text: abs(self._kept(text, length)[0] - target))
 
-    def distance(self, found: Mapping[float, Sequence[ParameterValue]]) -> float:
+    def distance(self, by_share: Mapping[float, Sequence[ParameterValue]]) -> float:
         """Sum of the relative distances of values from their shares; 0 if they are the shares."""
         total = 0.0
-        for share, values in found.items():
+        for share, values in by_share.items():
             for value in values:
-                per = 1 if self._ratio else value.lengths[0]
-                total += abs(float(value.value) / per - share) / share
+                scale = 1 if self._ratio else value.lengths[0]
+                total += abs(float(value.value) / scale - share) / share
         return total
 
 

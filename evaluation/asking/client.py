@@ -149,10 +149,10 @@ def _refusal(response: requests.Response) -> str:
     try:
         body = response.json()
         error = body.get("error", body)
-        said = error.get("message") if isinstance(error, dict) else error
+        message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):
-        said = None
-    return f"status {response.status_code}" + (f": {said}" if said else "")
+        message = None
+    return f"status {response.status_code}" + (f": {message}" if message else "")
 
 
 def _timed(
@@ -164,15 +164,15 @@ def _timed(
         Failed: there are no events.
     """
     started = time.perf_counter()
-    found, first, last = [], None, None
+    all_events, first, last = [], None, None
     for event in events:
-        found.append(event)
+        all_events.append(event)
         if has_token(event):
             last = time.perf_counter() - started
             first = last if first is None else first
-    if not found:
+    if not all_events:
         raise Failed("the answer is empty")
-    return found, first, last
+    return all_events, first, last
 
 
 def _per_token(first: float | None, last: float | None, generated: int) -> float | None:
@@ -207,30 +207,35 @@ class SGLang:
 
     def ask(self, request: Request, policy: str, *, kept: bool = False) -> Answer:
         """See `Client`."""
-        given = len(request.forced)
+        forced_count = len(request.forced)
         sampling: dict[str, Any] = {
             "temperature": 0,
-            "max_new_tokens": given + request.most,
+            "max_new_tokens": forced_count + request.most,
             # With forced tokens every token is sent, so that those after them can be timed.
-            "stream_interval": 1 if given else _AT_ONCE,
+            "stream_interval": 1 if forced_count else _AT_ONCE,
         }
         if self.copies:
             custom: dict[str, Any] = {"kv_policy": policy}
             custom |= {"kv_policy_kept": True} if kept else {}
-            custom |= {"kv_policy_force": request.forced} if given else {}
+            custom |= {"kv_policy_force": request.forced} if forced_count else {}
             sampling["custom_params"] = custom
         body = {"input_ids": request.ids, "sampling_params": sampling, "stream": True}
         events, first, last = _timed(
-            self._http.events("/generate", body), lambda event: len(event["output_ids"]) > given
+            self._http.events("/generate", body),
+            lambda event: len(event["output_ids"]) > forced_count,
         )
         final = events[-1]
         meta = final["meta_info"]
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise Failed(f"the server gave up: {reason.get('message')}")
-        generated = meta["completion_tokens"] - given
-        text = self._tokens.decode(final["output_ids"][given:]) if given else final["text"]
-        ttft = None if given else first
+        generated = meta["completion_tokens"] - forced_count
+        text = (
+            self._tokens.decode(final["output_ids"][forced_count:])
+            if forced_count
+            else final["text"]
+        )
+        ttft = None if forced_count else first
         tpot = _per_token(first, last, generated)
         return Answer(text, meta["prompt_tokens"], generated, ttft, tpot, meta)
 

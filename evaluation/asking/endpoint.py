@@ -59,8 +59,8 @@ class Endpoint:
             return self.models[0]
         if name in self.models:
             return name
-        what = "has several models" if name is None else f"has no model `{name}`"
-        message = f"the server {what}: {listed(self.models, 'and') or 'it lists none'}"
+        problem = "has several models" if name is None else f"has no model `{name}`"
+        message = f"the server {problem}: {listed(self.models, 'and') or 'it lists none'}"
         raise refused(self.url, "server", message, "say which with --model-name")
 
 
@@ -79,9 +79,9 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
     if "://" not in base:
         base = f"http://{base}"
     probe = _Probe(base, key)
-    tried: list[str] = []
+    attempts: list[str] = []
     for path in () if api == "openai" else ("/server_info", "/get_server_info"):
-        info = probe.json(path, tried)
+        info = probe.json(path, attempts)
         if info is not None and isinstance(info.get("internal_states"), list):
             state = (info["internal_states"] or [{}])[0]
             return Endpoint(
@@ -93,20 +93,20 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
                 token_bytes=state.get("kv_policy_token_bytes"),
             )
     if api != "sglang":
-        models = probe.json("/v1/models", tried)
+        models = probe.json("/v1/models", attempts)
         if models is not None and isinstance(models.get("data"), list):
-            names = tuple(str(each.get("id")) for each in models["data"])
+            names = tuple(str(model.get("id")) for model in models["data"])
             return Endpoint(base, "openai", models=names)
-    raise _something_else(url, api, tried)
+    raise _something_else(url, api, attempts)
 
 
-def _something_else(url: str, api: str | None, tried: Sequence[str]) -> PolicyError:
-    if any(each.endswith("a web page") for each in tried):
+def _something_else(url: str, api: str | None, attempts: Sequence[str]) -> PolicyError:
+    if any(attempt.endswith("a web page") for attempt in attempts):
         message = "what answers there is a web page, not a model server"
     else:
-        kind = {"sglang": "SGLang", "openai": "an OpenAI-compatible server"}
-        what = kind.get(api or "", "SGLang or an OpenAI-compatible server")
-        message = f"what answers there is not {what} ({', '.join(tried)})"
+        kinds = {"sglang": "SGLang", "openai": "an OpenAI-compatible server"}
+        expected = kinds.get(api or "", "SGLang or an OpenAI-compatible server")
+        message = f"what answers there is not {expected} ({', '.join(attempts)})"
     return refused(f"--url {url}", "server", message, "give the address that the server prints")
 
 
@@ -117,8 +117,8 @@ class _Probe:
         self._base = base
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    def json(self, path: str, tried: list[str]) -> dict[str, Any] | None:
-        """The JSON object at a path; None if there is none, then `tried` gets what was found.
+    def json(self, path: str, attempts: list[str]) -> dict[str, Any] | None:
+        """The JSON object at a path; None if there is none, then `attempts` gets what was found.
 
         Raises:
             PolicyError: nobody answers, or a key is missing or wrong.
@@ -137,13 +137,13 @@ class _Probe:
             help_ = "name the environment variable that holds it with --api-key-env"
             raise refused(f"--url {self._base}", "server", message, help_)
         try:
-            found = response.json() if response.ok else None
+            content = response.json() if response.ok else None
         except ValueError:
-            found = None
-        if isinstance(found, dict):
-            return found
+            content = None
+        if isinstance(content, dict):
+            return content
         page = "html" in response.headers.get("Content-Type", "") and response.ok
-        tried.append(f"GET {path}: {'a web page' if page else response.status_code}")
+        attempts.append(f"GET {path}: {'a web page' if page else response.status_code}")
         return None
 
 

@@ -79,9 +79,9 @@ def _run(args: argparse.Namespace, command: str) -> int:
             # Imported late, since plots take a second to import and a command may be refused.
             from kvpolicy.evaluation.reporting import report
 
-            written = report.write(folder.path)
+            paths = report.write(folder.path)
         folder.write()
-    _closing_words(folder.path, written, setup.plan.stages)
+    _closing_words(folder.path, paths, setup.plan.stages)
     if answers.failed:
         path = folder.path / "errors.jsonl"
         print(
@@ -127,23 +127,23 @@ def _bar(total: int, done: int, quiet: bool) -> tqdm:
                 smoothing=0.05)  # fmt: skip
 
 
-def _closing_words(folder: Path, written: list[Path], stages: dict[str, float]) -> None:
+def _closing_words(folder: Path, paths: list[Path], stages: dict[str, float]) -> None:
     summary = (folder / "summary.md").read_text(encoding="utf-8")
     print("\n".join(_first_table(summary)))
     print("\nseconds by stage:")
     for name, seconds in stages.items():
         print(f"  {name:<40} {seconds:8.1f}")
     print(f"  {'in all':<40} {sum(stages.values()):8.1f}")
-    print("\n" + "\n".join(str(path) for path in written))
+    print("\n" + "\n".join(str(path) for path in paths))
 
 
 def _first_table(text: str) -> Iterator[str]:
-    begun = False
+    in_table = False
     for line in text.splitlines():
         if line.startswith("|"):
-            begun = True
+            in_table = True
             yield line
-        elif begun:
+        elif in_table:
             return
 
 
@@ -155,11 +155,11 @@ def _interruptible() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the clean-up
         raise Interrupted
 
-    earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for number in earlier:
+        for number in handlers:
             signal.signal(number, interrupt)
         yield
     finally:
-        for number, handler in earlier.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -113,7 +113,7 @@ def at_least_0(text: str) -> int:
 
 def lengths(text: str) -> list[int]:
     """Numbers of tokens separated by commas, each once, in rising order."""
-    return sorted({whole(each.strip()) for each in text.split(",")})
+    return sorted({whole(number.strip()) for number in text.split(",")})
 
 
 def words(text: str) -> list[str]:
@@ -126,7 +126,7 @@ def words(text: str) -> list[str]:
 
 def names(text: str) -> list[str]:
     """Names separated by commas, each once."""
-    found = list(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
-    if not found:
+    task_names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not task_names:
         raise argparse.ArgumentTypeError("there is no name of a task")
-    return found
+    return task_names

@@ -34,14 +34,14 @@ def write_maps(
         Failed: there is no answer, or the radix cache cannot be emptied.
         KeyError: the server does not say which entries were kept.
     """
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
 
     def look(number: int) -> None:
         variant, sample = wanted[number]
         request = next(requests(sample, tokens, copy=False))
         # Two tokens, since a prompt is not compressed for an answer without decode steps.
-        two = Request(0, request.ids, request.text, [], 2)
-        kept = client.ask(two, variant.alias, kept=True).meta["kv_policy"]["kept"]
+        map_request = Request(0, request.ids, request.text, [], 2)
+        kept = client.ask(map_request, variant.alias, kept=True).meta["kv_policy"]["kept"]
         facts = {
             "policy": variant.policy,
             "budget": variant.budget,
@@ -52,11 +52,11 @@ def write_maps(
             "asked": tokens.positions(request.text, sample.asked),
             **kept,
         }
-        found[number] = json.dumps(facts, ensure_ascii=False) + "\n"
+        texts[number] = json.dumps(facts, ensure_ascii=False) + "\n"
 
     client.flush()
     in_threads(range(len(wanted)), look, at_once)
     lines = Lines(folder / "kept.jsonl")
     for number in range(len(wanted)):
-        lines.append(found[number])
+        lines.append(texts[number])
     lines.close()

@@ -84,7 +84,7 @@ class Setup:
 
     def variants_at(self, length: int) -> list[Variant]:
         """The variants that are asked at a length."""
-        return [each for each in self.plan.variants if length in each.lengths]
+        return [variant for variant in self.plan.variants if length in variant.lengths]
 
     def missing_maps(self, folder: Path, number: int) -> list[tuple[Variant, Sample]]:
         """The maps that kept.jsonl does not have yet, as pairs of variant and sample.
@@ -96,23 +96,24 @@ class Setup:
         path, length = folder / "kept.jsonl", self.plan.lengths[0]
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         facts = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        there = {(f["policy"], f["budget"], f["task"], f["index"]) for f in facts}
+        present = {(f["policy"], f["budget"], f["task"], f["index"]) for f in facts}
         return [
             (variant, self.sample(task, length, index))
             for task in self.plan.tasks
             for index in range(min(number, self._count(task)))
             for variant in self.variants_at(length)
-            if variant.alias != FULL and (variant.policy, variant.budget, task, index) not in there
+            if variant.alias != FULL
+            and (variant.policy, variant.budget, task, index) not in present
         ]
 
 
 def _count(task: str, samples: int) -> int:
     """Number of samples of a task: as asked for, but at most as many as its file has."""
     try:
-        there = catalog.count_of(task)
+        most = catalog.count_of(task)
     except ValueError as error:
         raise refused("--tasks", "arguments", str(error)) from None
-    return samples if there is None else min(there, samples)
+    return samples if most is None else min(most, samples)
 
 
 def _sample(tokens: Tokens, task: str, form: str, length: int, index: int, seed: int) -> Sample:
@@ -139,34 +140,34 @@ def prepare(args: argparse.Namespace, command: str) -> Setup:
         message = "this is a file; --model is a folder"
         raise refused(args.model, "file", message, f"name its folder: {Path(args.model).parent}")
     config = None if args.model is None else read_config(args.model)
-    chosen, notes, found = _from_url(args) if args.url else _from_model(args, config)
+    all_variants, notes, server = _from_url(args) if args.url else _from_model(args, config)
     if not args.no_full:
-        chosen = [full_kv(args.lengths), *chosen]
-    if not chosen:
+        all_variants = [full_kv(args.lengths), *all_variants]
+    if not all_variants:
         raise refused("--no-full", "arguments", "there is no policy to ask instead")
     titles = _titles(args.tasks)
-    folder = args.tokenizer or args.model or _tokenizer_of(found)
+    folder = args.tokenizer or args.model or _tokenizer_of(server)
     tokens = Tokens(folder)
     form = catalog.form_of(tokens.tokenizer)
-    _check_samples(args, tokens, form, found)
+    _check_samples(args, tokens, form, server)
     plan = RunPlan(
         command=command,
-        model=_model_name(args, found),
+        model=_model_name(args, server),
         form=form,
         lengths=args.lengths,
         tasks=titles,
         seed=args.seed,
         samples=args.samples,
-        variants=chosen,
+        variants=all_variants,
         notes=notes,
-        server=_server(args, config, found),
+        server=_server(args, config, server),
         machine=machine(),
         decides={},
     )
-    plan.decides = _decides(args, plan, folder, found)
-    setup = Setup(plan, tokens, config, found)
-    if found is not None and any(each.alias != FULL for each in chosen):
-        _check_inspection(args, setup, found)
+    plan.decides = _decides(args, plan, folder, server)
+    setup = Setup(plan, tokens, config, server)
+    if server is not None and any(variant.alias != FULL for variant in all_variants):
+        _check_inspection(args, setup, server)
     plan.questions = {task: {n: setup.asked(task, n) for n in plan.lengths} for task in plan.tasks}
     return setup
 
@@ -181,23 +182,23 @@ def _from_model(
         if getattr(args, option) is not None:
             flag = "--" + option.replace("_", "-")
             raise refused(flag, "arguments", "this belongs to --url, which is not given")
-    chosen, notes = variants(args.policy, args.set, args.budget, args.lengths, config.shape)
-    return chosen, notes, None
+    all_variants, notes = variants(args.policy, args.set, args.budget, args.lengths, config.shape)
+    return all_variants, notes, None
 
 
 def _from_url(args: argparse.Namespace) -> tuple[list[Variant], list[str], Endpoint]:
     """Variants of a running server; refuses options that only the start of a server can set."""
-    given = {"--budget": args.budget, "--set": args.set, "--server-args": args.server_args}
-    for option, value in given.items():
+    start_options = {"--budget": args.budget, "--set": args.set, "--server-args": args.server_args}
+    for option, value in start_options.items():
         if value:
             message = "with --url the server's own settings decide"
             help_ = "start that server with these settings, or give --model instead of --url"
             raise refused(option, "arguments", message, help_)
-    found = endpoint.find(args.url, args.api, api_key(args.api_key_env))
-    if found.api == "openai":
-        found.model(args.model_name)
+    server = endpoint.find(args.url, args.api, api_key(args.api_key_env))
+    if server.api == "openai":
+        server.model(args.model_name)
     api_key(args.admin_key_env, "--admin-key-env")
-    return on_server(args.policy, found.policies or (), args.lengths), [], found
+    return on_server(args.policy, server.policies or (), args.lengths), [], server
 
 
 def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
@@ -213,13 +214,13 @@ def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
     return os.environ[variable]
 
 
-def _check_inspection(args: argparse.Namespace, setup: Setup, found: Endpoint) -> None:
+def _check_inspection(args: argparse.Namespace, setup: Setup, server: Endpoint) -> None:
     """Refuses a running server without the inspection that maps and second turns need."""
     if args.maps:
-        found.require_inspection("--maps")
+        server.require_inspection("--maps")
     for task in setup.plan.tasks:
         if setup.sample(task, args.lengths[0], 0).history == History.COPY:
-            found.require_inspection(f"the task `{task}`")
+            server.require_inspection(f"the task `{task}`")
 
 
 def _titles(tasks: list[str]) -> dict[str, str]:
@@ -229,9 +230,9 @@ def _titles(tasks: list[str]) -> dict[str, str]:
         raise refused("--tasks", "arguments", str(error)) from None
 
 
-def _tokenizer_of(found: Endpoint | None) -> str:
+def _tokenizer_of(server: Endpoint | None) -> str:
     """The folder of a server's tokenizer, if it is on this machine."""
-    path = None if found is None else found.info.get("tokenizer_path")
+    path = None if server is None else server.info.get("tokenizer_path")
     if not path or not os.path.isdir(path):
         message = "the lengths of prompts need the model's tokenizer"
         raise refused("--tokenizer", "arguments", message, "name the folder that it is in")
@@ -239,21 +240,21 @@ def _tokenizer_of(found: Endpoint | None) -> str:
 
 
 def _check_samples(
-    args: argparse.Namespace, tokens: Tokens, form: str, found: Endpoint | None
+    args: argparse.Namespace, tokens: Tokens, form: str, server: Endpoint | None
 ) -> None:
     """Makes samples of each task and length; checks that they fit the server and the model."""
-    most = _context(args, found)
+    context_length = _context(args, server)
     for task in args.tasks:
         for length, index in _checked(args, task):
             sample = _sample(tokens, task, form, length, index, args.seed)
-            if found is not None and found.api == "openai" and sample.history == History.EVICTED:
+            if server is not None and server.api == "openai" and sample.history == History.EVICTED:
                 message = f"`{task}` needs a server whose cache can be emptied, which is SGLang"
                 raise refused("--tasks", "arguments", message)
-            *_, last = requests(sample, tokens, copy=False)
-            if most is not None and len(last.ids) + last.most > most:
+            *_, request = requests(sample, tokens, copy=False)
+            if context_length is not None and len(request.ids) + request.most > context_length:
                 message = (
-                    f"{task} at {length} needs {len(last.ids) + last.most:,} tokens with the "
-                    f"answer, and the model reads at most {most:,}"
+                    f"{task} at {length} needs {len(request.ids) + request.most:,} tokens with the "
+                    f"answer, and the model reads at most {context_length:,}"
                 )
                 raise refused("--lengths", "arguments", message)
 
@@ -261,20 +262,20 @@ def _check_samples(
 def _checked(args: argparse.Namespace, task: str) -> Iterator[tuple[int, int]]:
     """Length and index of the samples to check: the first, or all where their sizes differ."""
     for length in args.lengths:
-        differ = own_data.is_one(task) or length < _TIGHT
-        for index in range(_count(task, args.samples) if differ else 1):
+        sizes_differ = own_data.is_one(task) or length < _TIGHT
+        for index in range(_count(task, args.samples) if sizes_differ else 1):
             yield length, index
 
 
-def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
+def _context(args: argparse.Namespace, server: Endpoint | None) -> int | None:
     """Largest number of tokens of prompt and answer that the model takes; None if not known."""
     words = " ".join(args.server_args).replace("--context-length=", "--context-length ").split()
     if "--context-length" in words[:-1]:
         text = words[words.index("--context-length") + 1]
         return int(text) if text.isdigit() else None
-    if found is not None:
-        most = found.info.get("context_length")
-        return most if isinstance(most, int) else None
+    if server is not None:
+        context_length = server.info.get("context_length")
+        return context_length if isinstance(context_length, int) else None
     file = Path(args.model) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8-sig"))
     text = config.get("text_config")
@@ -283,31 +284,31 @@ def _context(args: argparse.Namespace, found: Endpoint | None) -> int | None:
     scaled = "factor" in scaling and "original_max_position_embeddings" not in scaling
     if scaled or any(config.get(key) for key in _LENGTHS):
         return None  # SGLang would find another length than `max_position_embeddings`
-    most = config.get("max_position_embeddings")
-    return most if isinstance(most, int) else None
+    context_length = config.get("max_position_embeddings")
+    return context_length if isinstance(context_length, int) else None
 
 
-def _model_name(args: argparse.Namespace, found: Endpoint | None) -> str:
-    if found is None:
+def _model_name(args: argparse.Namespace, server: Endpoint | None) -> str:
+    if server is None:
         return args.model
-    if found.api == "openai":
-        return found.model(args.model_name)
-    return str(found.info.get("model_path") or args.url)
+    if server.api == "openai":
+        return server.model(args.model_name)
+    return str(server.info.get("model_path") or args.url)
 
 
 def _server(
-    args: argparse.Namespace, config: ModelConfig | None, found: Endpoint | None
+    args: argparse.Namespace, config: ModelConfig | None, server: Endpoint | None
 ) -> dict[str, Any]:
     """The facts about the server for plan.json."""
-    info = {} if found is None else found.info
+    info = {} if server is None else server.info
     version = info.get("version")
-    if found is None:
+    if server is None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version("sglang")
     config = config or _config_of(info)
     return {
         "url": args.url,
-        "api": "sglang" if found is None else found.api,
+        "api": "sglang" if server is None else server.api,
         "version": version,
         "arguments": args.server_args or None,
         "L": None if config is None else config.shape.layers,
@@ -327,15 +328,15 @@ def _config_of(info: Any) -> ModelConfig | None:
 
 
 def _decides(
-    args: argparse.Namespace, plan: RunPlan, tokenizer: str, found: Endpoint | None
+    args: argparse.Namespace, plan: RunPlan, tokenizer: str, server: Endpoint | None
 ) -> dict[str, Any]:
     """The values that decide the answers; runs with equal values can share a folder."""
     data = [Path(t.removeprefix(own_data.PREFIX)) for t in plan.tasks if own_data.is_one(t)]
     folder = Path(args.model or tokenizer)
     files = [p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")]
-    named = sorted(Path(tokenizer).glob("tokenizer*"))
+    tokenizer_files = sorted(Path(tokenizer).glob("tokenizer*"))
     return {
-        "model": [plan.model if found else None, fingerprint(*files, *named)],
+        "model": [plan.model if server else None, fingerprint(*files, *tokenizer_files)],
         "form": plan.form,
         "tasks": list(plan.tasks),
         "data": fingerprint(*data),
@@ -343,8 +344,8 @@ def _decides(
         "samples": plan.samples,
         "seed": plan.seed,
         "policies": [
-            [each.alias, each.policy, each.budget, list(each.lengths), each.meaning]
-            for each in plan.variants
+            [variant.alias, variant.policy, variant.budget, list(variant.lengths), variant.meaning]
+            for variant in plan.variants
         ],
         "server": [plan.server["api"], plan.server["version"], args.server_args],
     }
@@ -358,23 +359,23 @@ def opened(args: argparse.Namespace, setup: Setup) -> Iterator[tuple[Client, Cac
         ServerFailed: the server that is started here does not start.
         PolicyError: the server that was started is not one of SGLang.
     """
-    found = setup.found
-    if found is None:
+    server = setup.found
+    if server is None:
         with _started(args, setup) as url:
             yield _sglang(setup, endpoint.find(url, "sglang", None))
-    elif found.api == "sglang":
+    elif server.api == "sglang":
         keys = (api_key(args.api_key_env), api_key(args.admin_key_env, "--admin-key-env"))
-        yield _sglang(setup, found, *keys)
+        yield _sglang(setup, server, *keys)
     else:
-        name, key = found.model(args.model_name), api_key(args.api_key_env)
-        yield OpenAI(found.url, name, setup.tokens, key), _memory(setup)
+        name, key = server.model(args.model_name), api_key(args.api_key_env)
+        yield OpenAI(server.url, name, setup.tokens, key), _memory(setup)
 
 
 @contextlib.contextmanager
 def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
     """Starts a server with all variants; yields its address."""
-    served = [each for each in setup.plan.variants if each.path is not None]
-    policies, settings = options(served)
+    policy_variants = [variant for variant in setup.plan.variants if variant.path is not None]
+    policies, settings = options(policy_variants)
     flags: dict[str, Any] = {"max_total_tokens": _slots(args)}
     if has_gpu():  # SGLang chooses kernels, precision and size of the pool
         flags = dict.fromkeys(GPU_FLAGS)
@@ -393,14 +394,14 @@ def _slots(args: argparse.Namespace) -> int:
 
 
 def _sglang(
-    setup: Setup, found: Endpoint, key: str | None = None, admin_key: str | None = None
+    setup: Setup, server: Endpoint, key: str | None = None, admin_key: str | None = None
 ) -> tuple[Client, CacheSize]:
     """A client of SGLang, and the model's sizes; sets `bytes_per_token` in the plan."""
-    config = setup.config or _config_of(found.info)
-    expected = None if config is None else _token_bytes(found.info, config)
-    setup.plan.server["bytes_per_token"] = found.token_bytes or expected
-    named = found.policies is not None
-    client = SGLang(found.url, setup.tokens, named=named, key=key, admin_key=admin_key)
+    config = setup.config or _config_of(server.info)
+    expected_bytes = None if config is None else _token_bytes(server.info, config)
+    setup.plan.server["bytes_per_token"] = server.token_bytes or expected_bytes
+    named = server.policies is not None
+    client = SGLang(server.url, setup.tokens, named=named, key=key, admin_key=admin_key)
     return client, _memory(setup)
 
 

@@ -98,7 +98,9 @@ def _policies(variants: Sequence[Variant]) -> list[dict[str, Any]]:
         groups.setdefault((variant.policy, variant.budget), []).append(variant)
     entries = []
     for (policy, budget), group in groups.items():
-        predicted = {n: share for each in group for n, share in sorted(each.predicted.items())}
+        predicted = {
+            n: share for variant in group for n, share in sorted(variant.predicted.items())
+        }
         entries.append(
             {
                 "policy": policy,
@@ -106,7 +108,7 @@ def _policies(variants: Sequence[Variant]) -> list[dict[str, Any]]:
                 "setting": _setting(group),
                 "about": group[0].about,
                 "path": group[0].path,
-                "aliases": {each.alias: list(each.lengths) for each in group},
+                "aliases": {variant.alias: list(variant.lengths) for variant in group},
                 "predicted": {str(n): round(share, 5) for n, share in predicted.items()},
             }
         )
@@ -115,17 +117,17 @@ def _policies(variants: Sequence[Variant]) -> list[dict[str, Any]]:
 
 def _setting(group: Sequence[Variant]) -> dict[str, str]:
     """Values by parameter; `60 (512), 121 (1000)` where they differ by length."""
-    found = {}
-    for name in dict.fromkeys(name for each in group for name in each.setting):
-        values = {each.setting.get(name, "default"): each.lengths for each in group}
+    setting = {}
+    for name in dict.fromkeys(name for variant in group for name in variant.setting):
+        values = {variant.setting.get(name, "default"): variant.lengths for variant in group}
         if len(values) == 1:
-            found[name] = next(iter(values))
+            setting[name] = next(iter(values))
             continue
         pairs = sorted((lengths, value) for value, lengths in values.items())
-        found[name] = ", ".join(
+        setting[name] = ", ".join(
             f"{value} ({', '.join(map(str, lengths))})" for lengths, value in pairs
         )
-    return found
+    return setting
 
 
 def fingerprint(*paths: Path) -> str:
@@ -164,11 +166,11 @@ class Folder:
                 str(path), "file", message, "wait for it, or take another --out"
             ) from None
         try:
-            earlier = self._earlier()
+            earlier_plan = self._earlier()
         except PolicyError:
             self.close()
             raise
-        for name, seconds in earlier.get("stages", {}).items():
+        for name, seconds in earlier_plan.get("stages", {}).items():
             plan.stages[name] = plan.stages.get(name, 0.0) + seconds
 
     def _earlier(self) -> Mapping[str, Any]:
@@ -180,28 +182,28 @@ class Folder:
                 raise refused(str(self.path), "file", message, "take another --out")
             return {}
         try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            there = earlier["decides"]
+            earlier_plan = json.loads(path.read_text(encoding="utf-8"))
+            decides = earlier_plan["decides"]
         except (OSError, ValueError, KeyError, TypeError):
             message = "this is not the plan of a `kvpolicy eval` that can go on"
             raise refused(str(path), "file", message, "take another --out") from None
-        different = [_OPTIONS[k] for k, v in self._plan.decides.items() if there.get(k) != v]
+        differences = [_OPTIONS[k] for k, v in self._plan.decides.items() if decides.get(k) != v]
         answers = self.path / "samples.jsonl"
-        if different and not (answers.exists() and answers.stat().st_size):
+        if differences and not (answers.exists() and answers.stat().st_size):
             return {}  # nothing was answered, for example because no server started
-        if different:
-            verb = "differs" if len(different) == 1 else "differ"
-            message = f"another evaluation is here already: {' and '.join(different)} {verb}"
+        if differences:
+            verb = "differs" if len(differences) == 1 else "differ"
+            message = f"another evaluation is here already: {' and '.join(differences)} {verb}"
             help_ = "take another --out, or delete this folder to begin anew"
             raise refused(str(self.path), "file", message, help_)
-        return earlier
+        return earlier_plan
 
     def write(self) -> None:
         """Replaces plan.json atomically."""
         text = json.dumps(self._plan.as_json(), indent=1, ensure_ascii=False)
-        new = self.path / "plan.json.new"
-        new.write_text(text + "\n", encoding="utf-8")
-        new.replace(self.path / "plan.json")
+        new_path = self.path / "plan.json.new"
+        new_path.write_text(text + "\n", encoding="utf-8")
+        new_path.replace(self.path / "plan.json")
 
     def close(self) -> None:
         """Releases the lock of the folder."""

@@ -57,13 +57,13 @@ class Tokens:
         """
         if not parts or not self.tokenizer.is_fast:
             return []
-        of = self.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-        found = []
+        offsets = self.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        ranges = []
         for start, stop in parts:
-            inside = [i for i, (first, end) in enumerate(of) if first < stop and end > start]
-            if inside:
-                found.append([inside[0], inside[-1] + 1])
-        return found
+            indices = [i for i, (first, end) in enumerate(offsets) if first < stop and end > start]
+            if indices:
+                ranges.append([indices[0], indices[-1] + 1])
+        return ranges
 
     def count(self, text: str) -> int:
         """Number of tokens of a text as a prompt."""

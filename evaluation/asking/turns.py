@@ -35,24 +35,24 @@ def requests(sample: Sample, tokens: Tokens, *, copy: bool) -> Iterator[Request]
         copy: whether samples with `History.COPY` go on in the compressed copy of the first turn;
             otherwise their later turns are new prompts.
     """
-    first, *later = sample.turns
+    first, *later_turns = sample.turns
     text = sample.context + first.prompt
     ids = tokens.encode(text)
     yield Request(0, ids, text, [], first.most_tokens)
-    between: list[int] = []
-    said = first.reference
-    for number, turn in enumerate(later, 1):
+    later_ids: list[int] = []
+    answer = first.reference
+    for number, turn in enumerate(later_turns, 1):
         if sample.history == History.SHARED:
-            alone = sample.context + turn.prompt
-            yield Request(number, tokens.encode(alone), alone, [], turn.most_tokens)
+            prompt = sample.context + turn.prompt
+            yield Request(number, tokens.encode(prompt), prompt, [], turn.most_tokens)
             continue
-        between = [*between, *_piece(tokens, said), *_piece(tokens, turn.prompt)]
-        text += said + turn.prompt
-        said = turn.reference
+        later_ids = [*later_ids, *_piece(tokens, answer), *_piece(tokens, turn.prompt)]
+        text += answer + turn.prompt
+        answer = turn.reference
         if copy and sample.history == History.COPY:
-            yield Request(number, ids, text, between, turn.most_tokens)
+            yield Request(number, ids, text, later_ids, turn.most_tokens)
         else:
-            yield Request(number, ids + between, text, [], turn.most_tokens)
+            yield Request(number, ids + later_ids, text, [], turn.most_tokens)
 
 
 def _piece(tokens: Tokens, text: str) -> list[int]:

@@ -50,8 +50,12 @@ class Variant:
 
 def options(served: Sequence[Variant]) -> tuple[list[str], list[str]]:
     """Values of --kv-policy and --kv-policy-set for a server with these variants."""
-    policies = [f"{each.alias}={each.path}" for each in served]
-    settings = [f"{e.alias}.{name}={value}" for e in served for name, value in e.setting.items()]
+    policies = [f"{variant.alias}={variant.path}" for variant in served]
+    settings = [
+        f"{variant.alias}.{name}={value}"
+        for variant in served
+        for name, value in variant.setting.items()
+    ]
     return policies, settings
 
 
@@ -99,14 +103,14 @@ def variants(
     Raises:
         PolicyError: a policy fails its check, a value is not accepted, or a name is unknown.
     """
-    found: list[Variant] = []
+    all_variants: list[Variant] = []
     notes: list[str] = []
     shares = list({f"{share:g}": share for share in shares}.values())
     for policy in _policies(words, settings, shape):
-        more, said = _of_policy(policy, shares, lengths, shape)
-        found += more
-        notes += said
-    return found, notes
+        policy_variants, policy_notes = _of_policy(policy, shares, lengths, shape)
+        all_variants += policy_variants
+        notes += policy_notes
+    return all_variants, notes
 
 
 def _of_policy(
@@ -114,34 +118,36 @@ def _of_policy(
 ) -> tuple[list[Variant], list[str]]:
     """The variants of one policy, and sentences on what differs from what was asked for."""
     name, notes = policy.program.name, []
-    parameter, solved = solve(policy.program, shape, policy.given, shares, lengths)
+    parameter, values_by_share = solve(policy.program, shape, policy.given, shares, lengths)
     if parameter in policy.general:
-        own = {key: value for key, value in policy.given.items() if key != parameter}
-        policy = replace(policy, given=own)
+        settings = {key: value for key, value in policy.given.items() if key != parameter}
+        policy = replace(policy, given=settings)
         notes.append(
             f"{parameter} sets the share of {name}, so `--set {parameter}=...` is not for it"
         )
-    if not solved or parameter in policy.given:
+    if not values_by_share or parameter in policy.given:
         if shares:
-            beside = f", beside those of --set ({', '.join(policy.given)})" if policy.given else ""
+            exception = (
+                f", beside those of --set ({', '.join(policy.given)})" if policy.given else ""
+            )
             notes.append(
-                f"no parameter of {name} sets such a share{beside}; it is served once as it is"
+                f"no parameter of {name} sets such a share{exception}; it is served once as it is"
             )
         return [_variant(policy, shape, name, None, None, tuple(lengths))], notes
-    found: list[Variant] = []
+    policy_variants: list[Variant] = []
     for share in shares:
-        values = solved.get(share, ())
-        found += _of_share(policy, shape, share, values, lengths)
-        missing = [n for n in lengths if not any(n in value.lengths for value in values)]
-        if missing:
-            tokens = ", ".join(f"{n:,}" for n in missing)
+        values = values_by_share.get(share, ())
+        policy_variants += _of_share(policy, shape, share, values, lengths)
+        missing_lengths = [n for n in lengths if not any(n in value.lengths for value in values)]
+        if missing_lengths:
+            tokens = ", ".join(f"{n:,}" for n in missing_lengths)
             notes.append(
                 f"{name} keeps {100 * share:g} % of {tokens} tokens at no value of a parameter; "
                 "left out (perhaps another `--set`, such as a smaller window, makes room)"
             )
-    if thins_some(bind(policy.program, shape, found[-1].setting), max(lengths)):
+    if thins_some(bind(policy.program, shape, policy_variants[-1].setting), max(lengths)):
         notes.append(f"data decide which layers {name} thins; the share is what it keeps of those")
-    return found, notes
+    return policy_variants, notes
 
 
 def _of_share(
@@ -154,8 +160,8 @@ def _of_share(
     """One variant per value; a value that does not suit all lengths has them in its alias."""
     alias = f"{policy.program.name}@{share:g}"
     for value in values:
-        whole = len(value.lengths) == len(lengths)
-        name = alias if whole else f"{alias}@{'-'.join(str(n) for n in sorted(value.lengths))}"
+        suits_all = len(value.lengths) == len(lengths)
+        name = alias if suits_all else f"{alias}@{'-'.join(str(n) for n in sorted(value.lengths))}"
         yield _variant(policy, shape, name, share, value, value.lengths)
 
 
@@ -188,7 +194,7 @@ def _policies(
     words: Sequence[str], settings: Sequence[str], shape: ModelShape
 ) -> list[_CheckedPolicy]:
     """The checked policies, each with its settings."""
-    names = [each for word in words for each in (shipped() if word == ALL else [word])]
+    names = [name for word in words for name in (shipped() if word == ALL else [word])]
     programs: dict[str, tuple[Program, str]] = {}
     for word in dict.fromkeys(names):
         if word == FULL:
@@ -200,12 +206,12 @@ def _policies(
             message = f"another file is called `{program.name}` too"
             raise refused(word, "name", message, "change the name on its `policy:` line")
         programs[program.name] = (program, path)
-    given = _settings(settings, {name: program for name, (program, _) in programs.items()})
-    general = {each.partition("=")[0].strip() for each in settings}
+    by_policy = _settings(settings, {name: program for name, (program, _) in programs.items()})
+    general = {setting.partition("=")[0].strip() for setting in settings}
     for name, (program, _) in programs.items():
-        bind(program, shape, given[name])  # refuses what is not accepted, by its name
+        bind(program, shape, by_policy[name])  # refuses what is not accepted, by its name
     return [
-        _CheckedPolicy(program, path, given[name], frozenset(general & given[name].keys()))
+        _CheckedPolicy(program, path, by_policy[name], frozenset(general & by_policy[name].keys()))
         for name, (program, path) in programs.items()
     ]
 
@@ -214,10 +220,10 @@ def _settings(
     settings: Sequence[str], programs: Mapping[str, Program]
 ) -> dict[str, dict[str, str]]:
     """Policy -> name -> value of --set; `NAME=VALUE` is for every policy with that parameter."""
-    given: dict[str, dict[str, str]] = {name: {} for name in programs}
+    by_policy: dict[str, dict[str, str]] = {name: {} for name in programs}
     for setting in settings:
-        left, equals, value = setting.partition("=")
-        policy, dot, parameter = left.strip().rpartition(".")
+        key, equals, value = setting.partition("=")
+        policy, dot, parameter = key.strip().rpartition(".")
         if not equals or not parameter:
             message = f"`{setting}` is not NAME=VALUE or POLICY.NAME=VALUE"
             raise refused("--set", "arguments", message)
@@ -228,8 +234,8 @@ def _settings(
             message = f"`{setting}`: no policy here has a parameter `{parameter}`"
             raise refused("--set", "arguments", message)
         for name in takers:
-            given[name][parameter] = value.strip()
-    return given
+            by_policy[name][parameter] = value.strip()
+    return by_policy
 
 
 def _unknown(policy: str, programs: Mapping[str, Program]) -> str:
@@ -249,24 +255,24 @@ def on_server(words: Sequence[str], served: Sequence[Mapping], lengths: Sequence
     Raises:
         PolicyError: the server has no policy of a name.
     """
-    there = {each["name"]: each for each in served}
-    names = [each for word in words for each in (there if word == ALL else [word])]
-    found = []
+    policies = {policy["name"]: policy for policy in served}
+    names = [name for word in words for name in (policies if word == ALL else [word])]
+    all_variants = []
     for name in dict.fromkeys(names):
         if name == FULL:
             continue
-        if name not in there:
-            raise _not_there(name, there)
-        setting = {key: str(value) for key, value in (there[name].get("settings") or {}).items()}
-        meaning = f"{there[name].get('path')} {sorted(setting.items())}"
-        found.append(Variant(name, name, None, setting, tuple(lengths), None, {}, meaning))
-    return found
+        if name not in policies:
+            raise _not_there(name, policies)
+        setting = {key: str(value) for key, value in (policies[name].get("settings") or {}).items()}
+        meaning = f"{policies[name].get('path')} {sorted(setting.items())}"
+        all_variants.append(Variant(name, name, None, setting, tuple(lengths), None, {}, meaning))
+    return all_variants
 
 
-def _not_there(name: str, there: Mapping[str, Mapping]) -> PolicyError:
-    if not there:
+def _not_there(name: str, policies: Mapping[str, Mapping]) -> PolicyError:
+    if not policies:
         message = f"the server at --url serves no policies, so it cannot be asked for `{name}`"
         help_ = "ask it for `none` only, or start it with `--kv-policy`"
         return refused("--policy", "arguments", message, help_)
-    message = f"the server at --url has no policy called `{name}`; it has {listed(there, 'and')}"
+    message = f"the server at --url has no policy called `{name}`; it has {listed(policies, 'and')}"
     return refused("--policy", "arguments", message)

@@ -39,13 +39,13 @@ class Distributions:
             ValueError: it does not have `positions` positions.
         """
         top = meta.get("output_top_logprobs") or ()
-        own = meta.get("output_token_logprobs") or ()
-        if len(top) != positions or len(own) != positions:
+        forced = meta.get("output_token_logprobs") or ()
+        if len(top) != positions or len(forced) != positions:
             raise ValueError(f"it has logprobs of {len(top)} positions instead of {positions}")
         return cls(
-            np.array([[each[1] for each in row] for row in top], dtype=np.int64),
-            np.array([[each[0] for each in row] for row in top], dtype=np.float64),
-            np.array([each[0] for each in own], dtype=np.float64),
+            np.array([[token[1] for token in row] for row in top], dtype=np.int64),
+            np.array([[token[0] for token in row] for row in top], dtype=np.float64),
+            np.array([token[0] for token in forced], dtype=np.float64),
         )
 
 
@@ -80,25 +80,27 @@ def distance(full: Distributions, other: Distributions) -> Distance:
     """
     sides = zip(full.ids, full.logprobs, other.ids, other.logprobs, strict=True)
     kl = np.array([_at(*row) for row in sides], dtype=np.float64)
-    named = [np.exp(side.logprobs).sum(axis=1) for side in (full, other)]
-    return Distance(kl, full.ids[:, 0] == other.ids[:, 0], np.minimum(*named).clip(max=1))
+    covered = [np.exp(side.logprobs).sum(axis=1) for side in (full, other)]
+    return Distance(kl, full.ids[:, 0] == other.ids[:, 0], np.minimum(*covered).clip(max=1))
 
 
 def _at(
     ids: np.ndarray, logprobs: np.ndarray, other_ids: np.ndarray, other_logprobs: np.ndarray
 ) -> float:
     """The KL in nats at one position, from the ids and log-probabilities [K] of each side."""
-    _, here, there = np.intersect1d(ids, other_ids, return_indices=True)
+    _, shared, other_shared = np.intersect1d(ids, other_ids, return_indices=True)
     p, q = np.exp(logprobs), np.exp(other_logprobs)
-    known = float(p[here] @ (logprobs[here] - other_logprobs[there]))
-    alone, others = np.delete(np.arange(len(p)), here), max(1 - float(p.sum()), 0.0)
+    shared_kl = float(p[shared] @ (logprobs[shared] - other_logprobs[other_shared]))
+    unshared, p_rest = np.delete(np.arange(len(p)), shared), max(1 - float(p.sum()), 0.0)
     # Probability in Q of all tokens that not both name, and of the tokens that Q does not name.
-    room, left = (max(1 - float(x.sum()), _ROUNDING) for x in (q[there], q))
-    each = float(p[alone] @ (logprobs[alone] - other_logprobs.min())) + _term(others, room)
-    mass = float(p[alone].sum())
-    share = min(left, room * mass / (mass + others)) if mass else 0.0
-    joined = _term(mass, share) + _term(others, max(room - share, _ROUNDING))
-    return max(known + max(each, joined), 0.0)
+    q_unshared, q_rest = (max(1 - float(x.sum()), _ROUNDING) for x in (q[other_shared], q))
+    separate_kl = float(p[unshared] @ (logprobs[unshared] - other_logprobs.min())) + _term(
+        p_rest, q_unshared
+    )
+    p_unshared = float(p[unshared].sum())
+    share = min(q_rest, q_unshared * p_unshared / (p_unshared + p_rest)) if p_unshared else 0.0
+    joint_kl = _term(p_unshared, share) + _term(p_rest, max(q_unshared - share, _ROUNDING))
+    return max(shared_kl + max(separate_kl, joint_kl), 0.0)
 
 
 def _term(p: float, q: float) -> float:
@@ -128,7 +130,7 @@ def interval(
         return None
     sums = np.array([part.sum() for part in parts], dtype=np.float64)
     sizes = np.array([len(part) for part in parts])
-    drawn = np.random.default_rng(seed).integers(len(parts), size=(draws, len(parts)))
-    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    indices = np.random.default_rng(seed).integers(len(parts), size=(draws, len(parts)))
+    means = sums[indices].sum(axis=1) / sizes[indices].sum(axis=1)
     low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)

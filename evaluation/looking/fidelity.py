@@ -48,11 +48,11 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         PolicyError: an option, a text or the server cannot be used.
     """
-    named = [each for file in args.text for each in _texts(file)]
+    named_texts = [named_text for file in args.text for named_text in _texts(file)]
     if args.out is not None:
         _make(args.out)
     with opened(args) as look:
-        texts = [_split(look.tokens, name, text, args) for name, text in named]
+        texts = [_split(look.tokens, name, text, args) for name, text in named_texts]
         top = _top(args.top, look)
         results = list(_compared(look, texts, top))
     print("\n".join(fidelity_report.table(results)))
@@ -77,11 +77,11 @@ def _make(folder: Path) -> None:
 
 def _texts(file: str) -> Iterator[tuple[str, str]]:
     """Name and text of each text in a file: one, or one in each line of *.jsonl."""
-    whole = text_of(file)
+    content = text_of(file)
     if not file.endswith(".jsonl"):
-        yield file, whole
+        yield file, content
         return
-    for number, line in enumerate(whole.split("\n"), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         name = f"{file}:{number}"
@@ -99,39 +99,39 @@ def _texts(file: str) -> Iterator[tuple[str, str]]:
 def _split(tokens: Tokens, name: str, text: str, args: argparse.Namespace) -> Text:
     ids = tokens.encode(text)
     prompt = args.prompt_tokens or int(args.prompt_share * len(ids))
-    left = len(ids) - prompt
-    if prompt < 1 or left < 2:
+    rest = len(ids) - prompt
+    if prompt < 1 or rest < 2:
         message = f"it has {len(ids):,} tokens, of which {prompt:,} would be the prompt"
         raise refused(name, "range", message, "a continuation of two tokens or more has to be left")
     return Text(name, ids[:prompt], ids[prompt : prompt + args.continuation])
 
 
-def _top(asked: int, look: Look) -> int:
+def _top(limit: int, look: Look) -> int:
     """K, the number of tokens to compare; a server fails if asked for more than its vocabulary."""
     if look.vocabulary is not None and look.vocabulary <= _WHOLE:
         return look.vocabulary
-    return min(asked, look.vocabulary or len(look.tokens.tokenizer))
+    return min(limit, look.vocabulary or len(look.tokens.tokenizer))
 
 
 def _compared(look: Look, texts: Sequence[Text], top: int) -> Iterator[Compared]:
     """Every policy on every text, with a progress bar."""
     from tqdm import tqdm
 
-    names = [FULL, *(each.alias for each in look.policies)]
+    names = [FULL, *(policy.alias for policy in look.policies)]
     jobs = list(product(range(len(texts)), names, (False, True)))
-    found: dict[tuple[int, str, bool], dict[str, Any]] = {}
+    answers: dict[tuple[int, str, bool], dict[str, Any]] = {}
     with tqdm(total=len(jobs), unit="request", disable=None, file=sys.stderr) as bar:
 
         def ask(job: tuple[int, str, bool]) -> None:
             number, name, free = job
-            found[job] = _asked(look, texts[number], name, free, top)
+            answers[job] = _asked(look, texts[number], name, free, top)
             bar.update()
 
         in_threads(jobs, ask, _AT_ONCE)
     for number, text in enumerate(texts):
         for policy in look.policies:
             keys = product([number], (FULL, policy.alias), (False, True))
-            yield _one(look, text, policy, [found[key] for key in keys])
+            yield _one(look, text, policy, [answers[key] for key in keys])
 
 
 def _asked(look: Look, text: Text, policy: str, free: bool, top: int) -> dict[str, Any]:
@@ -153,24 +153,24 @@ def _one(look: Look, text: Text, policy: Variant, answers: Sequence[dict[str, An
             message = "it generated other tokens than it was given"
             raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
     try:
-        both = [Distributions.of(answer["meta_info"], count) for answer in (full, forced)]
+        distributions = [Distributions.of(answer["meta_info"], count) for answer in (full, forced)]
     except ValueError as error:
         raise refused(look.url, "server", f"its answer cannot be used: {error}") from None
     pairs = zip(full_free["output_ids"], free["output_ids"], strict=True)
     facts = forced["meta_info"].get("kv_policy") or {}
-    around = [*text.prompt[-1:], *text.continuation]
+    ids = [*text.prompt[-1:], *text.continuation]
     return Compared(
         text=text.name,
         policy=policy.alias,
         setting=dict(policy.setting),
         prompt_tokens=len(text.prompt),
         continuation=tuple(text.continuation),
-        words=tuple(pieces(look.tokens.decode_all, around)[1:]),
-        full=both[0],
-        other=both[1],
-        distance=distance(*both),
+        words=tuple(pieces(look.tokens.decode_all, ids)[1:]),
+        full=distributions[0],
+        other=distributions[1],
+        distance=distance(*distributions),
         greedy_divergence=next((i for i, (a, b) in enumerate(pairs) if a != b), None),
-        whole=both[0].ids.shape[1] == look.vocabulary,
+        whole=distributions[0].ids.shape[1] == look.vocabulary,
         kept=kept_share(facts) if facts else None,
         uncompressed=facts.get("uncompressed"),
     )

@@ -63,7 +63,7 @@ def _row(summary: PolicyFidelity) -> tuple[str, ...]:
 
 def notes(results: Sequence[Compared]) -> Iterator[str]:
     """Sentences on what the figures mean."""
-    texts = {each.text: len(each.continuation) for each in results}
+    texts = {result.text: len(result.continuation) for result in results}
     positions = sum(texts.values())
     count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
     has_intervals = summaries(results)[0].kl_interval() is not None
@@ -76,7 +76,7 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
     if first.whole:
         yield f"KL is over the whole vocabulary of {first.full.ids.shape[1]:,} tokens"
     else:
-        least = min(each.distance.covered.min() for each in results)
+        least = min(result.distance.covered.min() for result in results)
         yield (
             f"KL is a lower bound: {first.full.ids.shape[1]:,} tokens of each distribution are "
             f"known, which are {percent(least)} of its probability at the least"
@@ -85,9 +85,9 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
         "first other: position at which the top token is another one; free: at which another one "
         "is generated (medians over texts; position 0 is of the prefill)"
     )
-    for each in results:
-        if each.uncompressed:
-            yield f"{each.policy} served {each.text} in full: {each.uncompressed}"
+    for result in results:
+        if result.uncompressed:
+            yield f"{result.policy} served {result.text} in full: {result.uncompressed}"
 
 
 def write(results: Sequence[Compared], folder: Path) -> list[Path]:
@@ -102,7 +102,7 @@ def write(results: Sequence[Compared], folder: Path) -> list[Path]:
     paths = [folder / f"fidelity.{end}" for end in ("csv", "jsonl", "png", "html")]
     with paths[0].open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(_positions(results))
-    lines = [json.dumps(each.as_row(), ensure_ascii=False) for each in results]
+    lines = [json.dumps(result.as_row(), ensure_ascii=False) for result in results]
     paths[1].write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(summaries(results), paths[2])
     paths[3].write_text(page(results), encoding="utf-8")
@@ -114,14 +114,14 @@ def _positions(results: Sequence[Compared]) -> Iterator[tuple]:
         *("text", "policy", "position", "token_id", "token", "kl", "agree", "covered"),
         *("top_full", "top_policy", "logprob_full", "logprob_policy"),
     )
-    for each in results:
-        for at, token in enumerate(each.continuation):
+    for result in results:
+        for position, token in enumerate(result.continuation):
             yield (
-                *(each.text, each.policy, at, token, each.words[at]),
-                *(f"{each.distance.kl[at]:.9g}", int(each.distance.agree[at])),
-                f"{each.distance.covered[at]:.9g}",
-                *(each.full.ids[at, 0], each.other.ids[at, 0]),
-                *(f"{each.full.given[at]:.9g}", f"{each.other.given[at]:.9g}"),
+                *(result.text, result.policy, position, token, result.words[position]),
+                *(f"{result.distance.kl[position]:.9g}", int(result.distance.agree[position])),
+                f"{result.distance.covered[position]:.9g}",
+                *(result.full.ids[position, 0], result.other.ids[position, 0]),
+                *(f"{result.full.given[position]:.9g}", f"{result.other.given[position]:.9g}"),
             )
 
 
@@ -133,7 +133,9 @@ def draw(found: Sequence[PolicyFidelity], path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    figure, (kl_axis, agree_axis) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, layout="constrained"
+    )
     for number, summary in enumerate(found):
         style = plot_style.style(number)
         options = {
@@ -145,20 +147,20 @@ def draw(found: Sequence[PolicyFidelity], path: Path) -> None:
         }
         if style.dash:
             options["dashes"] = style.dash
-        for axis, name in ((above, "kl"), (below, "agree")):
+        for axis, name in ((kl_axis, "kl"), (agree_axis, "agree")):
             axis.plot(*by_position([getattr(p.distance, name) for p in summary.parts]), **options)
-    above.set_ylabel("KL(full KV || policy), nats")
+    kl_axis.set_ylabel("KL(full KV || policy), nats")
     # Where distributions agree to rounding, a logarithmic scale would magnify noise.
-    above.set_yscale("symlog", linthresh=1e-4)
-    above.set_ylim(bottom=0)
-    below.set_ylabel("positions with the same top token")
-    below.set_ylim(-0.02, 1.02)
-    below.set_xlim(left=-0.5)
-    below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    below.set_xlabel("position in the continuation, tokens")
-    lines, names = below.get_legend_handles_labels()
+    kl_axis.set_yscale("symlog", linthresh=1e-4)
+    kl_axis.set_ylim(bottom=0)
+    agree_axis.set_ylabel("positions with the same top token")
+    agree_axis.set_ylim(-0.02, 1.02)
+    agree_axis.set_xlim(left=-0.5)
+    agree_axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    agree_axis.set_xlabel("position in the continuation, tokens")
+    lines, names = agree_axis.get_legend_handles_labels()
     figure.legend(lines, names, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
-    for axis in (above, below):
+    for axis in (kl_axis, agree_axis):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
@@ -176,19 +178,21 @@ def by_position(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     edges = np.linspace(0, longest, bins + 1).astype(int)
     means = []
     for start, stop in pairwise(edges):
-        means.append(np.mean(np.concatenate([each[start:stop] for each in values])))
+        means.append(np.mean(np.concatenate([text_values[start:stop] for text_values in values])))
     return (edges[:-1] + edges[1:] - 1) / 2, np.array(means)
 
 
 def page(results: Sequence[Compared]) -> str:
     """The HTML page, which needs no network: table, charts, and texts with the KL of each token."""
-    found = summaries(results)
+    policy_summaries = summaries(results)
     head = [f"{_COLUMNS[0]} ", *_COLUMNS[1:]]
-    said = "\n".join(f"<p>{html.escape(note)}</p>" for note in notes(results))
-    texts = "\n".join(_text(part) for summary in found for part in summary.parts[:_SHOWN])
+    paragraphs = "\n".join(f"<p>{html.escape(note)}</p>" for note in notes(results))
+    texts = "\n".join(
+        _text(part) for summary in policy_summaries for part in summary.parts[:_SHOWN]
+    )
     body = f"""<h1>Fidelity to full KV</h1>
-{html_table.table("Distance from full KV by policy", head, [*map(_row, found)])}
-{said}
+{html_table.table("Distance from full KV by policy", head, [*map(_row, policy_summaries)])}
+{paragraphs}
 <h2>By position</h2>
 <div id="policies"></div>
 {offline_page.figure("kl", "KL divergence by position")}
@@ -197,13 +201,13 @@ def page(results: Sequence[Compared]) -> str:
 <p>Darker: the distribution of this token is further from full KV's, from a KL of 0.01, 0.1, 0.5 and
 2 nats on. <span class="other">Underlined</span>: the likeliest token is another one.</p>
 {texts}"""
-    own = [_SOURCES / name for name in _OWN]
-    return offline_page.page("Fidelity to full KV", body, list(_charts(found)), own)
+    sources = [_SOURCES / name for name in _OWN]
+    return offline_page.page("Fidelity to full KV", body, list(_charts(policy_summaries)), sources)
 
 
-def _charts(found: Sequence[PolicyFidelity]) -> Iterator[dict[str, Any]]:
+def _charts(policy_summaries: Sequence[PolicyFidelity]) -> Iterator[dict[str, Any]]:
     """Data of each policy for `pages/fidelity.js`: figures by position, and the line's style."""
-    for number, summary in enumerate(found):
+    for number, summary in enumerate(policy_summaries):
         positions, kl = by_position([part.distance.kl for part in summary.parts])
         _, agree = by_position([part.distance.agree for part in summary.parts])
         yield {
@@ -218,11 +222,11 @@ def _charts(found: Sequence[PolicyFidelity]) -> Iterator[dict[str, Any]]:
 def _text(part: Compared) -> str:
     """A continuation: darker where the KL is larger, underlined where the top token differs."""
     spans = []
-    for at, word in enumerate(part.words):
-        kl, agree = part.distance.kl[at], part.distance.agree[at]
+    for position, word in enumerate(part.words):
+        kl, agree = part.distance.kl[position], part.distance.agree[position]
         shade = int(np.searchsorted((0.01, 0.1, 0.5, 2.0), kl))
         kind = f"kl{shade}" + ("" if agree else " other")
-        title = f"position {at}: KL {kl:.4f}" + ("" if agree else ", another top token")
+        title = f"position {position}: KL {kl:.4f}" + ("" if agree else ", another top token")
         spans.append(f'<span class="{kind}" title="{title}">{html.escape(word)}</span>')
     name = html.escape(f"{part.policy}, {part.text}")
     region = f'class="words" tabindex="0" role="region" aria-label="Text: {name}"'

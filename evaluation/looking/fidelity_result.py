@@ -126,20 +126,23 @@ class PolicyFidelity:
 
     def first(self, *, greedy: bool) -> str:
         """Median position of the first difference over the texts; `>T` where most have none."""
-        found = [
+        divergences = [
             part.greedy_divergence if greedy else part.distance.first_divergence
             for part in self.parts
         ]
         ends = [len(part.continuation) for part in self.parts]
-        known = sorted(end if at is None else at for at, end in zip(found, ends, strict=True))
-        middle = known[(len(known) - 1) // 2]
-        never = sum(at is None for at in found) * 2 >= len(found) + 1
-        return f">{middle}" if never else str(middle)
+        positions = sorted(
+            end if position is None else position
+            for position, end in zip(divergences, ends, strict=True)
+        )
+        median = positions[(len(positions) - 1) // 2]
+        never = sum(position is None for position in divergences) * 2 >= len(divergences) + 1
+        return f">{median}" if never else str(median)
 
 
 def summaries(results: Sequence[Compared]) -> list[PolicyFidelity]:
     """A summary per policy, in the order of the results."""
-    found: dict[str, list[Compared]] = {}
-    for each in results:
-        found.setdefault(each.policy, []).append(each)
-    return [PolicyFidelity(tuple(parts)) for parts in found.values()]
+    by_policy: dict[str, list[Compared]] = {}
+    for result in results:
+        by_policy.setdefault(result.policy, []).append(result)
+    return [PolicyFidelity(tuple(parts)) for parts in by_policy.values()]

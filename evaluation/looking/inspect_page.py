@@ -26,5 +26,5 @@ as they hold it; Escape goes back to all.</p>
 <h2>Answer</h2>
 <pre tabindex="0" role="region" aria-label="Answer">{html.escape(kept.answer.strip())}</pre>"""
     title = f"{kept.policy}: what it kept of a prompt"
-    own = [_SOURCES / name for name in _OWN]
-    return offline_page.page(title, body, kept.as_map(), own)
+    sources = [_SOURCES / name for name in _OWN]
+    return offline_page.page(title, body, kept.as_map(), sources)

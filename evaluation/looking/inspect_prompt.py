@@ -35,9 +35,9 @@ def main(args: argparse.Namespace) -> int:
         kept = asked(look, text, args.new)
     _check_place(kept, args.layer, args.head)
     # Files come before the output, whose reader may close it early, as `head` does.
-    for path, written in ((args.html, inspect_page.page), (args.json, _as_json)):
+    for path, render in ((args.html, inspect_page.page), (args.json, _as_json)):
         if path is not None:
-            _write(path, written(kept))
+            _write(path, render(kept))
     _print(kept, args)
     return 0
 
@@ -64,12 +64,12 @@ def asked(look: Look, text: str, new: int) -> Kept:
 
 
 def _check_place(kept: Kept, layer: int | None, head: int | None) -> None:
-    for option, index, count, what in (
+    for option, index, count, unit in (
         ("--layer", layer, kept.held.shape[0], "layers"),
         ("--head", head, kept.held.shape[1], "KV heads"),
     ):
         if index is not None and not 0 <= index < count:
-            message = f"{index} is none of the model's {count} {what}, counted from 0"
+            message = f"{index} is none of the model's {count} {unit}, counted from 0"
             raise refused(option, "range", message)
 
 
@@ -100,14 +100,14 @@ def style_of_output() -> terminal.Style:
 
 def _as_json(kept: Kept) -> str:
     """All of it as JSON; the mask as `numpy.packbits` in base64, rows padded to whole bytes."""
-    drawn = kept.as_map()
-    found = {
+    kept_map = kept.as_map()
+    document = {
         "policy": kept.policy,
         "settings": dict(kept.settings),
         "shape": list(kept.held.shape),
-        "bits": drawn["bits"],
+        "bits": kept_map["bits"],
         "tokens": list(kept.tokens),
         "facts": dict(kept.facts),
         "answer": kept.answer,
     }
-    return json.dumps(found, ensure_ascii=False, indent=1) + "\n"
+    return json.dumps(document, ensure_ascii=False, indent=1) + "\n"

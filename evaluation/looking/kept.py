@@ -85,12 +85,12 @@ def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[s
     Args:
         decode: function from token ids to text, special tokens included.
     """
-    found, before, start = [], 0, 0  # the text of ids[before:start] is known already
+    texts, context_start, start = [], 0, 0  # the text of ids[context_start:start] is known already
     for end in range(1, len(ids) + 1):
-        known, text = decode(ids[before:start]), decode(ids[before:end])
+        context, text = decode(ids[context_start:start]), decode(ids[context_start:end])
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
-            found.append("")
+            texts.append("")
             continue
-        found.append(text[len(known) :])
-        before, start = start, end
-    return found
+        texts.append(text[len(context) :])
+        context_start, start = start, end
+    return texts

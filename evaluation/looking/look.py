@@ -84,8 +84,8 @@ class Look:
 def _sentence(answer: Any) -> str | None:
     """The server's message on a request that it refuses; None without one."""
     error = answer.get("error", answer) if isinstance(answer, dict) else None
-    said = error.get("message") if isinstance(error, dict) else error
-    return said if isinstance(said, str) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else None
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
     with contextlib.ExitStack() as stack:
         # On a GPU SGLang chooses kernels and precision.
         flags: dict[str, Any] = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}
-        started = serve(
+        starting = serve(
             args.model,
             paths,
             settings,
@@ -117,7 +117,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
             **flags,
         )
         try:
-            server = stack.enter_context(started)
+            server = stack.enter_context(starting)
         except ServerFailed as error:
             raise refused(args.model, "server", str(error)) from None
         yield Look(server.url, tuple(policies), tokens, _vocabulary(args.model))
@@ -125,26 +125,26 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
 
 def _found(args: argparse.Namespace) -> Look:
     """The server at the URL, which has to have the policies."""
-    for option, given in (("--set", args.set), ("--server-args", args.server_args)):
-        if given:
+    for option, value in (("--set", args.set), ("--server-args", args.server_args)):
+        if value:
             message = "a server that runs already has its own settings"
             raise refused(option, "arguments", message, "leave it out, or leave --url out")
-    names = [_name(each) for each in args.policies]
+    names = [_name(policy) for policy in args.policies]
     key = api_key(args.api_key_env)
-    found = endpoint.find(args.url, "sglang", key)
-    policies = on_server(names, found.policies or (), ())
+    server = endpoint.find(args.url, "sglang", key)
+    policies = on_server(names, server.policies or (), ())
     _not_nothing(policies)
-    found.require_inspection(f"kvpolicy {args.name}")
-    served = found.info.get("model_path")
-    folder = args.model or found.info.get("tokenizer_path") or served
+    server.require_inspection(f"kvpolicy {args.name}")
+    model_path = server.info.get("model_path")
+    folder = args.model or server.info.get("tokenizer_path") or model_path
     if not folder or not os.path.isdir(folder):
         message = f"the tokenizer of its model is not on this machine ({folder})"
         raise refused(args.url, "server", message, "name the model's folder with --model")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # The server fails if asked for more tokens than its model has, so another config is no use.
-    same = served is not None and Path(served).resolve() == Path(folder).resolve()
-    vocabulary = _vocabulary(folder) if same else None
-    return Look(found.url, tuple(policies), Tokens(folder), vocabulary, headers)
+    same_model = model_path is not None and Path(model_path).resolve() == Path(folder).resolve()
+    vocabulary = _vocabulary(folder) if same_model else None
+    return Look(server.url, tuple(policies), Tokens(folder), vocabulary, headers)
 
 
 def _name(policy: str) -> str:

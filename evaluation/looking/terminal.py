@@ -92,14 +92,14 @@ def summary(kept: Kept) -> Iterator[str]:
     if facts.get("uncompressed"):
         yield f"served in full: {facts['uncompressed']} ({REASONS.get(facts['uncompressed'], '')})"
         return
-    before, after = facts["kv_bytes_before"], facts["kv_bytes_after"]
+    bytes_before, bytes_after = facts["kv_bytes_before"], facts["kv_bytes_after"]
     yield (
-        f"KV memory of the prompt: {size(after)} of {size(before)}; "
+        f"KV memory of the prompt: {size(bytes_after)} of {size(bytes_before)}; "
         f"{facts['slots_freed']:,} of {facts['prompt_tokens']:,} token slots freed"
     )
     if facts.get("selected_layer") is not None:
-        went = f"{facts['propagated_tokens']:,} tokens went to the last layer"
-        yield f"{went}; the first to leave left after layer {facts['selected_layer']}"
+        reach = f"{facts['propagated_tokens']:,} tokens went to the last layer"
+        yield f"{reach}; the first to leave left after layer {facts['selected_layer']}"
 
 
 # Why a prompt was served in full; docs/operators.md has the same table.
@@ -123,8 +123,8 @@ def strips(kept: Kept, style: Style, heads: bool) -> Iterator[str]:
     names = [f"{layer}" for layer in range(layers)]
     names += [f"{layers - 1}.{kv_heads - 1}"] if heads else []
     label = max(len("layer"), *map(len, names))
-    left = label + 1 + 8 + 1 + 7 + 2
-    room = max(10, style.width - left - 1)
+    margin = label + 1 + 8 + 1 + 7 + 2
+    room = max(10, style.width - margin - 1)
     axis = f"positions 0 to {tokens - 1:,}"
     yield f"{'layer':<{label}} {'held':>16}  {axis}"
     for layer in range(layers):
@@ -137,7 +137,9 @@ def _line(name: str, label: int, held: np.ndarray, room: int, style: Style) -> s
     """One line for [lists, N] bool."""
     share = float(held.mean())
     first, last = "▏▕" if style.unicode else "||"
-    strip = "".join(style.shades[level(each, 5)] for each in binned(held.mean(axis=0), room))
+    strip = "".join(
+        style.shades[level(bin_share, 5)] for bin_share in binned(held.mean(axis=0), room)
+    )
     return f"{name:>{label}} {bar(share, 8, style)} {percent(share):>7} {first}{strip}{last}"
 
 
@@ -172,8 +174,8 @@ def text(tokens: Sequence[str], shares: np.ndarray, style: Style, whole: bool = 
             parts.append(_marked("".join(pieces), run.level, style))
             continue
         ends = _ENDS[run.level]
-        what = "dropped" if run.level == NONE else f"held {_NAMES[run.level]}"
-        cut = f" [{style.dots} {length - 2 * ends:,} {what} {style.dots}] "
+        label = "dropped" if run.level == NONE else f"held {_NAMES[run.level]}"
+        cut = f" [{style.dots} {length - 2 * ends:,} {label} {style.dots}] "
         first, last = "".join(pieces[:ends]), "".join(pieces[-ends:])
         parts.append(_marked(first, run.level, style) + cut + _marked(last, run.level, style))
     return "".join(parts)
@@ -182,9 +184,9 @@ def text(tokens: Sequence[str], shares: np.ndarray, style: Style, whole: bool = 
 def runs(shares: np.ndarray) -> Iterator[Stretch]:
     """Runs of neighbouring tokens of one level, in order."""
     start = 0
-    for each, group in groupby(shares.tolist(), _word):
+    for run_level, group in groupby(shares.tolist(), _word):
         stop = start + sum(1 for _ in group)
-        yield Stretch(each, start, stop)
+        yield Stretch(run_level, start, stop)
         start = stop
 
 
@@ -198,11 +200,11 @@ def _marked(words: str, level: int, style: Style) -> str:
     """A run with its weight or its marks around each line."""
     if not words:
         return ""
-    before, after = (_ANSI[level], _RESET if level != SOME else "")
+    opening, closing = (_ANSI[level], _RESET if level != SOME else "")
     if not style.ansi:
-        before, after = _MARKS[level]
+        opening, closing = _MARKS[level]
     lines = printable(words).split("\n")
-    return "\n".join(f"{before}{line}{after}" if line else line for line in lines)
+    return "\n".join(f"{opening}{line}{closing}" if line else line for line in lines)
 
 
 def printable(words: str) -> str:

@@ -50,8 +50,8 @@ def title(task: str) -> str:
 
 def form_of(tokenizer: Tokenizer) -> str:
     """`embedded` if the vocabulary is the 512 words of the embedded models, else `words`."""
-    known = tokenizer.get_vocab() == {word: i for i, word in enumerate(VOCABULARY)}
-    return "embedded" if known else "words"
+    is_embedded = tokenizer.get_vocab() == {word: i for i, word in enumerate(VOCABULARY)}
+    return "embedded" if is_embedded else "words"
 
 
 def count_of(task: str) -> int | None:
@@ -102,6 +102,8 @@ def _depth(seed: int, index: int) -> float:
 @lru_cache
 def _module(task: str) -> ModuleType:
     if task not in names():
-        known = ", ".join(names())
-        raise ValueError(f"unknown task {task!r}; the tasks are {known}, or data:PATH for a file")
+        all_names = ", ".join(names())
+        raise ValueError(
+            f"unknown task {task!r}; the tasks are {all_names}, or data:PATH for a file"
+        )
     return import_module(f"{tasks.__name__}.{task.replace('-', '_')}")

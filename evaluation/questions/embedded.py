@@ -119,13 +119,13 @@ def spread(
     cuts = np.sort(rng.integers(0, blank + 1, len(statements))).tolist()
     context: list[int] = []
     starts: list[int] = []
-    done = 0
+    last_cut = 0
     for statement, cut in zip(statements, cuts, strict=True):
-        context += text[done:cut]
+        context += text[last_cut:cut]
         starts.append(len(context))
         context += statement
-        done = cut
-    return context + text[done:], starts
+        last_cut = cut
+    return context + text[last_cut:], starts
 
 
 def filler(length: int, rng: np.random.Generator) -> np.ndarray:
@@ -136,9 +136,9 @@ def filler(length: int, rng: np.random.Generator) -> np.ndarray:
     if kind < 0.75:
         sentence = rng.integers(FILLER.start, FILLER.stop, rng.integers(5, 25))
         return np.resize(sentence, length)
-    rank = 1 / np.arange(1, len(FILLER) + 1)
-    drawn = rng.choice(len(FILLER), length, p=rank / rank.sum())
-    return FILLER.start + rng.permutation(len(FILLER))[drawn]
+    weight = 1 / np.arange(1, len(FILLER) + 1)
+    ranks = rng.choice(len(FILLER), length, p=weight / weight.sum())
+    return FILLER.start + rng.permutation(len(FILLER))[ranks]
 
 
 def scatter(facts: Facts, length: int, rng: np.random.Generator) -> list[int]:
@@ -173,12 +173,17 @@ def facts_prompt(
     if fits < asked * turns:
         least = 1 + question_length(asked) + asked * turns * FACT_LENGTH
         raise too_short(task, least, length)
-    drawn = draw_facts(min(facts or fits, fits), rng)
-    body = scatter(drawn, context, rng)
-    chosen = rng.choice(len(drawn.keys), asked * turns, replace=False).tolist()
+    all_facts = draw_facts(min(facts or fits, fits), rng)
+    body = scatter(all_facts, context, rng)
+    indices = rng.choice(len(all_facts.keys), asked * turns, replace=False).tolist()
     questions = []
-    for first in range(0, len(chosen), asked):
-        now = chosen[first : first + asked]
-        starts = [drawn.starts[i] for i in now]
-        questions.append(Question(*ask(drawn, now), [(at, at + FACT_LENGTH) for at in starts]))
+    for first in range(0, len(indices), asked):
+        question_indices = indices[first : first + asked]
+        starts = [all_facts.starts[i] for i in question_indices]
+        questions.append(
+            Question(
+                *ask(all_facts, question_indices),
+                [(start, start + FACT_LENGTH) for start in starts],
+            )
+        )
     return EmbeddedPrompt(body, questions)

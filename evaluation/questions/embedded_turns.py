@@ -35,15 +35,15 @@ def sample_of(
     """The sample that asks the questions of a prompt, one in each turn."""
     turns = []
     for number, question in enumerate(prompt.questions):
-        before = f" {VOCABULARY[END]} " if number and history != History.SHARED else " "
-        expected, judged = mark(question)
+        prefix = f" {VOCABULARY[END]} " if number and history != History.SHARED else " "
+        expected, answer_judge = mark(question)
         turns.append(
             Turn(
-                prompt=before + to_text(question.ids),
+                prompt=prefix + to_text(question.ids),
                 reference=" " + to_text(question.answer),
                 expected=expected,
                 most_tokens=len(question.answer) + 1,  # and the closing <end>
-                judge=judged,
+                judge=answer_judge,
             )
         )
     needles = prompt.questions[0].needles
@@ -77,8 +77,8 @@ def depth(needle: tuple[int, int], length: int) -> float:
 def characters(context: list[int], needle: tuple[int, int]) -> tuple[int, int]:
     """[start, stop) characters of a needle, from its tokens [start, stop)."""
     start, stop = needle
-    before = len(to_text(context[:start])) + 1 if start else 0
-    return before, before + len(to_text(context[start:stop]))
+    offset = len(to_text(context[:start])) + 1 if start else 0
+    return offset, offset + len(to_text(context[start:stop]))
 
 
 def whole(question: Question) -> Marking:
@@ -95,6 +95,6 @@ def by_parts(question: Question) -> Marking:
 
 def by_words(question: Question) -> Marking:
     """Each word of the answer that is not in the question is an item with its share."""
-    given = {COMMA, *question.ids}
-    items = tuple(VOCABULARY[word] for word in question.answer if word not in given)
+    question_ids = {COMMA, *question.ids}
+    items = tuple(VOCABULARY[word] for word in question.answer if word not in question_ids)
     return items, judge.named(items)

@@ -81,8 +81,8 @@ def world_prompt(task: str, length: int, rng: np.random.Generator, shape: Shape)
         raise too_short(task, 1 + shape.question + shape.least * shape.statement, length)
     world = shape.draw(min(shape.statements or fits, fits), rng)
     context, starts = embedded.spread(world.statements, room, rng)
-    ids, answer, used = world.questions[rng.integers(len(world.questions))]
-    needles = [(starts[i], starts[i] + shape.statement) for i in used]
+    ids, answer, indices = world.questions[rng.integers(len(world.questions))]
+    needles = [(starts[i], starts[i] + shape.statement) for i in indices]
     return EmbeddedPrompt(context, [Question(ids, answer, needles)])
 
 
@@ -95,13 +95,13 @@ def many_values(count: int, rng: np.random.Generator, repeats: int = VALUES_PER_
     """About `count` facts in random order; each key has `repeats` facts."""
     facts = embedded.draw_facts(count // repeats, rng)
     owners = rng.permutation(np.repeat(np.arange(len(facts.keys)), repeats))
-    drawn = rng.integers(VALUES.start, VALUES.stop, (len(owners), embedded.VALUE_WORDS)).tolist()
+    values = rng.integers(VALUES.start, VALUES.stop, (len(owners), embedded.VALUE_WORDS)).tolist()
     keys = [facts.keys[owner] for owner in owners]
-    facts = embedded.Facts(keys, drawn)
+    facts = embedded.Facts(keys, values)
     questions = []
     for owner in range(len(owners) // repeats):
-        chosen = rng.permutation(np.flatnonzero(owners == owner)).tolist()
-        questions.append((*embedded.ask(facts, chosen), chosen))
+        indices = rng.permutation(np.flatnonzero(owners == owner)).tolist()
+        questions.append((*embedded.ask(facts, indices), indices))
     return World([facts.statement(i) for i in range(len(keys))], questions)
 
 
@@ -112,10 +112,10 @@ HOPS = 4
 
 def chains(count: int, rng: np.random.Generator, hops: int = HOPS) -> World:
     """About `count` statements in chains of `hops`, shuffled; questions ask for whole chains."""
-    statements, places, drawn = draw_chains(count, rng, hops)
+    statements, places, words = draw_chains(count, rng, hops)
     questions = [
         ([FOLLOW, chain[0], ANSWER], chain, place)
-        for chain, place in zip(drawn, places, strict=True)
+        for chain, place in zip(words, places, strict=True)
     ]
     return World(statements, questions)
 
@@ -125,12 +125,12 @@ def draw_chains(
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Shuffled statements; the places of each chain's statements, in order; the chains' words."""
     number = max(1, min(count // hops, len(KEYS) // (hops + 1)))
-    drawn = (KEYS.start + rng.permutation(len(KEYS))[: number * (hops + 1)]).reshape(number, -1)
-    links = [link for chain in drawn.tolist() for link in pairwise(chain)]
+    words = (KEYS.start + rng.permutation(len(KEYS))[: number * (hops + 1)]).reshape(number, -1)
+    links = [link for chain in words.tolist() for link in pairwise(chain)]
     order = rng.permutation(len(links))
     statements = [[LET, *links[i], DOT] for i in order]
     places = np.argsort(order).reshape(number, hops).tolist()
-    return statements, places, drawn.tolist()
+    return statements, places, words.tolist()
 
 
 # Pairs of a long key and a long value, without text between.
@@ -151,8 +151,8 @@ def pairs(count: int, rng: np.random.Generator) -> World:
     ]
     values = rng.integers(VALUES.start, VALUES.stop, (count, PAIR_VALUE)).tolist()
     statements = [[*k, IS, *v, COMMA] for k, v in zip(keys, values, strict=True)]
-    asked = [([ASK, *keys[i], ANSWER], values[i], [i]) for i in range(count)]
-    return World(statements, asked)
+    questions = [([ASK, *keys[i], ANSWER], values[i], [i]) for i in range(count)]
+    return World(statements, questions)
 
 
 # Lists of words to be counted.
@@ -183,8 +183,8 @@ def count_prompt(
     room = length - 1 - len(question)
     if room < LEAST_LISTED:
         raise too_short(task, 1 + len(question) + LEAST_LISTED, length)
-    listed, answer = draw(room, rng)
-    return EmbeddedPrompt(listed, [Question(question, with_commas(answer), [])])
+    words, answer = draw(room, rng)
+    return EmbeddedPrompt(words, [Question(question, with_commas(answer), [])])
 
 
 def with_commas(listed: Sequence[int]) -> list[int]:
@@ -200,21 +200,21 @@ def common_words(
     Returns:
         Token ids of the list, and of the COMMON words.
     """
-    drawn = VALUES.start + rng.permutation(len(VALUES))[: COMMON + rare]
-    each = max(1, int(length / (COMMON * ratio + rare)))
-    rare = min(rare, (length - 2 * COMMON) // each)
-    counts = np.full(COMMON + rare, each)
-    counts[:COMMON] = (length - each * rare) // COMMON
-    return shuffled(drawn, counts, length, rng), drawn[:COMMON].tolist()
+    words = VALUES.start + rng.permutation(len(VALUES))[: COMMON + rare]
+    rare_count = max(1, int(length / (COMMON * ratio + rare)))
+    rare = min(rare, (length - 2 * COMMON) // rare_count)
+    counts = np.full(COMMON + rare, rare_count)
+    counts[:COMMON] = (length - rare_count * rare) // COMMON
+    return shuffled(words, counts, length, rng), words[:COMMON].tolist()
 
 
 def frequent_words(
     length: int, rng: np.random.Generator, exponent: float = ZIPF
 ) -> tuple[list[int], list[int]]:
     """A shuffled list with counts by Zipf's law, and the FREQUENT most frequent words of it."""
-    drawn = VALUES.start + rng.permutation(len(VALUES))[:RANKS]
+    words = VALUES.start + rng.permutation(len(VALUES))[:RANKS]
     counts = zipf_counts(length, exponent)
-    return shuffled(drawn, counts, length, rng), drawn[:FREQUENT].tolist()
+    return shuffled(words, counts, length, rng), words[:FREQUENT].tolist()
 
 
 def zipf_counts(length: int, exponent: float = ZIPF) -> np.ndarray:
@@ -232,6 +232,6 @@ def shuffled(
     drawn: np.ndarray, counts: np.ndarray, length: int, rng: np.random.Generator
 ) -> list[int]:
     """`length` shuffled words: each of `drawn` as often as `counts` says; the first fills up."""
-    listed = np.repeat(drawn[: len(counts)], counts)[:length]
-    filled = np.concatenate([np.full(length - len(listed), drawn[0]), listed])
-    return rng.permutation(filled).tolist()
+    words = np.repeat(drawn[: len(counts)], counts)[:length]
+    all_words = np.concatenate([np.full(length - len(words), drawn[0]), words])
+    return rng.permutation(all_words).tolist()

@@ -69,13 +69,13 @@ def _beginning(item: str, text: str) -> float:
 
 
 def _parts(items: tuple[str, ...], text: str) -> float:
-    said = {part.strip() for part in " ".join(_said(text)).split(",")}
-    return sum(item in said for item in items) / len(items)
+    answer_parts = {part.strip() for part in " ".join(_said(text)).split(",")}
+    return sum(item in answer_parts for item in items) / len(items)
 
 
 def _named(items: tuple[str, ...], text: str) -> float:
-    said = set(_said(text))
-    return sum(item in said for item in items) / len(items)
+    words = set(_said(text))
+    return sum(item in words for item in items) / len(items)
 
 
 def _mentioned(items: tuple[str, ...], text: str) -> float:
@@ -105,18 +105,18 @@ def _content(text: str) -> Counter[str]:
     return Counter(word for word in words if word not in ("a", "an", "the"))
 
 
-def _f1(expected: Counter[str], said: Counter[str]) -> float:
-    common = (expected & said).total()
+def _f1(expected: Counter[str], answer: Counter[str]) -> float:
+    common = (expected & answer).total()
     if not common:
         return 0.0
-    return 2 * common / (expected.total() + said.total())
+    return 2 * common / (expected.total() + answer.total())
 
 
 def _one_class(answers: tuple[str, ...], classes: tuple[str, ...], text: str) -> float:
-    named = [name for name in map(flat, classes) if name in flat(text)]
+    named_classes = [name for name in map(flat, classes) if name in flat(text)]
     best = 0.0
     for answer in map(flat, answers):
-        others = [name for name in named if name not in answer]
-        if answer in named:
-            best = max(best, 1 / (1 + len(others)))
+        other_classes = [name for name in named_classes if name not in answer]
+        if answer in named_classes:
+            best = max(best, 1 / (1 + len(other_classes)))
     return best

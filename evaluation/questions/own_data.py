@@ -101,13 +101,13 @@ def _cut(row: DataLine, prompt: str, order: Order) -> str:
     if order.count(context + prompt) <= order.length:
         return context
 
-    def without_middle(kept: int) -> str:
+    def without_middle(length: int) -> str:
         # By characters: not every language puts spaces between words.
-        half = kept // 2
-        return context[: kept - half] + context[len(context) - half :]
+        half = length // 2
+        return context[: length - half] + context[len(context) - half :]
 
-    def size(kept: int) -> int:
-        return order.count(without_middle(kept) + prompt)
+    def size(length: int) -> int:
+        return order.count(without_middle(length) + prompt)
 
     if size(0) > order.length:
         raise ValueError(f"{row.place}: {too_short(order.task, size(0), order.length)}")
@@ -123,8 +123,8 @@ def _rows(task: str) -> tuple[DataLine, ...]:
     if task == PREFIX:
         raise ValueError("data: needs the path of a file, as in data:questions.jsonl")
     try:
-        changed = path.stat()
-        return _read(path, changed.st_mtime_ns, changed.st_size)
+        status = path.stat()
+        return _read(path, status.st_mtime_ns, status.st_size)
     except OSError as error:
         raise ValueError(f"{path}: {why(error, 'it cannot be read')}") from None
 
@@ -183,10 +183,12 @@ def _text(place: str, fields: dict, name: str) -> str:
 def _texts(place: str, fields: dict, name: str) -> tuple[str, ...]:
     value = _given(place, fields, name)
     texts = value if isinstance(value, list) else [value]
-    whole = [_whole(place, name, one) for one in texts if isinstance(one, str) and one.strip()]
-    if not texts or len(whole) < len(texts):
+    valid_texts = [
+        _whole(place, name, text) for text in texts if isinstance(text, str) and text.strip()
+    ]
+    if not texts or len(valid_texts) < len(texts):
         raise ValueError(f"{place}: {name} must be a list of texts, none empty")
-    return tuple(whole)
+    return tuple(valid_texts)
 
 
 def _whole(place: str, name: str, text: str) -> str:

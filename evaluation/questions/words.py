@@ -112,20 +112,22 @@ class Filler:
         """The first `words` words of the sequence as sentences; the last one may be cut short."""
         while self._words < words:
             self._draw_more()
-        taken: list[str] = []
+        sentences: list[str] = []
         for sentence in self._sentences:
             if words <= 0:
                 break
             part = sentence[:words]
             words -= len(part)
-            taken.append(" ".join(part).rstrip(".,") + ".")
-        return taken
+            sentences.append(" ".join(part).rstrip(".,") + ".")
+        return sentences
 
     def _draw_more(self) -> None:
-        for numbers in self._rng.integers(0, 2**31, (64, 1 + len(_SLOTS))).tolist():
-            shape = SHAPES[numbers[0] % len(SHAPES)]
-            chosen = zip(_SLOTS.items(), numbers[1:], strict=True)
-            text = shape.format(**{slot: one[at % len(one)] for (slot, one), at in chosen})
+        for draws in self._rng.integers(0, 2**31, (64, 1 + len(_SLOTS))).tolist():
+            shape = SHAPES[draws[0] % len(SHAPES)]
+            choices = zip(_SLOTS.items(), draws[1:], strict=True)
+            text = shape.format(
+                **{slot: words[draw % len(words)] for (slot, words), draw in choices}
+            )
             sentence = (text[0].upper() + text[1:]).split()
             self._sentences.append(sentence)
             self._words += len(sentence)
@@ -143,11 +145,11 @@ def names(count: int, rng: np.random.Generator) -> list[str]:
 
 def numbers(count: int, digits: int, rng: np.random.Generator) -> list[str]:
     """`count` different numbers of `digits` digits."""
-    drawn: dict[int, None] = {}
-    while len(drawn) < count:
-        more = rng.integers(10 ** (digits - 1), 10**digits, count - len(drawn))
-        drawn.update(dict.fromkeys(more.tolist()))
-    return [str(number) for number in drawn]
+    values: dict[int, None] = {}
+    while len(values) < count:
+        draws = rng.integers(10 ** (digits - 1), 10**digits, count - len(values))
+        values.update(dict.fromkeys(draws.tolist()))
+    return [str(number) for number in values]
 
 
 def listing(items: Sequence[str]) -> str:
@@ -166,22 +168,22 @@ def largest(size: Callable[[int], int], limit: int, most: int, first: int) -> in
         size: number of tokens of the text with n units, which grows almost in proportion to n.
         first: the first n to try.
     """
-    start = size(0)
-    low, low_size, high, high_size = 0, start, most + 1, 0
+    start_size = size(0)
+    low, low_size, high, high_size = 0, start_size, most + 1, 0
     guess = first
     tries = 0
     while high - low > 1 and limit - low_size > limit // 200:
         guess = max(low + 1, min(guess, high - 1))
-        now = size(guess)
+        guess_size = size(guess)
         tries += 1
-        if now <= limit:
-            low, low_size = guess, now
+        if guess_size <= limit:
+            low, low_size = guess, guess_size
         else:
-            high, high_size = guess, now
+            high, high_size = guess, guess_size
         if high_size and tries > 8:
             guess = (low + high) // 2
         elif high_size:
             guess = low + (limit - low_size) * (high - low) // (high_size - low_size)
         else:
-            guess = low + (limit - low_size) * low // max(1, low_size - start)
+            guess = low + (limit - low_size) * low // max(1, low_size - start_size)
     return low

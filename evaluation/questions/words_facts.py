@@ -48,17 +48,17 @@ def weave(
 ) -> Woven:
     """Puts each statement between the sentences at its place, from 0 (start) to 1 (end)."""
     spans = [(0, 0)] * len(statements)
-    written: list[str] = []
-    length, done = len(introduction), 0
+    parts: list[str] = []
+    length, last_cut = len(introduction), 0
     for place, i in sorted((place, i) for i, place in enumerate(places)):
         cut = round(place * len(sentences))
-        between = sentences[done:cut]
-        length += sum(len(sentence) + 1 for sentence in between)
+        gap = sentences[last_cut:cut]
+        length += sum(len(sentence) + 1 for sentence in gap)
         spans[i] = (length, length + len(statements[i]))
-        written += [*between, statements[i]]
+        parts += [*gap, statements[i]]
         length += len(statements[i]) + 1
-        done = cut
-    text = introduction + " ".join([*written, *sentences[done:]])
+        last_cut = cut
+    text = introduction + " ".join([*parts, *sentences[last_cut:]])
     return Woven(text, len(introduction), spans)
 
 
@@ -81,14 +81,14 @@ def fitted(
     def size(statements: int, filler: int) -> int:
         return order.count(compose(statements, filler).text + prompt)
 
-    needed = size(least, 0)
-    if needed > order.length:
-        raise too_short(order.task, needed, order.length)
+    least_size = size(least, 0)
+    if least_size > order.length:
+        raise too_short(order.task, least_size, order.length)
     span = most - least
-    held = least + largest(lambda more: size(least + more, 0), order.length, span, span)
-    room = order.length - size(held, 0)
-    filler = largest(lambda words: size(held, words), order.length, 2 * room, room * 3 // 4)
-    return compose(held, filler)
+    count = least + largest(lambda extra: size(least + extra, 0), order.length, span, span)
+    room = order.length - size(count, 0)
+    filler = largest(lambda words: size(count, words), order.length, 2 * room, room * 3 // 4)
+    return compose(count, filler)
 
 
 def turn_of(question: str, items: Sequence[str], order: Order) -> Turn:
@@ -110,15 +110,15 @@ def room_for(reference: str, order: Order) -> int:
 
 def locker_question(keys: Sequence[str]) -> str:
     """The question for the number of each key."""
-    keyed = listing([f"the {key}" for key in keys])
+    phrase = listing([f"the {key}" for key in keys])
     if len(keys) == 1:
         return (
-            f"\n\nQuestion: Which locker number does the text give for {keyed}?"
-            f"\nAnswer: The locker number of {keyed} is"
+            f"\n\nQuestion: Which locker number does the text give for {phrase}?"
+            f"\nAnswer: The locker number of {phrase} is"
         )
     return (
-        f"\n\nQuestion: Which locker numbers does the text give for {keyed}?"
-        f"\nAnswer: The locker numbers of {keyed} are"
+        f"\n\nQuestion: Which locker numbers does the text give for {phrase}?"
+        f"\nAnswer: The locker numbers of {phrase} are"
     )
 
 
@@ -150,16 +150,18 @@ def locker_sample(
         for key, value in zip(keys, values, strict=True)
     ]
 
-    def compose(held: int, words: int) -> Woven:
-        return weave(INTRODUCTION, statements[:held], places[:held], filler.sentences(words))
+    def compose(count: int, filler_words: int) -> Woven:
+        return weave(
+            INTRODUCTION, statements[:count], places[:count], filler.sentences(filler_words)
+        )
 
-    made = []
+    all_turns = []
     for first in range(0, least, asked):
-        now = slice(first, first + asked)
+        span = slice(first, first + asked)
         # A later turn of a conversation follows an answer and closes its sentence.
-        before = "." if first and history != History.SHARED else ""
-        made.append(turn_of(before + locker_question(keys[now]), values[now], order))
-    alone = made if history == History.SHARED else made[:1]
-    longest = max((turn.prompt for turn in alone), key=order.count)
+        prefix = "." if first and history != History.SHARED else ""
+        all_turns.append(turn_of(prefix + locker_question(keys[span]), values[span], order))
+    opening_turns = all_turns if history == History.SHARED else all_turns[:1]
+    longest = max((turn.prompt for turn in opening_turns), key=order.count)
     woven = fitted(order, compose, least, most, longest)
-    return order.sample(woven.text, made, woven.depth(0), history, woven.spans[:asked])
+    return order.sample(woven.text, all_turns, woven.depth(0), history, woven.spans[:asked])

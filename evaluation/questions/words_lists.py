@@ -34,16 +34,16 @@ def list_sample(
         f"\nAnswer: The {top} words that come most often in the list are"
     )
 
-    def context(more: int) -> str:
-        length = LEAST_LISTED + more
-        drawn = np.arange(len(words))
-        listed = shuffled(drawn, counts(length), length, np.random.default_rng(seed))
-        return INTRODUCTION + ", ".join(words[i] for i in listed) + "."
+    def context(extra: int) -> str:
+        length = LEAST_LISTED + extra
+        indices = np.arange(len(words))
+        shuffled_indices = shuffled(indices, counts(length), length, np.random.default_rng(seed))
+        return INTRODUCTION + ", ".join(words[i] for i in shuffled_indices) + "."
 
-    def size(more: int) -> int:
-        return order.count(context(more) + question)
+    def size(extra: int) -> int:
+        return order.count(context(extra) + question)
 
     if size(0) > order.length:
         raise too_short(order.task, size(0), order.length)
-    more = largest(size, order.length, order.length, order.length // 2)
-    return order.sample(context(more), [turn_of(question, words[:top], order)])
+    extra = largest(size, order.length, order.length, order.length // 2)
+    return order.sample(context(extra), [turn_of(question, words[:top], order)])

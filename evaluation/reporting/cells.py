@@ -58,18 +58,18 @@ def both(first: Cell, second: Cell) -> tuple[Cell, Cell]:
     """The answers of both cells to the questions that both have answered, in the same order."""
     if np.array_equal(first.index, second.index) and np.array_equal(first.turn, second.turn):
         return first, second
-    turns = 1 + max(int(each.turn.max(initial=0)) for each in (first, second))
-    mine, theirs = (each.index * turns + each.turn for each in (first, second))
-    return first.where(np.isin(mine, theirs)), second.where(np.isin(theirs, mine))
+    turns = 1 + max(int(answers.turn.max(initial=0)) for answers in (first, second))
+    keys, other_keys = (answers.index * turns + answers.turn for answers in (first, second))
+    return first.where(np.isin(keys, other_keys)), second.where(np.isin(other_keys, keys))
 
 
 def figure(cells: Sequence[Cell], name: str) -> np.ndarray:
     """The known values of a figure in all cells: float64."""
-    values = np.concatenate([each.figures[name] for each in cells]) if cells else np.empty(0)
+    values = np.concatenate([answers.figures[name] for answers in cells]) if cells else np.empty(0)
     return values[~np.isnan(values)]
 
 
 def reasons(cells: Iterable[Cell]) -> dict[str, int]:
     """Reason -> number of prompts that were served in full."""
-    counts = Counter(reason for each in cells for reason in each.reasons if reason)
+    counts = Counter(reason for answers in cells for reason in answers.reasons if reason)
     return dict(sorted(counts.items()))

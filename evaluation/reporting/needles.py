@@ -38,11 +38,11 @@ def needles(results: Results) -> dict[str, Needles]:
         of_task = sums.setdefault(record.task, {})
         cells = of_task.setdefault((record.policy, record.budget), empty)
         cells[:, row, column[record.length]] += (record.score, 1)
-    found = {}
+    by_task = {}
     for task in results.tasks:
         if task in sums:
             count = {series: cells[1] for series, cells in sums[task].items()}
             with np.errstate(invalid="ignore"):
                 score = {series: cells[0] / cells[1] for series, cells in sums[task].items()}
-            found[task] = Needles(score, count)
-    return found
+            by_task[task] = Needles(score, count)
+    return by_task

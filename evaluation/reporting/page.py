@@ -38,8 +38,8 @@ def text(summary: Summary) -> str:
     """The page as HTML."""
     template = (SOURCES / "report.html").read_text(encoding="utf-8")
     body = offline_page.filled(template, {"HEADER": _header(summary)})
-    own = [SOURCES / name for name in OWN]
-    return offline_page.page("What the policies cost - kvpolicy", body, page_data(summary), own)
+    sources = [SOURCES / name for name in OWN]
+    return offline_page.page("What the policies cost - kvpolicy", body, page_data(summary), sources)
 
 
 def page_data(summary: Summary) -> dict[str, Any]:
@@ -117,27 +117,29 @@ def _rounded(value: float | None) -> float | None:
 
 def _fronts(summary: Summary) -> dict[str, dict[str, list[list[int]]]]:
     """Cost -> `task,length` -> series on the front, by rising cost, and the series to name."""
-    found: dict[str, dict[str, list[list[int]]]] = {cost: {} for cost in COSTS}
+    fronts: dict[str, dict[str, list[list[int]]]] = {cost: {} for cost in COSTS}
     places = dict.fromkeys((row.task, row.length) for row in summary.rows.values())
     for cost in COSTS:
         for task, length in places:
-            known = [
-                (i, at)
+            series_points = [
+                (i, cost_score)
                 for i, series in enumerate(summary.results.series)
-                if (at := point(summary.row(series, task, length), cost)) is not None
+                if (cost_score := point(summary.row(series, task, length), cost)) is not None
             ]
-            points = [at for _, at in known]
+            points = [cost_score for _, cost_score in series_points]
             if points:
                 key = "{},{}".format(*_place(summary, task, length))
                 best = sorted(front(points), key=lambda i: points[i])
-                found[cost][key] = [[known[i][0] for i in each] for each in (best, named(points))]
-    return {cost: by_place for cost, by_place in found.items() if by_place}
+                fronts[cost][key] = [
+                    [series_points[i][0] for i in indices] for indices in (best, named(points))
+                ]
+    return {cost: by_place for cost, by_place in fronts.items() if by_place}
 
 
 def _needles(summary: Summary) -> list[dict]:
     """Per task: series -> scores [depth][length], and series -> numbers of answers."""
     results = summary.results
-    found = []
+    heatmaps = []
     for task, heat in needles(results).items():
         scores: dict[str, list] = {}
         counts: dict[str, list] = {}
@@ -148,28 +150,30 @@ def _needles(summary: Summary) -> list[dict]:
             ]
             counts[number] = heat.count[series].astype(int).tolist()
         task_number = list(results.tasks).index(task)
-        found.append({"task": task_number, "score": scores, "count": counts})
-    return found
+        heatmaps.append({"task": task_number, "score": scores, "count": counts})
+    return heatmaps
 
 
 def _maps(summary: Summary) -> dict[str, Any]:
     """The prompts, each once, and the entries that each series keeps, within MAP_BYTES."""
-    prompts: dict[tuple, int] = {}
-    tokens: list[dict] = []
-    shown: list[list] = []
+    prompt_numbers: dict[tuple, int] = {}
+    prompts: list[dict] = []
+    maps: list[list] = []
     numbers = {series: i for i, series in enumerate(summary.results.series)}
     tasks = list(summary.results.tasks)
     size = left_out = 0
     for entry in _known_maps(summary, numbers):
         key = (entry["task"], entry["length"], entry["index"])
-        more = len(entry["bits"]) + (0 if key in prompts else len(json.dumps(entry["tokens"])))
-        if size + more > MAP_BYTES:
+        entry_size = len(entry["bits"]) + (
+            0 if key in prompt_numbers else len(json.dumps(entry["tokens"]))
+        )
+        if size + entry_size > MAP_BYTES:
             left_out += 1
             continue
-        size += more
-        if key not in prompts:
-            prompts[key] = len(prompts)
-            tokens.append(
+        size += entry_size
+        if key not in prompt_numbers:
+            prompt_numbers[key] = len(prompt_numbers)
+            prompts.append(
                 {
                     "task": tasks.index(key[0]),
                     "length": key[1],
@@ -180,15 +184,15 @@ def _maps(summary: Summary) -> dict[str, Any]:
             )
         layers, heads, _ = entry["shape"]
         series = numbers[entry["policy"], entry["budget"]]
-        shown.append([prompts[key], series, layers, heads, entry["bits"]])
-    return {"prompts": tokens, "shown": shown, "left_out": left_out}
+        maps.append([prompt_numbers[key], series, layers, heads, entry["bits"]])
+    return {"prompts": prompts, "shown": maps, "left_out": left_out}
 
 
 def _known_maps(summary: Summary, numbers: dict[Series, int]) -> list[dict]:
     """The maps of the plan's series, by index of the sample, then the best policies first."""
     best = {policy: i for i, policy in enumerate(summary.prominent(len(numbers)))}
-    own = [m for m in summary.results.maps if (m["policy"], m["budget"]) in numbers]
-    return sorted(own, key=lambda m: (m["index"], best.get(m["policy"], -1)))
+    maps = [m for m in summary.results.maps if (m["policy"], m["budget"]) in numbers]
+    return sorted(maps, key=lambda m: (m["index"], best.get(m["policy"], -1)))
 
 
 def _header(summary: Summary) -> str:

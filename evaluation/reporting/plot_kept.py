@@ -34,22 +34,26 @@ def kept(summary: Summary) -> Figure | None:
     if not maps:
         return None
     prompt = (maps[0]["task"], maps[0]["length"], maps[0]["index"])
-    own = [m for m in maps if (m["task"], m["length"], m["index"]) == prompt]
-    budgets = {m["budget"] for m in own}
+    prompt_maps = [m for m in maps if (m["task"], m["length"], m["index"]) == prompt]
+    budgets = {m["budget"] for m in prompt_maps}
     budget = summary.telling_budget()
-    budget = budget if budget in budgets else own[0]["budget"]
-    best = summary.prominent(len(own))
-    own = sorted((m for m in own if m["budget"] in (budget, None) and m["policy"] in best),
-                 key=lambda m: best.index(m["policy"]))[:MOST_PANELS]  # fmt: skip
-    if not own:
+    budget = budget if budget in budgets else prompt_maps[0]["budget"]
+    best = summary.prominent(len(prompt_maps))
+    prompt_maps = sorted(
+        (m for m in prompt_maps if m["budget"] in (budget, None) and m["policy"] in best),
+        key=lambda m: best.index(m["policy"]),
+    )[:MOST_PANELS]
+    if not prompt_maps:
         return None
-    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 1.45 * len(own) + 0.6), sharex=True,
-                                   squeeze=False, layout="constrained")  # fmt: skip
-    for axis, entry in zip(axes[:, 0], own, strict=True):
+    figure, axes = pyplot.subplots(
+        len(prompt_maps), 1, figsize=(9, 1.45 * len(prompt_maps) + 0.6), sharex=True,
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for axis, entry in zip(axes[:, 0], prompt_maps, strict=True):
         _panel(axis, entry)
     axes[-1, 0].set_xlabel("position in the prompt", fontsize=9)
     figure.supylabel("layer.KV head", fontsize=9)
-    shaded = ", shaded: what it asks for" if own[0].get("asked") else ""
+    shaded = ", shaded: what it asks for" if prompt_maps[0].get("asked") else ""
     budget_text = f", {summary_text.percent(budget)} to be kept" if budget else ""
     title = f"What is kept (dark) of one {summary.results.short[prompt[0]]} prompt"
     figure.suptitle(title + budget_text + shaded, fontsize=10)
@@ -57,9 +61,9 @@ def kept(summary: Summary) -> Figure | None:
 
 
 def _panel(axis: pyplot.Axes, entry: dict) -> None:
-    found = mask(entry)
-    layers, heads, tokens = found.shape
-    rows = found.reshape(layers * heads, tokens)
+    kept_mask = mask(entry)
+    layers, heads, tokens = kept_mask.shape
+    rows = kept_mask.reshape(layers * heads, tokens)
     axis.set_facecolor("#eef1f5")
     axis.imshow(rows, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", zorder=1)
     for start, stop in entry.get("asked") or ():

@@ -30,8 +30,8 @@ def annotate(
     """
     axes.autoscale(False)  # lines to labels must not move labels that are placed
     pixel = axes.figure.dpi / 72
-    at = axes.transData.transform(others)
-    covered = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in at]
+    centres = axes.transData.transform(others)
+    covered = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in centres]
     if len(line) > 1:
         covered += _steps(axes.transData.transform(line))
     for point, name in zip(points, names, strict=True):
@@ -54,17 +54,17 @@ def _steps(points: np.ndarray) -> list[Bbox]:
 
 
 def _place(
-    axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
+    axes: Axes, point: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
 ) -> tuple[Point, Bbox]:
     """The best place of a label: offset of its lower left corner in points, and box in pixels.
 
     Args:
-        at: the point in pixels.
+        point: the point in pixels.
         size: size of the label in pixels.
         covered: boxes to avoid, in pixels.
         pixel: pixels per point of type.
     """
-    places = _places(axes, at, size, covered, pixel)
+    places = _places(axes, point, size, covered, pixel)
     best = next(places)
     for place in places:
         if best[0] == 0:
@@ -75,26 +75,26 @@ def _place(
 
 
 def _places(
-    axes: Axes, at: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
+    axes: Axes, point: np.ndarray, size: Bbox, covered: Sequence[Bbox], pixel: float
 ) -> Iterator[tuple[int, Point, Bbox]]:
     """Each place to try, the preferred ones first: how much it covers, then as in `_place`."""
-    inside = axes.get_window_extent()
+    area = axes.get_window_extent()
     for distance in DISTANCES:
         for angle in ANGLES:
-            way = np.array((np.cos(np.radians(angle)), np.sin(np.radians(angle))))
-            middle = at + way * (distance * pixel + np.array((size.width, size.height)) / 2)
+            vector = np.array((np.cos(np.radians(angle)), np.sin(np.radians(angle))))
+            middle = point + vector * (distance * pixel + np.array((size.width, size.height)) / 2)
             box = Bbox.from_bounds(middle[0] - size.width / 2, middle[1] - size.height / 2,
                                    size.width, size.height)  # fmt: skip
-            x, y = (np.array((box.x0, box.y0)) - at) / pixel
-            outside = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0
-            outside = outside or box.y1 > inside.y1
+            x, y = (np.array((box.x0, box.y0)) - point) / pixel
+            outside = box.x0 < area.x0 or box.x1 > area.x1 or box.y0 < area.y0
+            outside = outside or box.y1 > area.y1
             yield sum(box.overlaps(other) for other in covered) + 100 * outside, (x, y), box
 
 
 def _line(axes: Axes, point: Point, box: Bbox) -> None:
     """Draws a line from a point to its label if they are more than 12 pixels apart."""
-    at = axes.transData.transform(point)
-    near = np.clip(at, (box.x0, box.y0), (box.x1, box.y1))
-    if np.hypot(*(near - at)) > 12:
-        ends = axes.transData.inverted().transform((at, near))
+    start = axes.transData.transform(point)
+    end = np.clip(start, (box.x0, box.y0), (box.x1, box.y1))
+    if np.hypot(*(end - start)) > 12:
+        ends = axes.transData.inverted().transform((start, end))
         axes.plot(*ends.T, color="#666666", linewidth=0.6, zorder=2.5)

@@ -26,6 +26,6 @@ OTHERS = "#9a9a9a"
 
 def style(number: int) -> LineStyle:
     """The `number`-th style, from 0; colours repeat with other markers and dashes."""
-    again, place = divmod(number, MOST)
-    turned = (place + again) % MOST
+    cycle, place = divmod(number, MOST)
+    turned = (place + cycle) % MOST
     return LineStyle(COLOURS[place], MARKERS[turned], DASHES[turned])

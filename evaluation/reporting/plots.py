@@ -42,7 +42,7 @@ def write(summary: Summary, folder: Path) -> list[Path]:
     Returns:
         The paths of the files written.
     """
-    written = []
+    paths = []
     for name, draw in (
         ("accuracy.png", accuracy),
         ("pareto.png", pareto),
@@ -56,8 +56,8 @@ def write(summary: Summary, folder: Path) -> list[Path]:
             # The version of matplotlib is left out, so that equal inputs give equal files.
             figure.savefig(folder / name, dpi=DPI, metadata={"Software": None})
             pyplot.close(figure)
-            written.append(folder / name)
-    return written
+            paths.append(folder / name)
+    return paths
 
 
 def _styles(summary: Summary) -> dict[str, LineStyle]:
@@ -93,9 +93,9 @@ def _dash(s: LineStyle) -> str | tuple:
     return (0, s.dash) if s.dash else "-"
 
 
-def _grid(count: int, width: float, height: float, across: int, share: str = "all"):
-    """A figure with `count` panels of `width` x `height` inches, at most `across` in a row."""
-    columns = min(across, count)
+def _grid(count: int, width: float, height: float, most_columns: int, share: str = "all"):
+    """A figure of `count` panels of `width` x `height` inches, at most `most_columns` in a row."""
+    columns = min(most_columns, count)
     rows = -(-count // columns)
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(max(4.5, width * columns), height * rows + 0.8), squeeze=False,
@@ -113,13 +113,13 @@ def _grid(count: int, width: float, height: float, across: int, share: str = "al
 def accuracy(summary: Summary) -> Figure | None:
     """Draws the score against the share kept: a panel per task, a curve per policy."""
     tasks = list(summary.results.tasks)
-    across = [None, *tasks] if len(tasks) > 1 else tasks
+    panel_tasks = [None, *tasks] if len(tasks) > 1 else tasks
     styles = _styles(summary)
-    figure, panels = _grid(len(across), 3.2, 2.6, 4)
-    for axis, task in zip(panels, across, strict=True):
+    figure, panels = _grid(len(panel_tasks), 3.2, 2.6, 4)
+    for axis, task in zip(panels, panel_tasks, strict=True):
         for policy in _policies(summary):
-            aside = list(styles).index(policy) - (len(styles) - 1) / 2 if policy in styles else 0
-            _curve(axis, summary, policy, task, styles.get(policy), aside * ASIDE)
+            offset = list(styles).index(policy) - (len(styles) - 1) / 2 if policy in styles else 0
+            _curve(axis, summary, policy, task, styles.get(policy), offset * ASIDE)
         full = [summary.row(s, task).score for s in summary.results.series if s[0] == FULL]
         if full and full[0]:
             axis.axhline(100 * full[0].mean, **FULL_LINE, zorder=1)
@@ -137,31 +137,31 @@ def accuracy(summary: Summary) -> Figure | None:
 
 
 def _curve(
-    axis: Axes, summary: Summary, policy: str, task: str | None, s: LineStyle | None, aside: float
+    axis: Axes, summary: Summary, policy: str, task: str | None, s: LineStyle | None, offset: float
 ) -> None:
-    """Draws one policy, moved by `aside` points, so that bars at one share do not overlap."""
+    """Draws one policy, moved by `offset` points, so that bars at one share do not overlap."""
     rows = [summary.row(series, task) for series in summary.results.series if series[0] == policy]
-    known = [(row.kept, row.score) for row in rows if row.score and row.kept]
-    if not known:
+    points = [(row.kept, row.score) for row in rows if row.score and row.kept]
+    if not points:
         return
-    known.sort(key=lambda pair: pair[0])
-    x = [100 * kept for kept, _ in known]
-    mean, low, high = 100 * np.array([score for _, score in known]).T
+    points.sort(key=lambda pair: pair[0])
+    x = [100 * kept for kept, _ in points]
+    mean, low, high = 100 * np.array([score for _, score in points]).T
     if s is None:
         axis.plot(x, mean, color=OTHERS, linewidth=0.8, marker=".", markersize=3, zorder=1.5)
         return
-    moved = ScaledTranslation(aside / 72, 0, axis.figure.dpi_scale_trans)
+    shift = ScaledTranslation(offset / 72, 0, axis.figure.dpi_scale_trans)
     axis.errorbar(x, mean, yerr=[mean - low, high - mean], color=s.colour, marker=MARKS[s.marker],
                   linestyle=_dash(s), markersize=4, linewidth=1.4, elinewidth=0.8, capsize=2,
-                  zorder=3, transform=axis.transData + moved)  # fmt: skip
+                  zorder=3, transform=axis.transData + shift)  # fmt: skip
 
 
 def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
     """Makes the axis of shares logarithmic, with the budgets as ticks."""
-    asked = {100 * budget for _, budget in summary.results.series if budget}
+    budgets = {100 * budget for _, budget in summary.results.series if budget}
     # Full KV is a horizontal line without a share.
     kept = [100 * row.kept for row in summary.rows.values() if row.kept and row.policy != FULL]
-    ticks = sorted(asked | ({100} if max(kept, default=100) > 90 else set()))
+    ticks = sorted(budgets | ({100} if max(kept, default=100) > 90 else set()))
     panels[0].set_xscale("log")
     low, high = min([*kept, *ticks]), max([*kept, *ticks])
     room = (high / low) ** 0.06 * 1.05
@@ -180,13 +180,13 @@ def _share_axis(panels: Sequence[Axes], summary: Summary) -> None:
 def pareto(summary: Summary) -> Figure | None:
     """Draws the mean score over all tasks against memory and times, with the front of each."""
     rows = [summary.row(series) for series in summary.results.series]
-    known = {cost: found for cost in COSTS if (found := _known(rows, cost))}
-    if not known:
+    by_cost = {cost: placed for cost in COSTS if (placed := _known(rows, cost))}
+    if not by_cost:
         return None
     styles = _styles(summary)
-    figure, panels = _grid(len(known), 5, 4.4, 3, share="none")
-    for axis, (cost, found) in zip(panels, known.items(), strict=True):
-        _points(axis, found, styles)
+    figure, panels = _grid(len(by_cost), 5, 4.4, 3, share="none")
+    for axis, (cost, placed) in zip(panels, by_cost.items(), strict=True):
+        _points(axis, placed, styles)
         axis.set_xlabel(AXES[cost], fontsize=9)
         axis.set_ylabel("mean score over all tasks, %", fontsize=9)
         axis.grid(alpha=0.25)
@@ -196,29 +196,29 @@ def pareto(summary: Summary) -> Figure | None:
     _legend(figure, summary, styles, STAR if any(row.policy == FULL for row in rows) else None)
     figure.canvas.draw()  # the layout must be final before labels are placed
     figure.set_layout_engine("none")
-    for axis, found in zip(panels, known.values(), strict=True):
-        _name_front(axis, found)
+    for axis, placed in zip(panels, by_cost.values(), strict=True):
+        _name_front(axis, placed)
     return figure
 
 
 def _known(rows: Sequence[SummaryRow], cost: str) -> _Placed:
     """The rows that have a score and a cost, with their points (scaled cost, score in percent)."""
-    found = ((row, point(row, cost)) for row in rows)
-    return [(row, (SCALES[cost] * at[0], 100 * at[1])) for row, at in found if at is not None]
+    pairs = ((row, point(row, cost)) for row in rows)
+    return [(row, (SCALES[cost] * xy[0], 100 * xy[1])) for row, xy in pairs if xy is not None]
 
 
 def _points(axis: Axes, placed: _Placed, styles: dict[str, LineStyle]) -> None:
     for row, (x, y) in placed:
         s = styles.get(row.policy)
-        look: dict[str, Any]
+        options: dict[str, Any]
         if row.policy == FULL:
-            look = STAR | {"zorder": 4}
+            options = STAR | {"zorder": 4}
         elif s:
-            look = {"color": s.colour, "marker": MARKS[s.marker], "markersize": 6, "zorder": 3}
+            options = {"color": s.colour, "marker": MARKS[s.marker], "markersize": 6, "zorder": 3}
         else:
-            look = {"color": OTHERS, "marker": ".", "markersize": 6, "zorder": 2}
-        axis.plot([x], [y], **look)
-    points = [at for _, at in placed]
+            options = {"color": OTHERS, "marker": ".", "markersize": 6, "zorder": 2}
+        axis.plot([x], [y], **options)
+    points = [xy for _, xy in placed]
     best = sorted(points[i] for i in front(points))
     axis.plot(*zip(*best, strict=True), color="black", linewidth=0.8, drawstyle="steps-post",
               zorder=1.8)  # fmt: skip
@@ -226,7 +226,7 @@ def _points(axis: Axes, placed: _Placed, styles: dict[str, LineStyle]) -> None:
 
 
 def _name_front(axis: Axes, placed: _Placed) -> None:
-    points = [at for _, at in placed]
+    points = [xy for _, xy in placed]
     best = named(points)
     names = [summary_text.name(placed[i][0].series) for i in best]
     line = sorted(points[i] for i in front(points))
@@ -235,25 +235,25 @@ def _name_front(axis: Axes, placed: _Placed) -> None:
 
 def needle(summary: Summary) -> Figure | None:
     """Draws scores by depth and length for the first task with needles, a panel per series."""
-    found = needles(summary.results)
-    if not found:
+    by_task = needles(summary.results)
+    if not by_task:
         return None
-    task, heat = next(iter(found.items()))
-    shown = [series for series in summary.results.series if series in heat.score]
-    budget, across = None, max(Counter(policy for policy, _ in shown).values())
-    if len(shown) > PANELS:
+    task, heat = next(iter(by_task.items()))
+    panel_series = [series for series in summary.results.series if series in heat.score]
+    budget, columns = None, max(Counter(policy for policy, _ in panel_series).values())
+    if len(panel_series) > PANELS:
         budget = summary.telling_budget()
-        shown = [series for series in shown if series[1] in (budget, None)]
-    if budget is not None or across == 1:
-        across = int(np.ceil(np.sqrt(1.8 * len(shown))))
-    rows = _rows(shown, across)
+        panel_series = [series for series in panel_series if series[1] in (budget, None)]
+    if budget is not None or columns == 1:
+        columns = int(np.ceil(np.sqrt(1.8 * len(panel_series))))
+    rows = _rows(panel_series, columns)
     width = 0.75 + 0.42 * max(2, len(summary.results.lengths))
     figure, panels = pyplot.subplots(
-        len(rows), across, figsize=(max(4.5, width * across + 1), 2 * len(rows) + 1), squeeze=False,
-        layout="constrained",
+        len(rows), columns, figsize=(max(4.5, width * columns + 1), 2 * len(rows) + 1),
+        squeeze=False, layout="constrained",
     )  # fmt: skip
-    for line, row in zip(panels, rows, strict=True):
-        for axis, series in zip(line, [*row, *[None] * (across - len(row))], strict=True):
+    for axes_row, row in zip(panels, rows, strict=True):
+        for axis, series in zip(axes_row, [*row, *[None] * (columns - len(row))], strict=True):
             axis.set_visible(series is not None)
             if series:
                 shades = _heat(axis, heat.score[series], series, summary.results.lengths)
@@ -268,12 +268,12 @@ def needle(summary: Summary) -> Figure | None:
     return figure
 
 
-def _rows(shown: Sequence[Series], across: int) -> list[list[Series]]:
-    """Rows of panels: one per policy if a policy has several budgets, else `across` per row."""
-    policies = list(dict.fromkeys(policy for policy, _ in shown))
-    if len(policies) < len(shown):
-        return [[series for series in shown if series[0] == policy] for policy in policies]
-    return [list(shown[i : i + across]) for i in range(0, len(shown), across)]
+def _rows(panel_series: Sequence[Series], columns: int) -> list[list[Series]]:
+    """Rows of panels: one per policy if a policy has several budgets, else `columns` per row."""
+    policies = list(dict.fromkeys(policy for policy, _ in panel_series))
+    if len(policies) < len(panel_series):
+        return [[series for series in panel_series if series[0] == policy] for policy in policies]
+    return [list(panel_series[i : i + columns]) for i in range(0, len(panel_series), columns)]
 
 
 def _heat(axis: Axes, score: np.ndarray, series: Series, lengths: Sequence[int]) -> AxesImage:

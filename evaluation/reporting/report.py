@@ -25,15 +25,15 @@ def write(folder: Path) -> list[Path]:
 
 def _write(summary: Summary, folder: Path) -> list[Path]:
     try:
-        written = _tables(summary, folder)
-        return [*written, *plots.write(summary, folder)]
+        paths = _tables(summary, folder)
+        return [*paths, *plots.write(summary, folder)]
     except OSError as error:
         message = f"the report cannot be written: {why(error, str(error))}"
         raise refused(str(folder), "file", message) from None
 
 
 def _tables(summary: Summary, folder: Path) -> list[Path]:
-    written = []
+    paths = []
     for name, text in (
         ("summary.md", summary_text.markdown(summary)),
         ("summary.csv", csv_text(summary)),
@@ -41,8 +41,8 @@ def _tables(summary: Summary, folder: Path) -> list[Path]:
     ):
         path = folder / name
         path.write_text(text, encoding="utf-8")
-        written.append(path)
-    return written
+        paths.append(path)
+    return paths
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,8 +53,8 @@ def main(args: argparse.Namespace) -> int:
     """
     folder = Path(args.folder)
     summary = Summary(results.load(folder))
-    written = _write(summary, folder)
+    paths = _write(summary, folder)
     print(summary_text.scores(summary))
-    for path in written:
+    for path in paths:
         print(path)
     return 0

@@ -37,8 +37,8 @@ class Results:
     @property
     def series(self) -> list[Series]:
         """Policies and budgets in the plan's order, full KV first."""
-        found = [(entry["policy"], entry["budget"]) for entry in self.plan["policies"]]
-        return sorted(dict.fromkeys(found), key=lambda series: series[0] != FULL)
+        pairs = [(entry["policy"], entry["budget"]) for entry in self.plan["policies"]]
+        return sorted(dict.fromkeys(pairs), key=lambda series: series[0] != FULL)
 
     @property
     def tasks(self) -> dict[str, str]:
@@ -52,8 +52,8 @@ class Results:
     @cached_property
     def short(self) -> dict[str, str]:
         """Name of a task -> short name for tables."""
-        parts = [_parts(task) for task in self.tasks]
-        return {task: _short(task, parts) for task in self.tasks}
+        paths = [_parts(task) for task in self.tasks]
+        return {task: _short(task, paths) for task in self.tasks}
 
     @cached_property
     def samples(self) -> tuple[int, int]:
@@ -64,14 +64,14 @@ class Results:
     def asked(self, series: Series, task: str, length: int) -> tuple[int, int]:
         """Number of samples that a series is asked, and of their questions; (0, 0) if not asked."""
         entry = next(e for e in self.plan["policies"] if (e["policy"], e["budget"]) == series)
-        lengths = [n for own in entry.get("aliases", {}).values() for n in own]
+        lengths = [n for alias_lengths in entry.get("aliases", {}).values() for n in alias_lengths]
         return self._questions(task, length) if length in lengths or not lengths else (0, 0)
 
     def _questions(self, task: str, length: int) -> tuple[int, int]:
         """As `asked` for all series: from the plan, or from the answers if the plan lacks it."""
-        known = self.plan.get("questions", {}).get(task, {}).get(str(length))
-        if known is not None:
-            return tuple(known)
+        counts = self.plan.get("questions", {}).get(task, {}).get(str(length))
+        if counts is not None:
+            return tuple(counts)
         samples = self.plan["samples"]
         return samples, samples * self._turns[task]
 
@@ -99,12 +99,12 @@ def _parts(task: str) -> list[str]:
     return path.replace("\\", "/").split("/") if kind == "data" and path else [task]
 
 
-def _short(task: str, parts: list[list[str]]) -> str:
+def _short(task: str, paths: list[list[str]]) -> str:
     """A task's name; for `data:PATH` the file's, with as many folders as make it unique."""
-    own = _parts(task)
-    for count in range(1, len(own) + 1):
-        if [other[-count:] for other in parts].count(own[-count:]) == 1:
-            return "/".join(own[-count:])
+    path = _parts(task)
+    for count in range(1, len(path) + 1):
+        if [other_path[-count:] for other_path in paths].count(path[-count:]) == 1:
+            return "/".join(path[-count:])
     return task
 
 
@@ -118,22 +118,22 @@ def load(folder: Path) -> Results:
     plan = _plan(folder)
     path = folder / "samples.jsonl"
     try:
-        found = {record.key: record for record in records.read(path)}
+        answers = {record.key: record for record in records.read(path)}
     except FileNotFoundError:
-        found = {}
+        answers = {}
     except (OSError, ValueError) as error:
         raise _refused(path, str(error)) from None
     planned = {(entry["policy"], entry["budget"]) for entry in plan["policies"]}
-    strangers = {(r.policy, r.budget, r.task) for r in found.values()
+    strangers = {(r.policy, r.budget, r.task) for r in answers.values()
                  if (r.policy, r.budget) not in planned or r.task not in plan["tasks"]}  # fmt: skip
     if strangers:
         policy, budget, task = min(strangers, key=str)
         raise _refused(path, f"plan.json knows nothing of policy {policy}, budget {budget}, {task}")
-    if not found:
+    if not answers:
         raise _refused(
             path, "no question has been answered yet", "run the same `kvpolicy eval` again"
         )
-    return Results(plan, tuple(found.values()), tuple(_lines(folder / "kept.jsonl")))
+    return Results(plan, tuple(answers.values()), tuple(_lines(folder / "kept.jsonl")))
 
 
 def _plan(folder: Path) -> dict:
@@ -144,8 +144,8 @@ def _plan(folder: Path) -> dict:
         raise _refused(folder, "there is no plan.json here", _AGAIN) from None
     except (OSError, ValueError) as error:
         raise _refused(path, f"it cannot be read: {error}", _AGAIN) from None
-    needed = {"policies": list, "tasks": dict, "lengths": list, "samples": int}
-    for key, kind in needed.items():
+    kinds = {"policies": list, "tasks": dict, "lengths": list, "samples": int}
+    for key, kind in kinds.items():
         if not isinstance(plan, dict) or not isinstance(plan.get(key), kind):
             raise _refused(path, f"it is not a plan of `kvpolicy eval`: no {key}", _AGAIN)
     if not all(isinstance(p, dict) and {"policy", "budget"} <= p.keys() for p in plan["policies"]):
@@ -157,7 +157,7 @@ def _lines(path: Path) -> list[dict]:
     """Lines of kept.jsonl; a last line that was cut off is left out."""
     if not path.exists():
         return []
-    found = []
+    maps = []
     with path.open(encoding="utf-8") as file:
         lines = file.readlines()
     for number, text in enumerate(lines, 1):
@@ -165,15 +165,15 @@ def _lines(path: Path) -> list[dict]:
             entry = json.loads(text)
             layers, heads, tokens = entry["shape"]
             packed = base64.b64decode(entry["bits"], validate=True)
-            whole = len(packed) == layers * heads * -(-tokens // 8)
-            whole = whole and len(entry["tokens"]) == tokens
+            valid = len(packed) == layers * heads * -(-tokens // 8)
+            valid = valid and len(entry["tokens"]) == tokens
         except (ValueError, TypeError, LookupError):
-            whole = False
-        if whole and _MAP <= entry.keys():
-            found.append(entry)
+            valid = False
+        if valid and _MAP <= entry.keys():
+            maps.append(entry)
         elif number < len(lines) or text.endswith("\n"):
             raise _refused(path, f"line {number} is not a map of what was kept", _WITHOUT)
-    return found
+    return maps
 
 
 def _refused(path: Path, message: str, help_: str | None = None) -> PolicyError:

@@ -82,8 +82,8 @@ def _score(units: np.ndarray, seed: int) -> Estimate:
 def _difference(units: np.ndarray, full: np.ndarray, seed: int) -> Estimate:
     """The mean paired difference of one stratum."""
     if _is_plain(units - full, np.concatenate((units, full))):
-        own, whole = (of_share(float(scores.mean()), len(scores)) for scores in (units, full))
-        return newcombe(own, whole, _correlation(units, full))
+        first, second = (of_share(float(scores.mean()), len(scores)) for scores in (units, full))
+        return newcombe(first, second, _correlation(units, full))
     return _bootstrap(units - full, seed)
 
 
@@ -105,12 +105,12 @@ def _together(parts: Sequence[Estimate]) -> Estimate:
 def newcombe(first: Estimate, second: Estimate, correlation: float) -> Estimate:
     """The interval of `first - second` from the intervals of both and their correlation."""
 
-    def half(one: float, other: float) -> float:
-        return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
+    def half_width(below: float, above: float) -> float:
+        return math.sqrt(max(0.0, below * below - 2 * correlation * below * above + above * above))
 
     mean = first.mean - second.mean
-    low = half(first.mean - first.low, second.high - second.mean)
-    high = half(second.mean - second.low, first.high - first.mean)
+    low = half_width(first.mean - first.low, second.high - second.mean)
+    high = half_width(second.mean - second.low, first.high - first.mean)
     return Estimate(mean, max(-1.0, mean - low), min(1.0, mean + high))
 
 
@@ -144,6 +144,6 @@ def _weights(count: int, seed: int) -> np.ndarray:
 def _bootstrap(units: np.ndarray, seed: int) -> Estimate:
     """The mean of units, with percentiles of the means of DRAWS bootstrap samples."""
     mean = float(units.mean())
-    drawn = _weights(len(units), seed) @ units.astype(np.float32)
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    means = _weights(len(units), seed) @ units.astype(np.float32)
+    low, high = np.percentile(means, (2.5, 97.5))
     return Estimate(mean, min(mean, float(low)), max(mean, float(high)))

@@ -83,14 +83,14 @@ class Summary:
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        found: dict[tuple, list[Record]] = {}
+        by_place: dict[tuple, list[Record]] = {}
         for record in results.records:
             place = (record.policy, record.budget, record.task, record.length)
-            found.setdefault(place, []).append(record)
+            by_place.setdefault(place, []).append(record)
         self._full = next((s for s in results.series if s[0] == FULL), None)
         self._cells = {
             (*place, turns): part
-            for place, records in found.items()
+            for place, records in by_place.items()
             for turns, part in _parts(cell(records))
         }
         self.rows = {self._key(row): row for row in self._rows()}
@@ -121,8 +121,8 @@ class Summary:
             score = self.row(series).score
             if series[0] != FULL and score is not None:
                 scores.setdefault(series[0], []).append(score.mean)
-        asked = {policy for policy, budget in self.results.series if budget is not None}
-        return sorted(scores, key=lambda p: (p not in asked, -float(np.mean(scores[p]))))[:most]
+        budgeted = {policy for policy, budget in self.results.series if budget is not None}
+        return sorted(scores, key=lambda p: (p not in budgeted, -float(np.mean(scores[p]))))[:most]
 
     def telling_budget(self) -> float | None:
         """The budget at which the policies' scores differ most; None without budgets."""
@@ -154,20 +154,20 @@ class Summary:
             for n in ([length] if length else self.results.lengths)
         ]
         keys = [(*series, *place, turns) for place in places]
-        own = [self._cells[key] for key in keys if key in self._cells]
-        score = mean_score([each.units for each in own]) if own else None
+        cells = [self._cells[key] for key in keys if key in self._cells]
+        score = mean_score([answers.units for answers in cells]) if cells else None
         difference, paired = self._difference(series, places, turns)
-        mean = {name: _mean(figure(own, name)) for name in FIGURES}
-        times = {name: figure(own, name) for name in ("ttft", "tpot")}
+        mean = {name: _mean(figure(cells, name)) for name in FIGURES}
+        times = {name: figure(cells, name) for name in ("ttft", "tpot")}
         return SummaryRow(
             *series, task, length, turns,
             asked=sum(self._asked(series, place, turns) for place in places),
-            answered=sum(map(len, own)),
+            answered=sum(map(len, cells)),
             score=score, difference=difference, paired=paired,
             kept=mean["kept"], held=mean["held"], kv_bytes=mean["kv_bytes"],
             ttft=quartiles(times["ttft"]) if len(times["ttft"]) else None,
             tpot=quartiles(times["tpot"]) if len(times["tpot"]) else None,
-            output_tokens=mean["output_tokens"], in_full=reasons(own),
+            output_tokens=mean["output_tokens"], in_full=reasons(cells),
         )  # fmt: skip
 
     def _asked(self, series: Series, place: tuple[str, int], turns: Turns) -> int:
@@ -180,25 +180,25 @@ class Summary:
         """The difference to full KV, and the number of questions that both answered."""
         if self._full is None or series[0] == FULL:
             return None, 0
-        policy, full, paired = [], [], 0
+        policy_units, full_units, paired = [], [], 0
         for place in places:
             keys = (*series, *place, turns), (*self._full, *place, turns)
             if not all(key in self._cells for key in keys):
                 continue
-            mine, theirs = both(*(self._cells[key] for key in keys))
-            if len(mine):
-                paired += len(mine)
-                policy.append(mine.units)
-                full.append(theirs.units)
-        return (paired_difference(policy, full) if policy else None), paired
+            policy_cell, full_cell = both(*(self._cells[key] for key in keys))
+            if len(policy_cell):
+                paired += len(policy_cell)
+                policy_units.append(policy_cell.units)
+                full_units.append(full_cell.units)
+        return (paired_difference(policy_units, full_units) if policy_units else None), paired
 
 
-def _parts(whole: Cell) -> Iterator[tuple[Turns, Cell]]:
+def _parts(answers: Cell) -> Iterator[tuple[Turns, Cell]]:
     """All answers; with several turns also those of the first, and those of the later turns."""
-    yield Turns.ALL, whole
-    if whole.turn.any():
+    yield Turns.ALL, answers
+    if answers.turn.any():
         for turns in (Turns.FIRST, Turns.LATER):
-            part = whole.where((whole.turn == 0) == (turns is Turns.FIRST))
+            part = answers.where((answers.turn == 0) == (turns is Turns.FIRST))
             if len(part):
                 yield turns, part
 
@@ -217,8 +217,8 @@ COSTS: dict[str, Callable[[SummaryRow], float | None]] = {
 
 def point(row: SummaryRow, cost: str) -> tuple[float, float] | None:
     """Cost and mean score of a row; None if either is not known."""
-    spent = COSTS[cost](row)
-    return None if row.score is None or spent is None else (spent, row.score.mean)
+    amount = COSTS[cost](row)
+    return None if row.score is None or amount is None else (amount, row.score.mean)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -242,8 +242,8 @@ def named(points: Sequence[tuple[float, float]]) -> list[int]:
     nexts = [*best[1:], None]
     return [
         i
-        for i, after in zip(best, nexts, strict=True)
-        if after is None or points[after][0] > ALIKE * points[i][0] or points[after] == points[i]
+        for i, next_i in zip(best, nexts, strict=True)
+        if next_i is None or points[next_i][0] > ALIKE * points[i][0] or points[next_i] == points[i]
     ]
 
 
@@ -262,14 +262,14 @@ def values(row: SummaryRow) -> dict[str, object]:
     def three(estimate: tuple | None) -> tuple:
         return tuple(estimate) if estimate is not None else (None,) * 3
 
-    reasons = "; ".join(f"{reason} {count}" for reason, count in row.in_full.items())
-    found = (
+    reason_counts = "; ".join(f"{reason} {count}" for reason, count in row.in_full.items())
+    column_values = (
         row.policy, row.budget, row.task or "all", row.length or "all", str(row.turns),
         row.asked, row.answered, *three(row.score), *three(row.difference), row.paired,
         row.kept, row.held, row.kv_bytes, *three(row.ttft), *three(row.tpot),
-        row.output_tokens, sum(row.in_full.values()), reasons,
+        row.output_tokens, sum(row.in_full.values()), reason_counts,
     )  # fmt: skip
-    return dict(zip(COLUMNS, found, strict=True))
+    return dict(zip(COLUMNS, column_values, strict=True))
 
 
 def csv_text(summary: Summary) -> str:

@@ -25,8 +25,8 @@ def percent(share: float | None) -> str:
 def name(series: Series) -> str:
     """Name of a policy with its budget, for people."""
     policy, budget = series
-    called = "full KV" if policy == FULL else policy
-    return called if budget is None else f"{called} {percent(budget)}"
+    policy_name = "full KV" if policy == FULL else policy
+    return policy_name if budget is None else f"{policy_name} {percent(budget)}"
 
 
 def size(count: float | None) -> str:
@@ -99,12 +99,12 @@ def milliseconds(spread: Spread | None) -> str:
 def scores(summary: Summary, length: int | None = None) -> str:
     """The main table: scores with policies and budgets down and tasks across, and shares kept."""
     tasks = list(summary.results.tasks)
-    across = [None, *tasks] if len(tasks) > 1 else tasks
-    head = ["policy", "asked", "kept", *_names(summary, across)]
+    columns = [None, *tasks] if len(tasks) > 1 else tasks
+    head = ["policy", "asked", "kept", *_names(summary, columns)]
     rows = []
     for series in summary.results.series:
         total = summary.row(series, None, length)
-        cells = [scored(summary.row(series, task, length)) for task in across]
+        cells = [scored(summary.row(series, task, length)) for task in columns]
         policy = name((series[0], None))
         rows.append([policy, percent(series[1]), percent(total.kept), *cells])
     return table(head, rows)
@@ -113,13 +113,13 @@ def scores(summary: Summary, length: int | None = None) -> str:
 def differences(summary: Summary) -> str:
     """The table of differences to full KV, paired by question."""
     tasks = list(summary.results.tasks)
-    across = [None, *tasks] if len(tasks) > 1 else tasks
+    columns = [None, *tasks] if len(tasks) > 1 else tasks
     rows = [
-        [name(series), *(signed(summary.row(series, task).difference) for task in across)]
+        [name(series), *(signed(summary.row(series, task).difference) for task in columns)]
         for series in summary.results.series
         if series[0] != FULL
     ]
-    return table(["policy", *_names(summary, across)], rows)
+    return table(["policy", *_names(summary, columns)], rows)
 
 
 def _names(summary: Summary, tasks: Sequence[str | None]) -> list[str]:
@@ -134,11 +134,12 @@ def costs(summary: Summary) -> str:
     rows = []
     for series in summary.results.series:
         row = summary.row(series)
-        why = ", ".join(f"{reason} {count}" for reason, count in row.in_full.items())
+        reasons = ", ".join(f"{reason} {count}" for reason, count in row.in_full.items())
         rows.append([
             name(series), percent(row.kept), percent(row.held), size(row.kv_bytes),
             milliseconds(row.ttft), milliseconds(row.tpot),
-            UNKNOWN if row.output_tokens is None else f"{row.output_tokens:.1f}", why or UNKNOWN,
+            UNKNOWN if row.output_tokens is None else f"{row.output_tokens:.1f}",
+            reasons or UNKNOWN,
         ])  # fmt: skip
     return table(head, rows)
 
@@ -208,9 +209,9 @@ def _has_conversations(summary: Summary) -> bool:
 
 def _section(
     summary: Summary, title: str, text: Callable[[Summary], str], about: str,
-    wanted: Callable[[Summary], bool] = lambda summary: True,
+    applies: Callable[[Summary], bool] = lambda summary: True,
 ) -> list[str]:  # fmt: skip
-    return [f"## {title}", about, text(summary)] if wanted(summary) else []
+    return [f"## {title}", about, text(summary)] if applies(summary) else []
 
 
 def _each_length(summary: Summary) -> list[str]:

@@ -22,13 +22,15 @@ def embedded(order: Order) -> Sample:
 
 
 def words(order: Order) -> Sample:
-    drawn = order.rng.permutation(POOL).tolist()
-    return list_sample(order, drawn, COMMON, counts)
+    pool = order.rng.permutation(POOL).tolist()
+    return list_sample(order, pool, COMMON, counts)
 
 
 def counts(length: int) -> np.ndarray:
     """Count of each word in a list of `length` words, the COMMON words first."""
     rare = min(len(POOL) - COMMON, max(COMMON, length - COMMON * RATIO))
     common = max(1, length * RATIO // (COMMON * RATIO + rare))
-    others, more = divmod(length - COMMON * common, rare)
-    return np.array([common] * COMMON + [others + 1] * more + [others] * (rare - more))
+    rare_count, remainder = divmod(length - COMMON * common, rare)
+    return np.array(
+        [common] * COMMON + [rare_count + 1] * remainder + [rare_count] * (rare - remainder)
+    )

@@ -28,24 +28,26 @@ def embedded(order: Order) -> Sample:
 
 def words(order: Order) -> Sample:
     most = 1 + order.length // LEAST_PAIR
-    drawn = [str(uuid.UUID(bytes=order.rng.bytes(16), version=4)) for _ in range(2 * most)]
-    keys, values = drawn[:most], drawn[most:]
+    ids = [str(uuid.UUID(bytes=order.rng.bytes(16), version=4)) for _ in range(2 * most)]
+    keys, values = ids[:most], ids[most:]
     filler = Filler(order.rng)
     question = (
         f'\n\nQuestion: Which value does the object give for the key "{keys[0]}"?'
         f'\nAnswer: The value of the key "{keys[0]}" is'
     )
 
-    def compose(held: int, words: int) -> Woven:
+    def compose(count: int, filler_words: int) -> Woven:
         # A preface of filler takes up the length in which no further pair fits.
-        preface = " ".join([*filler.sentences(words), "Here is a JSON object of keys and values."])
-        at = round(order.depth * (held - 1))
-        listed = [*range(1, at + 1), 0, *range(at + 1, held)]
-        lines = [f'"{keys[i]}": "{values[i]}"' for i in listed]
+        preface = " ".join(
+            [*filler.sentences(filler_words), "Here is a JSON object of keys and values."]
+        )
+        index = round(order.depth * (count - 1))
+        indices = [*range(1, index + 1), 0, *range(index + 1, count)]
+        lines = [f'"{keys[i]}": "{values[i]}"' for i in indices]
         introduction = f"{preface}\n\n{{\n"
-        start = len(introduction) + sum(len(line) + 2 for line in lines[:at])
+        start = len(introduction) + sum(len(line) + 2 for line in lines[:index])
         text = introduction + ",\n".join(lines) + "\n}"
-        return Woven(text, len(introduction), [(start, start + len(lines[at]))])
+        return Woven(text, len(introduction), [(start, start + len(lines[index]))])
 
     woven = fitted(order, compose, 1, most, question)
     turn = turn_of(question, values[:1], order)

@@ -44,9 +44,11 @@ def words(order: Order) -> Sample:
         f"\nAnswer: The {EACH} locker numbers of the {keys[0]} are"
     )
 
-    def compose(held: int, words: int) -> Woven:
-        facts = held * EACH
-        return weave(INTRODUCTION, statements[:facts], places[:facts], filler.sentences(words))
+    def compose(count: int, filler_words: int) -> Woven:
+        facts = count * EACH
+        return weave(
+            INTRODUCTION, statements[:facts], places[:facts], filler.sentences(filler_words)
+        )
 
     woven = fitted(order, compose, 1, KEYS, question)
     turn = turn_of(question, values[:EACH], order)

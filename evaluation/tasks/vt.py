@@ -38,9 +38,11 @@ def words(order: Order) -> Sample:
     )
     introduction = "In the text below, boxes get numbers. A question about them follows.\n\n"
 
-    def compose(held: int, words: int) -> Woven:
-        links = held * BOXES
-        return weave(introduction, statements[:links], places[:links], filler.sentences(words))
+    def compose(count: int, filler_words: int) -> Woven:
+        links = count * BOXES
+        return weave(
+            introduction, statements[:links], places[:links], filler.sentences(filler_words)
+        )
 
     woven = fitted(order, compose, 1, CHAINS, question)
     turn = turn_of(question, boxes[:BOXES], order)

@@ -35,7 +35,7 @@ def candidates(
     """
     _check_parameter(program, name)
     words = given or [shown(value) for value in _declared(program, program.params[name], shape)]
-    found = []
+    bounds = []
     for word in dict.fromkeys(words):
         try:
             bound = bind(program, shape, {**settings, name: word})
@@ -46,11 +46,11 @@ def candidates(
         if bound.restarts:
             message = "this policy begins the prefill again, so that its final states are others"
             raise refused(program.name, "arguments", message)
-        found.append(bound)
-    if len(found) < 2:
-        message = f"there is no choice of `{name}`: {len(found)} values can be tried"
+        bounds.append(bound)
+    if len(bounds) < 2:
+        message = f"there is no choice of `{name}`: {len(bounds)} values can be tried"
         raise refused(program.name, "range", message, "say which with `--values`")
-    return found
+    return bounds
 
 
 def _check_parameter(program: Program, name: str) -> None:
@@ -92,12 +92,12 @@ def _declared(program: Program, param: Param, shape: ModelShape) -> list[Fractio
         low = Fraction(0) if low is None else low
         last = Fraction(shape.layers - 2)  # tokens that leave after the last layer change nothing
         high = last if high is None else min(high, last)
-    whole = param.whole or param.odd or param.unit == "layers"
-    many = whole and param.unit != "layers"
+    is_whole = param.whole or param.odd or param.unit == "layers"
+    many = is_whole and param.unit != "layers"
     if low is None or high is None or (many and high - low >= _WHOLE):
         message = f"`{param.name}` may have too many values to try them all"
         raise refused(program.name, "range", message, "say which with `--values`")
-    if whole:
+    if is_whole:
         values = [Fraction(n) for n in range(int(low), int(high) + 1)]
     else:
         values = [low + (high - low) * step / _STEPS for step in range(_STEPS + 1)]

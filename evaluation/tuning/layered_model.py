@@ -34,7 +34,7 @@ class LayeredModel:
     def __init__(self, folder: str | Path, device: str | None) -> None:
         transformers = _transformers()
         self.folder = str(folder)
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device_name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         transformers.AttentionInterface.register(_ATTENTION, self._attend)
         try:
             config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
@@ -48,7 +48,7 @@ class LayeredModel:
             body = transformers.AutoModel.from_pretrained(
                 self.folder, dtype="auto", attn_implementation=_ATTENTION, local_files_only=True
             )
-            self.device = torch.device(chosen)
+            self.device = torch.device(device_name)
             self.body = body.to(self.device).eval()
         except PolicyError:
             raise
@@ -90,12 +90,12 @@ class LayeredModel:
 
     def layer(self, index: int, hidden: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [1, n, C] after a layer; positions [n] are the tokens' original ones."""
-        at = positions.to(self.device)[None]
+        position_ids = positions.to(self.device)[None]
         out: Tensor | tuple[Tensor, ...] = self.body.layers[index](
             hidden,
             attention_mask=None,
-            position_ids=at,
-            position_embeddings=self.body.rotary_emb(hidden, at),
+            position_ids=position_ids,
+            position_embeddings=self.body.rotary_emb(hidden, position_ids),
             use_cache=False,
         )
         return out[0] if isinstance(out, tuple) else out

@@ -63,6 +63,6 @@ def _prompt(place: str, line: str) -> Prompt:
             message = f"the text of this line holds half a character, {half!a}"
             raise refused(place, "file", message, "write the character whole, or leave it out")
         return value
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
         return value
     raise refused(place, "file", "this line is no prompt", f"a line is {_FORMS}")

@@ -81,13 +81,13 @@ def main(args: argparse.Namespace) -> int:
     limits = Limits(most, args.rows)
     prompts = read_prompts(args.prompts)
     with torch.no_grad():
-        found = measure(bounds, name, LayeredModel(args.model, args.device), prompts)
-    best = chosen(found, limits)
-    _print(found, best, limits, name, len(prompts))
+        results = measure(bounds, name, LayeredModel(args.model, args.device), prompts)
+    best = chosen(results, limits)
+    _print(results, best, limits, name, len(prompts))
     print(f"\nin the policy file:    {name}: {shown(best.value)}")
     print(f"for the server:        --kv-policy-set {name}={shown(best.value)}")
     if args.out is not None:
-        plot(found, best, limits, name, args.out)
+        plot(results, best, limits, name, args.out)
         print(f"plot:                  {args.out}")
     return 0
 
@@ -127,22 +127,22 @@ def _one_prompt(
     positions = torch.arange(total)
     hidden = model.embed(ids)
     # Candidate that has lost tokens -> final state, and number of rows computed.
-    fewer: dict[int, tuple[Tensor, int]] = {}
+    early_ends: dict[int, tuple[Tensor, int]] = {}
     for layer in range(model.layers):
         hidden = model.layer(layer, hidden, positions)
-        seen = model.seen()
+        qkv = model.seen()
         for number, run in enumerate(runs):
-            if number not in fewer:
-                deeper = run.observe(layer, *seen)
+            if number not in early_ends:
+                deeper = run.observe(layer, *qkv)
                 if deeper is not None and len(deeper) < total:
                     final, rows = _continued(model, run, layer, hidden, deeper)
-                    fewer[number] = final, (layer + 1) * total + rows
+                    early_ends[number] = final, (layer + 1) * total + rows
         bar.update()
-    if not fewer:
+    if not early_ends:
         message = f"all of the prompt's {total} tokens go deeper"
         raise refused(place, "range", message, "use longer prompts, like those that will be served")
     full = model.final(hidden)
-    ends = [fewer.get(number, (full, model.layers * total)) for number in range(len(runs))]
+    ends = [early_ends.get(number, (full, model.layers * total)) for number in range(len(runs))]
     squares = torch.stack([(final - full).pow(2).mean() for final, _ in ends])
     share = torch.tensor([rows for _, rows in ends], dtype=torch.float64) / (model.layers * total)
     return torch.stack([squares, squares / full.pow(2).mean(), share])
@@ -156,16 +156,16 @@ def _continued(
     Also the number of rows computed from there on. `propagate.every` goes on choosing among them.
     """
     propagate = run.program.bound.folded.propagate
-    again = propagate is not None and propagate.repeats
+    repeats = propagate is not None and propagate.repeats
     positions, rows = torch.arange(hidden.shape[1], device=hidden.device), 0
-    left: Tensor | None = deeper
+    selected: Tensor | None = deeper
     for index in range(layer + 1, model.layers):
-        if left is not None:
-            left = left.to(hidden.device)
-            hidden, positions = hidden[:, left], positions[left]
+        if selected is not None:
+            selected = selected.to(hidden.device)
+            hidden, positions = hidden[:, selected], positions[selected]
         hidden = model.layer(index, hidden, positions)
         rows += len(positions)
-        left = run.observe(index, *model.seen(), positions) if again else None
+        selected = run.observe(index, *model.seen(), positions) if repeats else None
     return model.final(hidden), rows
 
 
@@ -175,26 +175,30 @@ def chosen(found: list[Candidate], limits: Limits) -> Candidate:
     Raises:
         PolicyError: none may be chosen.
     """
-    allowed = [each for each in found if limits.allow(each) and math.isfinite(each.distance)]
+    allowed = [
+        candidate
+        for candidate in found
+        if limits.allow(candidate) and math.isfinite(candidate.distance)
+    ]
     if not allowed:
         message = "no value is small enough, or none computes few enough rows"
         raise refused("tune", "range", message, "raise `--most` or `--rows`")
-    return min(allowed, key=lambda each: each.distance)
+    return min(allowed, key=lambda candidate: candidate.distance)
 
 
 def _print(
-    found: list[Candidate], best: Candidate, limits: Limits, name: str, prompts: int
+    results: list[Candidate], best: Candidate, limits: Limits, name: str, prompts: int
 ) -> None:
-    words = [shown(each.value) for each in found]
+    words = [shown(candidate.value) for candidate in results]
     width = max(5, *map(len, (name, *words)))
     print(f"final hidden state of the last token; prompts: {prompts}")
     print(f"{name:>{width}}  {'distance':>10}  {'relative':>8}  rows computed")
-    for each, word in zip(found, words, strict=True):
-        note = "  <- closest" if each is best else "  (more than asked)"
-        note = note if each is best or not limits.allow(each) else ""
+    for candidate, word in zip(results, words, strict=True):
+        note = "  <- closest" if candidate is best else "  (more than asked)"
+        note = note if candidate is best or not limits.allow(candidate) else ""
         print(
-            f"{word:>{width}}  {each.distance:>10.4g}  {each.relative:>8.2%}  "
-            f"{each.computed:>13.1%}{note}"
+            f"{word:>{width}}  {candidate.distance:>10.4g}  {candidate.relative:>8.2%}  "
+            f"{candidate.computed:>13.1%}{note}"
         )
 
 
@@ -210,28 +214,32 @@ def plot(found: list[Candidate], best: Candidate, limits: Limits, name: str, pat
     except ImportError:
         message = "`--out` draws with matplotlib, which is not installed"
         raise refused("tune", "file", message, "pip install matplotlib") from None
-    places, words = range(len(found)), [shown(each.value) for each in found]
+    places, words = range(len(found)), [shown(candidate.value) for candidate in found]
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    left = figure.add_subplot()
+    left_axes = figure.add_subplot()
     # Distances fall over several orders of magnitude; an exact 0 is drawn at the lower edge.
-    left.set_yscale("log", nonpositive="clip")
-    left.plot(places, [100 * each.relative for each in found], "o-", color="tab:blue")
-    left.plot([found.index(best)], [100 * best.relative], "o", color="tab:red", markersize=11)
-    left.set_title(f"{name} = {shown(best.value)}", color="tab:red")
-    left.set_xlim(-0.5, len(found) - 0.5)
-    beyond = [place for place in places if not limits.allow(found[place])]
-    bands = [left.axvspan(place - 0.5, place + 0.5, color="0.93") for place in beyond]
+    left_axes.set_yscale("log", nonpositive="clip")
+    left_axes.plot(
+        places, [100 * candidate.relative for candidate in found], "o-", color="tab:blue"
+    )
+    left_axes.plot([found.index(best)], [100 * best.relative], "o", color="tab:red", markersize=11)
+    left_axes.set_title(f"{name} = {shown(best.value)}", color="tab:red")
+    left_axes.set_xlim(-0.5, len(found) - 0.5)
+    refused_places = [place for place in places if not limits.allow(found[place])]
+    bands = [left_axes.axvspan(place - 0.5, place + 0.5, color="0.93") for place in refused_places]
     if bands:
-        left.legend(bands[:1], ["more than asked"], loc="upper right")
-    left.set_xlabel(name)
-    left.set_ylabel("squared distance to the full state, %", color="tab:blue")
+        left_axes.legend(bands[:1], ["more than asked"], loc="upper right")
+    left_axes.set_xlabel(name)
+    left_axes.set_ylabel("squared distance to the full state, %", color="tab:blue")
     step = -(-len(found) // _LABELS)
-    left.set_xticks(places[::step], words[::step])
-    right = left.twinx()
-    right.plot(places, [100 * each.computed for each in found], "--", color="tab:gray")
-    right.set_ylabel("token rows computed, %", color="tab:gray")
-    right.set_ylim(0, 100)
+    left_axes.set_xticks(places[::step], words[::step])
+    right_axes = left_axes.twinx()
+    right_axes.plot(
+        places, [100 * candidate.computed for candidate in found], "--", color="tab:gray"
+    )
+    right_axes.set_ylabel("token rows computed, %", color="tab:gray")
+    right_axes.set_ylim(0, 100)
     try:
         figure.savefig(path, format="png", dpi=150)
     except OSError as error:
