@@ -75,16 +75,16 @@ def lists_of(requests: Requests, layer: int) -> tuple[torch.Tensor, torch.Tensor
     owner = torch.repeat_interleave(length)
     place = torch.arange(owner.shape[0], device=rows.device) - indptr[owner]
     paged = place < private[owner]
-    first, starts = tables.first_page[row, layer, head].long(), tables.slots_start[row].long()
+    first_page, starts = tables.first_page[row, layer, head].long(), tables.slots_start[row].long()
     # Private and ordinary entries are computed for all places, and one of both is used: places of
     # the tail read private slot 0, private ones token 0. The padding is for pools without slot 0.
     slots = torch.nn.functional.pad(tables.slots, (0, 1)).long()
 
-    def entry(at: torch.Tensor) -> torch.Tensor:
+    def entry(places: torch.Tensor) -> torch.Tensor:
         """Key entries for places [nnz] in the lists' private pages."""
-        number = torch.where(paged, first[owner] + at // kv_heads, 0)
-        own = torch.where(paged, starts[owner] + number // layers, 0)
-        return (number % layers * 2 * padded + slots[own]) * kv_heads + at % kv_heads
+        page = torch.where(paged, first_page[owner] + places // kv_heads, 0)
+        slot_index = torch.where(paged, starts[owner] + page // layers, 0)
+        return (page % layers * 2 * padded + slots[slot_index]) * kv_heads + places % kv_heads
 
     token = torch.where(paged, 0, tail_start[owner] + place - private[owner])
     slot = req_to_token[row[owner], token].long()
@@ -94,7 +94,9 @@ def lists_of(requests: Requests, layer: int) -> tuple[torch.Tensor, torch.Tensor
 
     kind = tables.paired[row, layer].long()[owner]
     keys, values = _in_pairs(storage, torch.where(paged, kind, 0), place, private[owner], entry)
-    keys, values = [(torch.where(paged, at, ordinary), by) for at, by in (keys, values)]
+    keys, values = [
+        (torch.where(paged, entries, ordinary), factors) for entries, factors in (keys, values)
+    ]
     return indptr, keys[0], PairReading(values[0], keys[1], values[1])
 
 
@@ -117,12 +119,12 @@ def _in_pairs(
     floats = numbers.shape[1]
     rows = torch.where(coded, layer_pairs.code_rows(tokens, floats), 0)
     code_entry = entry(torch.where(coded, (kind - 1) * rows + place // floats, 0))
-    found = []
+    result = []
     for offset in (0, storage.shape[2] * storage.shape[3]):
         codes = numbers[code_entry + offset, place % floats].masked_fill(~coded, 1.0)
-        at, scale = layer_pairs.decode(codes, place)
-        found.append((entry(2 * rows + at), scale))
-    return found
+        places, factors = layer_pairs.decode(codes, place)
+        result.append((entry(2 * rows + places), factors))
+    return result
 
 
 def check(q: torch.Tensor, requests: Requests, layer: int) -> None:
@@ -152,9 +154,9 @@ def check(q: torch.Tensor, requests: Requests, layer: int) -> None:
     check_axes("req_to_token", req_to_token, torch.int32, "[rows, context]")
 
 
-def _check_pairs(paired: torch.Tensor, every: list[int], storage: torch.Tensor) -> None:
-    shape, none = list(paired.shape), [0, every[1]]
-    if shape not in (none, every):
-        raise ValueError(f"tables.paired: expected {every} or {none}, got {shape}")
-    if shape == every:
+def _check_pairs(paired: torch.Tensor, full_shape: list[int], storage: torch.Tensor) -> None:
+    shape, empty_shape = list(paired.shape), [0, full_shape[1]]
+    if shape not in (empty_shape, full_shape):
+        raise ValueError(f"tables.paired: expected {full_shape} or {empty_shape}, got {shape}")
+    if shape == full_shape:
         layer_pairs.floats_of_row(storage.shape[4], storage.dtype)

@@ -69,9 +69,9 @@ def decode_attention(
         return result
     group = heads // kv_heads
     block = query_rows(group)
-    given = ("decode_attention", q.device, storage.dtype, size, block)
+    call = ("decode_attention", q.device, storage.dtype, size, block)
     lists = batch * kv_heads
-    tile, parts = tile_and_cut(*given, lists, splits=splits, tile=tile, programs=programs)
+    tile, parts = tile_and_cut(*call, lists, splits=splits, tile=tile, programs=programs)
     may_be_paired = tables.paired.numel() > 0
     lines = triton.next_power_of_2(group)
     # KV heads change fastest: those of one ordinary slot lie side by side. Splits change slowest:
@@ -113,7 +113,7 @@ def decode_attention(
         UPCAST=q.device.type == "cpu",  # the interpreter has no bf16
         num_warps=tile.warps,
     )  # fmt: skip
-    launched(*given, tile, compiled)
+    launched(*call, tile, compiled)
     return result
 
 
@@ -208,8 +208,8 @@ def _decode(
     split_length = split_length_of(length, entries, target_splits, splits, N)
     start = split * split_length
     end = tl.minimum(start + split_length, length)
-    used = used_splits(length, split_length)
-    if split < used:
+    used_count = used_splits(length, split_length)
+    if split < used_count:
         head = tl.arange(0, ROWS)
         exists = head < GROUP
         list_of_batch = request * KV_HEADS + kv_head
@@ -242,42 +242,44 @@ def _decode(
         for first in tl.range(start, end, N, num_stages=STAGES):
             j = first + tl.arange(0, N)
             inside = j < end
-            key_at = j
-            value_at = j
-            of_key = 1.0
-            of_value = 1.0
+            key_place = j
+            value_place = j
+            key_factor = 1.0
+            value_factor = 1.0
             if PAIRS:
                 # Entries that are not paired have no rows of codes; their code is 1.
-                there = j < coded
+                has_code = j < coded
                 code = entry_at(
-                    first_code + j // FLOATS, 0, count, there, own_slots, tail_slots, first_page,
+                    first_code + j // FLOATS, 0, count, has_code, own_slots, tail_slots, first_page,
                     layer, kv_head, slots_per_layer, LAYERS, KV_HEADS,
                 ) * FLOATS + j % FLOATS  # fmt: skip
-                of_key = tl.load(numbers + code, mask=there, other=1.0)
-                of_value = tl.load(value_numbers + code, mask=there, other=1.0)
-                key_at = first_row + tl.where(of_key < 0.0, (-of_key).to(tl.int32), j)
-                value_at = first_row + tl.where(of_value < 0.0, (-of_value).to(tl.int32), j)
-                of_key = tl.where(of_key < 0.0, 1.0, of_key)
-                of_value = tl.where(of_value < 0.0, 1.0, of_value)
+                key_factor = tl.load(numbers + code, mask=has_code, other=1.0)
+                value_factor = tl.load(value_numbers + code, mask=has_code, other=1.0)
+                key_place = first_row + tl.where(key_factor < 0.0, (-key_factor).to(tl.int32), j)
+                value_place = first_row + tl.where(
+                    value_factor < 0.0, (-value_factor).to(tl.int32), j
+                )
+                key_factor = tl.where(key_factor < 0.0, 1.0, key_factor)
+                value_factor = tl.where(value_factor < 0.0, 1.0, value_factor)
             key_entry = entry_at(
-                key_at, j, count, inside, own_slots, tail_slots, first_page,
+                key_place, j, count, inside, own_slots, tail_slots, first_page,
                 layer, kv_head, slots_per_layer, LAYERS, KV_HEADS,
             )  # fmt: skip
             value_entry = key_entry
             if PAIRS:
                 value_entry = entry_at(
-                    value_at, j, count, inside, own_slots, tail_slots, first_page,
+                    value_place, j, count, inside, own_slots, tail_slots, first_page,
                     layer, kv_head, slots_per_layer, LAYERS, KV_HEADS,
                 )  # fmt: skip
             top, total, out = attend_tile(
                 queries, (storage, storage), (key_entry, value_entry + value_offset, inside),
-                inside[None, :], (scale, of_key, of_value), (top, total, out),
+                inside[None, :], (scale, key_factor, value_factor), (top, total, out),
                 SIZE, COLUMNS, PAIRS, PAIRS, UPCAST,
             )  # fmt: skip
         line = tl.arange(0, LINES)
         put_split(
             outputs, (query_row, exists), (first_query + line, line < GROUP),
-            (list_of_batch, split, splits, used), (top, total, out),
+            (list_of_batch, split, splits, used_count), (top, total, out),
             SIZE, COLUMNS, SPLIT, MERGED_AT_ONCE,
         )  # fmt: skip
 
@@ -304,10 +306,10 @@ def entry_at(
     slot = tl.load(
         tl.where(paged, own_slots + page // LAYERS, tail_slots + (j - count)), mask=inside, other=0
     )
-    of_layer = tl.where(paged, page % LAYERS, layer)
+    row_layer = tl.where(paged, page % LAYERS, layer)
     place = tl.where(paged, at % KV_HEADS, kv_head)
     # int64: a pool may have more than 2^31 entries.
-    return of_layer * (slots_per_layer * KV_HEADS) + slot.to(tl.int64) * KV_HEADS + place
+    return row_layer * (slots_per_layer * KV_HEADS) + slot.to(tl.int64) * KV_HEADS + place
 
 
 @triton.jit
@@ -331,12 +333,12 @@ def _all_entries(
     total = tl.full((), 0, tl.int64)
     for first in range(0, requests, REQUESTS):
         request = first + tl.arange(0, REQUESTS)
-        there = request < requests
-        row = tl.load(rows + request, mask=there, other=0).to(tl.int64)
-        tail = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
-        tail = tl.maximum(tail - tl.load(tail_starts + row, mask=there, other=0), 0)
-        at = ((row * LAYERS + layer) * KV_HEADS)[:, None] + kv_head[None, :]
-        mask = there[:, None] & (kv_head < KV_HEADS)[None, :]
-        private = tl.load(counts + at, mask=mask, other=0).to(tl.int64)
+        exists = request < requests
+        row = tl.load(rows + request, mask=exists, other=0).to(tl.int64)
+        tail = tl.load(lengths + request, mask=exists, other=0).to(tl.int32)
+        tail = tl.maximum(tail - tl.load(tail_starts + row, mask=exists, other=0), 0)
+        list_ = ((row * LAYERS + layer) * KV_HEADS)[:, None] + kv_head[None, :]
+        mask = exists[:, None] & (kv_head < KV_HEADS)[None, :]
+        private = tl.load(counts + list_, mask=mask, other=0).to(tl.int64)
         total += tl.sum(tl.sum(private, axis=1) + tail.to(tl.int64) * KV_HEADS, axis=0)
     return total

@@ -22,15 +22,15 @@ def entry_ids(requests: Requests, holds: torch.Tensor) -> torch.Tensor:
     """
     check(requests, holds)
     layers, kv_heads = requests.storage.shape[0], requests.storage.shape[3]
-    made = torch.zeros(holds.shape, dtype=torch.int64, device=holds.device)
+    result = torch.zeros(holds.shape, dtype=torch.int64, device=holds.device)
     lists = holds.view(len(requests.rows), layers, kv_heads, holds.shape[1])
-    for number, own in enumerate(requests.on_host()):
+    for number, request in enumerate(requests.on_host()):
         for layer, held in enumerate(lists[number]):
-            own.check_holds(layer, held.sum(dim=1))
+            request.check_holds(layer, held.sum(dim=1))
             head, column = held.nonzero(as_tuple=True)
-            entries = own.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
-            made.view(lists.shape)[number, layer, head, column] = entries
-    return made
+            entries = request.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
+            result.view(lists.shape)[number, layer, head, column] = entries
+    return result
 
 
 def check(requests: Requests, holds: torch.Tensor) -> None:

@@ -64,25 +64,25 @@ def paged_attention(
         return torch.zeros_like(q)
     length = indptr.diff()
     shortest, longest = torch.stack(length.aminmax()).tolist()
-    at = unseen = None
+    index = unseen = None
     place = torch.arange(longest, device=q.device)
     if shortest < longest:
         # A place past the end of a list repeats its first entry, so that no other list is read; an
         # empty one reads another's, and its result becomes zero below.
         inside = place < length[:, None]
-        at = (indptr[:-1, None] + torch.where(inside, place, 0)).clamp_(max=indices.shape[0] - 1)
+        index = (indptr[:-1, None] + torch.where(inside, place, 0)).clamp_(max=indices.shape[0] - 1)
     if shortest < longest or tokens > 1:
-        last = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
-        unseen = place > last[:, :, None]  # [B * G, T, M]
+        last_place = length[:, None] - tokens + torch.arange(tokens, device=q.device)  # [B * G, T]
+        unseen = place > last_place[:, :, None]  # [B * G, T, M]
         unseen = unseen.repeat_interleave(heads // kv_heads, dim=1)
 
-    def rows(of: torch.Tensor, listed: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
+    def rows(pool: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """Listed rows, scaled: [B * G, M, D] float32, M the length of the longest list."""
-        if at is not None:
-            listed, by = listed[at].flatten(), None if by is None else by[at].flatten()
-        found = movable(of).index_select(0, listed).view(of.dtype).float()
-        found = found if by is None else found.mul_(by[:, None])
-        return found.view(-1, longest, size)
+        if index is not None:
+            ids, scales = ids[index].flatten(), None if scales is None else scales[index].flatten()
+        vectors = movable(pool).index_select(0, ids).view(pool.dtype).float()
+        vectors = vectors if scales is None else vectors.mul_(scales[:, None])
+        return vectors.view(-1, longest, size)
 
     # [B * G, T * H / G, D] against [B * G, M, D]
     grouped = q.view(requests, tokens, kv_heads, heads // kv_heads, size).transpose(1, 2)
@@ -91,8 +91,8 @@ def paged_attention(
     if unseen is not None:
         scores.masked_fill_(unseen, float("-inf"))
     weights = scores.softmax(dim=-1).nan_to_num_(0.0)
-    beside = indices if reading.value_indices is None else reading.value_indices
-    out = torch.bmm(weights, rows(values, beside, reading.value_scale))
+    value_indices = indices if reading.value_indices is None else reading.value_indices
+    out = torch.bmm(weights, rows(values, value_indices, reading.value_scale))
     if unseen is not None:
         out.masked_fill_(unseen.all(-1, keepdim=True), 0.0)
     out = out.view(requests, kv_heads, tokens, heads // kv_heads, size).transpose(1, 2)
@@ -122,9 +122,9 @@ def check(
             f"indptr: expected [{requests} * G + 1] with G dividing {heads}, "
             f"got {list(indptr.shape)}"
         )
-    for name, other in reading._asdict().items():
-        if other is not None and other.shape != indices.shape:
-            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(other.shape)}")
+    for name, field in reading._asdict().items():
+        if field is not None and field.shape != indices.shape:
+            raise ValueError(f"{name}: expected {list(indices.shape)}, got {list(field.shape)}")
     return kv_heads
 
 

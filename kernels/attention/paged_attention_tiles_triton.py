@@ -167,9 +167,9 @@ def programs_at_once(
     """
     if device.type != "cuda":
         return 1
-    given = (kernel, device, dtype, size, rows, tile)
-    if given in _PROGRAMS_AT_ONCE:
-        return _PROGRAMS_AT_ONCE[given]
+    call = (kernel, device, dtype, size, rows, tile)
+    if call in _PROGRAMS_AT_ONCE:
+        return _PROGRAMS_AT_ONCE[call]
     tiles = 4 if tile.stages >= 5 else 2
     shared = tiles * tile.entries * columns_of(size) * dtype.itemsize
     return max(occupancy.processor(device).programs_at_once(1, shared, tile.warps), 1)
@@ -193,10 +193,10 @@ def launched(
     if compiled is None or compiled.hash in _SEEN:
         return
     _SEEN.add(compiled.hash)
-    found = occupancy.programs_at_once(device, compiled)
-    if found is not None:
-        given = (kernel, device, dtype, size, rows, tile)
-        _PROGRAMS_AT_ONCE[given] = max(min(found, programs_at_once(*given)), 1)
+    programs = occupancy.programs_at_once(device, compiled)
+    if programs is not None:
+        call = (kernel, device, dtype, size, rows, tile)
+        _PROGRAMS_AT_ONCE[call] = max(min(programs, programs_at_once(*call)), 1)
 
 
 def cut(lists: int, device: torch.device, programs: int) -> Cut:
@@ -257,11 +257,11 @@ def outputs_of_splits(
         return result, result, result, result  # only the first is written
     size = result.shape[-1]
     rows = result.numel() // size
-    needed = elements_of_call(rows, size, lists, splits)
+    elements = elements_of_call(rows, size, lists, splits)
     if workspace is None:
-        workspace = Workspace.empty(needed, result.device)
-    given = (("partial", torch.float32), ("arrived", torch.int32))
-    for (name, dtype), least in zip(given, needed, strict=True):
+        workspace = Workspace.empty(elements, result.device)
+    fields = (("partial", torch.float32), ("arrived", torch.int32))
+    for (name, dtype), least in zip(fields, elements, strict=True):
         x = getattr(workspace, name)
         if x.dtype != dtype or x.numel() < least:
             raise refused(f"workspace.{name}", x, f"{dtype} [>= {least}]")
@@ -283,8 +283,8 @@ def split_length_of(length, entries, target_splits, splits, N: tl.constexpr):
     """
     pieces = splits
     if target_splits > 0:
-        aimed = tl.maximum(tl.cdiv(entries, target_splits), N)
-        pieces = tl.minimum(tl.cdiv(length, aimed), splits).to(tl.int32)
+        target_length = tl.maximum(tl.cdiv(entries, target_splits), N)
+        pieces = tl.minimum(tl.cdiv(length, target_length), splits).to(tl.int32)
     return tl.cdiv(tl.cdiv(length, tl.maximum(pieces, 1)), N) * N
 
 
@@ -330,16 +330,16 @@ def attend_tile(
     if KEY_SCALE:
         scores *= key_scale[None, :]
     scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
     # Before any entry is seen the maximum is -inf, and -inf - -inf would be NaN.
-    finite = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - finite[:, None])
-    before = tl.exp2(top - finite)
-    total = total * before + tl.sum(weights, axis=1)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    rescale = tl.exp2(top - base)
+    total = total * rescale + tl.sum(weights, axis=1)
     if VALUE_SCALE:
         weights *= value_scale[None, :]
-    out = tl.dot(weights.to(v.dtype), v, out * before[:, None], input_precision="ieee")
-    return higher, total, out
+    out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
+    return new_top, total, out
 
 
 @triton.jit
@@ -370,7 +370,7 @@ def put_split(
     MERGED_AT_ONCE: as `merged_at_once` returns it.
     """
     result, found, lse, arrived = outputs
-    list_, split, splits, used = part
+    list_, split, splits, used_count = part
     top, total, out = found_here
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
@@ -380,23 +380,23 @@ def put_split(
         _put_found(found, lse, rows, split, splits, top + tl.log2(total), out, SIZE, COLUMNS)
         group = split // _FAN
         first = group * _FAN
-        groups = tl.cdiv(used, _FAN)
+        groups = tl.cdiv(used_count, _FAN)
         counter = arrived + list_ * (tl.cdiv(splits, _FAN) + 1)
-        number = tl.minimum(used - first, _FAN)
+        number = tl.minimum(used_count - first, _FAN)
         if _ends_last(counter + group, number):
-            lse_of_group, of_group = _merged(
+            group_lse, group_out = _merged(
                 found, lse, lines, splits, (first, 1, number), SIZE, COLUMNS, MERGED_AT_ONCE
             )
             if groups == 1:
-                _put_result(result, lines, of_group, SIZE, COLUMNS)
+                _put_result(result, lines, group_out, SIZE, COLUMNS)
             else:
                 tl.debug_barrier()  # every thread has read what is overwritten here
-                _put_found(found, lse, lines, first, splits, lse_of_group, of_group, SIZE, COLUMNS)
+                _put_found(found, lse, lines, first, splits, group_lse, group_out, SIZE, COLUMNS)
                 if _ends_last(counter + tl.cdiv(splits, _FAN), groups):
-                    _, of_all = _merged(
+                    _, list_out = _merged(
                         found, lse, lines, splits, (0, _FAN, groups), SIZE, COLUMNS, MERGED_AT_ONCE
                     )
-                    _put_result(result, lines, of_all, SIZE, COLUMNS)
+                    _put_result(result, lines, list_out, SIZE, COLUMNS)
 
 
 @triton.jit
@@ -404,8 +404,8 @@ def _put_result(result, rows, out, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     row, exists = rows
     column = tl.arange(0, COLUMNS)
     mask = exists[:, None] & (column < SIZE)[None, :]
-    at = row[:, None] * SIZE + column[None, :]
-    tl.store(result + at, out.to(result.dtype.element_ty), mask=mask)
+    offset = row[:, None] * SIZE + column[None, :]
+    tl.store(result + offset, out.to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -414,10 +414,10 @@ def _put_found(
 ):
     row, exists = rows
     column = tl.arange(0, COLUMNS)
-    at = row * splits + split
+    offset = row * splits + split
     mask = exists[:, None] & (column < SIZE)[None, :]
-    tl.store(found + at[:, None] * SIZE + column[None, :], out, mask=mask)
-    tl.store(lse + at, lse_of_rows, mask=exists)
+    tl.store(found + offset[:, None] * SIZE + column[None, :], out, mask=mask)
+    tl.store(lse + offset, lse_of_rows, mask=exists)
 
 
 @triton.jit
@@ -428,10 +428,10 @@ def _ends_last(counter, number):
     the program that acquires it; another barrier passes the count to that program's threads.
     """
     tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == number - 1
-    if last:
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == number - 1
+    if is_last:
         tl.store(counter, 0)  # for the next call
-    return last
+    return is_last
 
 
 @triton.jit
@@ -452,11 +452,11 @@ def _merged(
     line, exists = lines
     first, step, number = those
     column = tl.arange(0, COLUMNS)
-    every = tl.arange(0, _FAN)
+    all_splits = tl.arange(0, _FAN)
     # From L2: other multiprocessors have written it.
     parts = tl.load(
-        lse + line[None, :] * splits + (first + every * step)[:, None],
-        mask=(every < number)[:, None] & exists[None, :],
+        lse + line[None, :] * splits + (first + all_splits * step)[:, None],
+        mask=(all_splits < number)[:, None] & exists[None, :],
         other=float("-inf"),
         cache_modifier=".cg",
     )
@@ -465,18 +465,19 @@ def _merged(
     total = tl.sum(tl.exp2(parts - top[None, :]), axis=0)
     out = tl.zeros([line.shape[0], COLUMNS], tl.float32)
     for start in range(0, number, MERGED_AT_ONCE):
-        each = start + tl.arange(0, MERGED_AT_ONCE)
-        at = line[None, :] * splits + (first + each * step)[:, None]
-        there = (each < number)[:, None] & exists[None, :]
+        member = start + tl.arange(0, MERGED_AT_ONCE)
+        offset = line[None, :] * splits + (first + member * step)[:, None]
+        mask = (member < number)[:, None] & exists[None, :]
         weight = tl.exp2(
-            tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg") - top[None, :]
+            tl.load(lse + offset, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            - top[None, :]
         )
         values = tl.load(
-            found + at[:, :, None] * SIZE + column[None, None, :],
-            mask=there[:, :, None] & (column < SIZE)[None, None, :],
+            found + offset[:, :, None] * SIZE + column[None, None, :],
+            mask=mask[:, :, None] & (column < SIZE)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
         out += tl.sum(weight[:, :, None] * values, axis=0)
-    some = tl.where(total == 0.0, 1.0, total)
-    return tl.where(total == 0.0, float("-inf"), top + tl.log2(some)), out / some[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    return tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), out / divisor[:, None]

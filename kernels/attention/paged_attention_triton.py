@@ -67,9 +67,9 @@ def paged_attention(
     group = heads // kv_heads
     rows = query_rows(tokens * group, q.dtype, size)
     blocks = triton.cdiv(tokens * group, rows)
-    given = ("paged_attention", q.device, keys.dtype, size, rows)
+    call = ("paged_attention", q.device, keys.dtype, size, rows)
     lists = requests * kv_heads * blocks
-    tile, parts = tile_and_cut(*given, lists, splits=splits, tile=tile, programs=programs)
+    tile, parts = tile_and_cut(*call, lists, splits=splits, tile=tile, programs=programs)
     compiled = _paged[(requests * kv_heads, blocks, parts.splits)](
         q.contiguous(),
         keys,
@@ -98,7 +98,7 @@ def paged_attention(
         num_warps=tile.warps,
         maxnreg=_registers(q, group, rows, tile, reading),
     )
-    launched(*given, tile, compiled)
+    launched(*call, tile, compiled)
     return result
 
 
@@ -107,8 +107,8 @@ def query_rows(queries: int, dtype: torch.dtype, size: int) -> int:
 
     At least the 16 of a tensor core, at most as many as fit the registers.
     """
-    most = 32 if dtype == torch.float32 or size > 128 else 64
-    return min(max(triton.next_power_of_2(queries), 16), most)
+    max_rows = 32 if dtype == torch.float32 or size > 128 else 64
+    return min(max(triton.next_power_of_2(queries), 16), max_rows)
 
 
 def _registers(
@@ -180,14 +180,14 @@ def _paged(
     last_token = tl.minimum((block * ROWS + ROWS - 1) // GROUP, tokens - 1)
     reach = tl.maximum(length - tokens + 1 + last_token, 0)
 
-    every = reach.to(tl.int64)
+    all_entries = reach.to(tl.int64)
     if BALANCE:
-        every = (tl.load(indptr + lists) - tl.load(indptr)) * blocks
-    split_length = split_length_of(reach, every, target_splits, splits, N)
+        all_entries = (tl.load(indptr + lists) - tl.load(indptr)) * blocks
+    split_length = split_length_of(reach, all_entries, target_splits, splits, N)
     start = split * split_length
     end = tl.minimum(start + split_length, reach)
-    used = used_splits(reach, split_length)
-    if split < used:
+    used_count = used_splits(reach, split_length)
+    if split < used_count:
         column = tl.arange(0, COLUMNS)
         queries = tl.load(
             q + query_row[:, None] * SIZE + column[None, :],
@@ -206,20 +206,20 @@ def _paged(
             value_entry = key_entry
             if value_indices is not None:
                 value_entry = tl.load(value_indices + begin + j, mask=inside, other=0)
-            of_key = 1.0
-            of_value = 1.0
+            key_factor = 1.0
+            value_factor = 1.0
             if key_scale is not None:
-                of_key = tl.load(key_scale + begin + j, mask=inside, other=0.0)
+                key_factor = tl.load(key_scale + begin + j, mask=inside, other=0.0)
             if value_scale is not None:
-                of_value = tl.load(value_scale + begin + j, mask=inside, other=0.0)
+                value_factor = tl.load(value_scale + begin + j, mask=inside, other=0.0)
             top, total, out = attend_tile(
                 queries, (keys, values), (key_entry, value_entry, inside),
                 inside[None, :] & (j[None, :] < sees[:, None]),
-                (scale, of_key, of_value), (top, total, out),
+                (scale, key_factor, value_factor), (top, total, out),
                 SIZE, COLUMNS, key_scale is not None, value_scale is not None, UPCAST,
             )  # fmt: skip
         lines = (query_row, exists)
         put_split(
-            outputs, lines, lines, (this_list * blocks + block, split, splits, used),
+            outputs, lines, lines, (this_list * blocks + block, split, splits, used_count),
             (top, total, out), SIZE, COLUMNS, SPLIT, MERGED_AT_ONCE,
         )  # fmt: skip

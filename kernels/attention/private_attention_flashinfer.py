@@ -78,8 +78,8 @@ class PrivateAttention:
         if layers * padded * kv_heads >= _MOST_ENTRIES:
             shape = list(storage.shape)
             raise ValueError(f"storage: FlashInfer counts fewer than 2^32 entries, got {shape}")
-        every = storage.view(-1, kv_heads, 1, size)
-        self._storage, self._pages = storage, (every[:-padded], every[padded:])
+        all_pages = storage.view(-1, kv_heads, 1, size)
+        self._storage, self._pages = storage, (all_pages[:-padded], all_pages[padded:])
         self._heads, self._dtype, self._workspace = heads, dtype, workspace
         self._tensor_cores = tensor_cores
         self._listed = torch.zeros(layers * padded, dtype=torch.int32, device=storage.device)
@@ -117,13 +117,13 @@ class PrivateAttention:
         """
         kv_heads = self._storage.shape[3]
         lists = (counts.shape[1] if captured is None else captured) * kv_heads
-        starts, last, most = _laid_out(counts, lists)
+        starts, last_sizes, longest = _laid_out(counts, lists)
         if starts[-1, -1] > self._listed.shape[0]:
             raise ValueError(f"counts: {starts[-1, -1]} pages are more than the pool has")
         self._now = ()  # until all is done
         if self._copied is not None:
             self._copied.synchronize()  # schedules leave from memory that FlashInfer reuses
-        host = torch.from_numpy(np.stack([starts, last], 1).astype(np.int32))
+        host = torch.from_numpy(np.stack([starts, last_sizes], 1).astype(np.int32))
         if self._storage.device.type == "cuda":
             host = host.pin_memory()
         if captured is None:
@@ -131,8 +131,8 @@ class PrivateAttention:
         else:
             on_device = self._lists[:, :, : lists + 1]
             on_device.copy_(host, non_blocking=True)
-        given = (self._storage, tables, rows, on_device[:, 0], self._listed)
-        private_pages(*given, longest=most)
+        arguments = (self._storage, tables, rows, on_device[:, 0], self._listed)
+        private_pages(*arguments, longest=longest)
         wrappers = self._wrappers(lists, captured)
         sources = _equal(counts) if wrappers.planned else range(len(counts))
         for layer in dict.fromkeys(sources):
@@ -164,8 +164,8 @@ class PrivateAttention:
             raise RuntimeError("FlashInfer has planned no batch")
         group = self._heads // self._storage.shape[3]
         by_list = q.reshape(-1, group, q.shape[2])
-        given = {"k_scale": scale, "v_scale": value_scale}
-        out, lse = self._now[layer].run(by_list, self._pages, return_lse=True, **given)
+        scales = {"k_scale": scale, "v_scale": value_scale}
+        out, lse = self._now[layer].run(by_list, self._pages, return_lse=True, **scales)
         return out.view(q.shape), lse.view(q.shape[:2])
 
     def merged(self, one: State, other: State) -> torch.Tensor:
@@ -192,31 +192,33 @@ class PrivateAttention:
         """Wrappers with room for `lists` lists, made if need be."""
         if captured is None:
             if self._eager.lists < lists:
-                room = self._new_schedules(lists)
-                self._eager = _Wrappers([self._new_wrapper(each) for each in room], lists)
+                schedules = self._new_schedules(lists)
+                self._eager = _Wrappers(
+                    [self._new_wrapper(schedule) for schedule in schedules], lists
+                )
             return self._eager
         if captured not in self._captured:
             size = self._schedule_bytes(lists)
-            made = [
+            wrappers = [
                 self._new_wrapper(
                     schedule[:size],
                     use_cuda_graph=True,
                     paged_kv_indptr_buffer=starts[: lists + 1],
                     paged_kv_indices_buffer=self._listed,
-                    paged_kv_last_page_len_buffer=last[:lists],
+                    paged_kv_last_page_len_buffer=last_sizes[:lists],
                 )
-                for schedule, (starts, last) in zip(self._schedules, self._lists, strict=True)
+                for schedule, (starts, last_sizes) in zip(self._schedules, self._lists, strict=True)
             ]
-            self._captured[captured] = _Wrappers(made, lists)
+            self._captured[captured] = _Wrappers(wrappers, lists)
         return self._captured[captured]
 
     def _new_wrapper(self, schedule: torch.Tensor, **options: Any) -> Any:
         """FlashInfer's wrapper that plans in `schedule` instead of 8 MiB of its own."""
-        made = package().BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = package().BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "NHD", use_tensor_cores=self._tensor_cores, backend="fa2", **options
         )
-        made.reset_workspace_buffer(self._workspace, schedule)
-        return made
+        wrapper.reset_workspace_buffer(self._workspace, schedule)
+        return wrapper
 
     def _plan_layer(self, wrapper: Any, host: torch.Tensor, lists: int) -> None:
         """Plan from memory of the host, so that FlashInfer does not wait for the device."""
@@ -241,8 +243,8 @@ class PrivateAttention:
         host = torch.tensor(sources)
         if self._schedules.device.type == "cuda":
             host = host.pin_memory()
-        at = host.to(self._schedules.device, non_blocking=True)
-        self._schedules.copy_(self._schedules[at])
+        device_sources = host.to(self._schedules.device, non_blocking=True)
+        self._schedules.copy_(self._schedules[device_sources])
 
 
 class _Wrappers:
@@ -296,15 +298,15 @@ def _laid_out(counts: np.ndarray, lists: int) -> tuple[np.ndarray, np.ndarray, i
     0 entries in its last page.
     """
     layers, requests, kv_heads = counts.shape
-    own = counts.reshape(layers, requests * kv_heads)
-    pages = -(-own // kv_heads)
-    starts, last = np.zeros((2, layers, lists + 1), dtype=np.int64)
-    starts[:, 1 : own.shape[1] + 1] = pages
-    last[:, : own.shape[1]] = np.where(own > 0, own - (pages - 1) * kv_heads, 0)
-    return starts.cumsum().reshape(starts.shape), last, int(pages.max(initial=0))
+    lengths = counts.reshape(layers, requests * kv_heads)
+    pages = -(-lengths // kv_heads)
+    starts, last_sizes = np.zeros((2, layers, lists + 1), dtype=np.int64)
+    starts[:, 1 : lengths.shape[1] + 1] = pages
+    last_sizes[:, : lengths.shape[1]] = np.where(lengths > 0, lengths - (pages - 1) * kv_heads, 0)
+    return starts.cumsum().reshape(starts.shape), last_sizes, int(pages.max(initial=0))
 
 
 def _equal(counts: np.ndarray) -> list[int]:
     """For each layer, the first one whose lists have the same lengths."""
     first: dict[bytes, int] = {}
-    return [first.setdefault(own.tobytes(), layer) for layer, own in enumerate(counts)]
+    return [first.setdefault(lengths.tobytes(), layer) for layer, lengths in enumerate(counts)]

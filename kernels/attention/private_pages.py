@@ -38,16 +38,16 @@ def private_pages(
     check(storage, tables, rows, starts, made)
     layers, _, padded, kv_heads, _ = storage.shape
     lists = rows.shape[0] * kv_heads
-    row, head = rows.long().repeat_interleave(kv_heads), torch.arange(lists, device=rows.device)
-    first = tables.first_page[row, :, head % kv_heads].T.reshape(-1)  # [L * B * G]
+    row, list_ = rows.long().repeat_interleave(kv_heads), torch.arange(lists, device=rows.device)
+    first_page = tables.first_page[row, :, list_ % kv_heads].T.reshape(-1)  # [L * B * G]
     slots_start = tables.slots_start[row].repeat(layers)
     begin, end = starts[:, :lists].reshape(-1), starts[:, 1 : lists + 1].reshape(-1)
-    number = (end - begin).long()
-    owner = torch.repeat_interleave(number)
-    at = torch.arange(owner.shape[0], device=rows.device) - (number.cumsum(0) - number)[owner]
-    page = first[owner].long() + at
+    pages = (end - begin).long()
+    owner = torch.repeat_interleave(pages)
+    index = torch.arange(owner.shape[0], device=rows.device) - (pages.cumsum(0) - pages)[owner]
+    page = first_page[owner].long() + index
     slot = tables.slots[slots_start[owner].long() + page // layers].long()
-    made[begin[owner].long() + at] = (page % layers * 2 * padded + slot).int()
+    made[begin[owner].long() + index] = (page % layers * 2 * padded + slot).int()
 
 
 def check(

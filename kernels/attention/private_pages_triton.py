@@ -38,12 +38,12 @@ def _pages(
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a block of one list's pages."""
-    this, layer, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(rows + this // KV_HEADS).to(tl.int64)
-    own = starts + layer * stride + this
-    begin = tl.load(own).to(tl.int64)
+    list_, layer, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(rows + list_ // KV_HEADS).to(tl.int64)
+    address = starts + layer * stride + list_
+    begin = tl.load(address).to(tl.int64)
     j = block * BLOCK + tl.arange(0, BLOCK)
-    inside = j < tl.load(own + 1) - begin
-    page = tl.load(first_pages + (row * LAYERS + layer) * KV_HEADS + this % KV_HEADS) + j
+    inside = j < tl.load(address + 1) - begin
+    page = tl.load(first_pages + (row * LAYERS + layer) * KV_HEADS + list_ % KV_HEADS) + j
     slot = tl.load(slots + tl.load(slots_starts + row) + page // LAYERS, mask=inside, other=0)
     tl.store(made + begin + j, page % LAYERS * 2 * padded + slot, mask=inside)

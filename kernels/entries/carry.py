@@ -48,26 +48,28 @@ def carry(
     check(kept, columns, positions, used, newest, states, fresh)
     layers = len(positions)
     kv_heads, device = len(kept) // max(layers, 1), kept.device
-    made = torch.full((layers, width), -1, dtype=torch.int64, device=device)
+    new_positions = torch.full((layers, width), -1, dtype=torch.int64, device=device)
     holds = torch.zeros((layers, kv_heads, width), dtype=torch.bool, device=device)
-    later = [
+    new_states = [
         torch.zeros((layers, kv_heads, *x.shape[1:-1], width), dtype=torch.float64, device=device)
         for x in states
     ]
-    made[:, width - steps :] = newest.repeat_interleave(layers // max(len(newest), 1))[:, None]
-    made[:, width - steps :] += torch.arange(1 - steps, 1, device=device)
+    new_positions[:, width - steps :] = newest.repeat_interleave(layers // max(len(newest), 1))[
+        :, None
+    ]
+    new_positions[:, width - steps :] += torch.arange(1 - steps, 1, device=device)
     holds[:, :, width - steps :] = True
-    for new, value in zip(later, fresh, strict=True):
-        new[..., width - steps :] = value
+    for new_state, value in zip(new_states, fresh, strict=True):
+        new_state[..., width - steps :] = value
     stays = kept.view(layers, kv_heads, kept.shape[1])
-    some = stays.any(1) if columns is None else columns
-    layer, column = some.nonzero(as_tuple=True)
-    place = (width - steps - used)[layer] + some.cumsum(1)[layer, column] - 1
-    made[layer, place] = positions[layer, column]
+    collected = stays.any(1) if columns is None else columns
+    layer, column = collected.nonzero(as_tuple=True)
+    place = (width - steps - used)[layer] + collected.cumsum(1)[layer, column] - 1
+    new_positions[layer, place] = positions[layer, column]
     holds[layer, :, place] = stays[layer, :, column]
-    for new, old in zip(later, states, strict=True):
-        new[layer, ..., place] = old.unflatten(0, (layers, kv_heads))[layer, ..., column]
-    return made, holds.flatten(0, 1), [new.flatten(0, 1) for new in later]
+    for new_state, state in zip(new_states, states, strict=True):
+        new_state[layer, ..., place] = state.unflatten(0, (layers, kv_heads))[layer, ..., column]
+    return new_positions, holds.flatten(0, 1), [new_state.flatten(0, 1) for new_state in new_states]
 
 
 def check(
@@ -82,7 +84,7 @@ def check(
     """Refuse wrong shapes and dtypes; read no tensor."""
     check_axes("kept", kept, torch.bool, "[S * G, M]")
     layers = len(used)
-    given = [
+    arguments = [
         ("columns", columns, torch.bool, (layers, kept.shape[1])),
         ("positions", positions, torch.int64, (layers, kept.shape[1])),
         ("used", used, torch.int64, (layers,)),
@@ -91,7 +93,7 @@ def check(
             for i, x in enumerate(states)
         ),
     ]
-    check_tensors(given)
+    check_tensors(arguments)
     if newest.dtype != torch.int64 or not len(newest) or layers % len(newest):
         raise refused("newest", newest, f"int64 [N], N a part of {layers}")
     if len(fresh) != len(states):

@@ -36,34 +36,34 @@ def compact_in_place(
     """
     check(requests, kept, holds, proceed)
     counts_before = requests.tables.counts
-    made = counts_before[requests.rows].to(torch.int32)
-    shape = (len(made), *counts_before.shape[1:], kept.shape[1])
+    counts = counts_before[requests.rows].to(torch.int32)
+    shape = (len(counts), *counts_before.shape[1:], kept.shape[1])
     cached, stay = holds.view(shape), (kept & holds).view(shape)
     moves = []
-    each_proceeds = zip(requests.on_host(), proceed.all(1).tolist(), strict=True)
-    for number, (own, proceeds) in enumerate(each_proceeds):
+    requests_on_host = zip(requests.on_host(), proceed.all(1).tolist(), strict=True)
+    for number, (request, proceeds) in enumerate(requests_on_host):
         if not proceeds:
             continue
         for layer, held in enumerate(cached[number]):
-            own.check_holds(layer, held.sum(dim=1))
-        counts = stay[number].sum(dim=2)
-        own.check_room(counts)
-        made[number] = counts
-        each = zip(cached[number], stay[number], strict=True)
-        moves += [(own, layer, held, stays) for layer, (held, stays) in enumerate(each)]
-    for own, layer, held, stays in moves:
-        _move(requests.storage, own, layer, held, stays)
-    return made
+            request.check_holds(layer, held.sum(dim=1))
+        request_counts = stay[number].sum(dim=2)
+        request.check_room(request_counts)
+        counts[number] = request_counts
+        layer_masks = zip(cached[number], stay[number], strict=True)
+        moves += [(request, layer, held, stays) for layer, (held, stays) in enumerate(layer_masks)]
+    for request, layer, held, stays in moves:
+        _move(requests.storage, request, layer, held, stays)
+    return counts
 
 
 def _move(
-    storage: torch.Tensor, own: Cached, layer: int, held: torch.Tensor, stays: torch.Tensor
+    storage: torch.Tensor, request: Cached, layer: int, held: torch.Tensor, stays: torch.Tensor
 ) -> None:
     """Move a layer's keys, then its values; all are read before any is written."""
     size, offset = storage.shape[4], storage.shape[2] * storage.shape[3]
     head, column = stays.nonzero(as_tuple=True)
-    source = own.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
-    target = own.private(layer, head, stays.cumsum(dim=1)[head, column] - 1)
+    source = request.entries(layer, head, held.cumsum(dim=1)[head, column] - 1)
+    target = request.private(layer, head, stays.cumsum(dim=1)[head, column] - 1)
     moves = source != target
     source, target = source[moves], target[moves]
     entries = movable(storage).view(-1, size)

@@ -102,8 +102,8 @@ def compact_in_place(
 
 def _words(storage: torch.Tensor) -> torch.Tensor:
     """View rows as words of four bytes if possible, so that no register is half full."""
-    whole = storage.shape[4] * storage.element_size() % 4 == 0
-    return storage.view(torch.int32) if whole else movable(storage)
+    whole_words = storage.shape[4] * storage.element_size() % 4 == 0
+    return storage.view(torch.int32) if whole_words else movable(storage)
 
 
 def _bytes(mask: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _compact_in_place(
 ):  # fmt: skip
     """Move a piece of the rows of one list's keys or values."""
     head, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
-    which, request = tl.program_id(1), tl.program_id(2) // LAYERS
+    tensor, request = tl.program_id(1), tl.program_id(2) // LAYERS
     layer = tl.program_id(2) % LAYERS
     row = tl.load(rows + request)
     list_ = layer * KV_HEADS + head
@@ -133,46 +133,50 @@ def _compact_in_place(
         cached = private + tl.maximum(length - tail_start, 0)
         own_slots = slots + tl.load(slots_starts + row)
         tail_slots = req_to_token + row * context + tail_start
-        first = (tl.program_id(2).to(tl.int64) * KV_HEADS + head) * width
-        kept += first
-        holds += first
+        list_offset = (tl.program_id(2).to(tl.int64) * KV_HEADS + head) * width
+        kept += list_offset
+        holds += list_offset
         dims = piece * PIECE + tl.arange(0, PIECE)
         # This program's tensor and piece, in the rows of layer 0.
-        base = storage + padded.to(tl.int64) * which * KV_HEADS * SIZE + dims[None, :]
+        base = storage + padded.to(tl.int64) * tensor * KV_HEADS * SIZE + dims[None, :]
         slots_per_layer = padded.to(tl.int64) * 2  # slots of a layer's keys and values
-        own = (dims < SIZE)[None, :]
+        in_row = (dims < SIZE)[None, :]
 
         seen = 0
         number = 0
         held, stays = _masks(kept, holds, 0, width, TILE)
-        from_, into, seen, number = _places(
+        source, target, seen, number = _places(
             held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
             slots_per_layer, layer, head, LAYERS, KV_HEADS,
         )  # fmt: skip
-        x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
+        x = tl.load(base + source[:, None] * SIZE, mask=(source >= 0)[:, None] & in_row)
         held, stays = _masks(kept, holds, TILE, width, TILE)
         # Two tiles per iteration: what is read ahead need not be copied to other registers for the
         # next iteration, which would wait for it.
         for first in range(0, width, 2 * TILE):
-            from_, next_into, seen, number = _places(
+            source, next_target, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
                 slots_per_layer, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
             held, stays = _masks(kept, holds, first + 2 * TILE, width, TILE)
             # No thread writes before all have read their part of this tile.
             tl.debug_barrier()
-            next_x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
-            tl.store(base + into[:, None] * SIZE, x, mask=(into >= 0)[:, None] & own)
+            next_x = tl.load(base + source[:, None] * SIZE, mask=(source >= 0)[:, None] & in_row)
+            tl.store(base + target[:, None] * SIZE, x, mask=(target >= 0)[:, None] & in_row)
 
-            from_, into, seen, number = _places(
+            source, target, seen, number = _places(
                 held, stays, seen, number, private, cached, first_page, own_slots, tail_slots,
                 slots_per_layer, layer, head, LAYERS, KV_HEADS,
             )  # fmt: skip
             held, stays = _masks(kept, holds, first + 3 * TILE, width, TILE)
             tl.debug_barrier()
-            x = tl.load(base + from_[:, None] * SIZE, mask=(from_ >= 0)[:, None] & own)
-            tl.store(base + next_into[:, None] * SIZE, next_x, mask=(next_into >= 0)[:, None] & own)
-    if (which == 0) & (piece == 0):
+            x = tl.load(base + source[:, None] * SIZE, mask=(source >= 0)[:, None] & in_row)
+            tl.store(
+                base + next_target[:, None] * SIZE,
+                next_x,
+                mask=(next_target >= 0)[:, None] & in_row,
+            )
+    if (tensor == 0) & (piece == 0):
         tl.store(result + request.to(tl.int64) * LAYERS * KV_HEADS + list_, number)
 
 
@@ -185,8 +189,8 @@ def lanes_of(flags: int) -> int:
 def proceeds(flags, request, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr):
     """Whether all flags of a request are true."""
     flag = tl.arange(0, FLAGS_P)
-    own = tl.load(flags + request.to(tl.int64) * FLAGS + flag, mask=flag < FLAGS, other=1)
-    return tl.min(own.to(tl.int32)) != 0
+    values = tl.load(flags + request.to(tl.int64) * FLAGS + flag, mask=flag < FLAGS, other=1)
+    return tl.min(values.to(tl.int32)) != 0
 
 
 @triton.jit
@@ -209,25 +213,25 @@ def _places(
     """
     held, stays = held.to(tl.int32), (stays & held).to(tl.int32)
     # One prefix sum for both, as a tile has fewer than 2^15 candidates.
-    both = held | (stays << 16)
-    upto = tl.cumsum(both)
-    source = seen + (upto & 0xFFFF) - held
-    target = number + (upto >> 16) - stays
-    all_ = tl.sum(both)
-    paged = source < private
+    packed = held | (stays << 16)
+    packed_sums = tl.cumsum(packed)
+    source_place = seen + (packed_sums & 0xFFFF) - held
+    target_place = number + (packed_sums >> 16) - stays
+    packed_total = tl.sum(packed)
+    paged = source_place < private
     # The last condition fails only if `holds` has more True than the list has entries.
-    moves = (stays > 0) & ~(paged & (source == target)) & (source < cached)
-    page, to_page = first_page + source // KV_HEADS, first_page + target // KV_HEADS
+    moves = (stays > 0) & ~(paged & (source_place == target_place)) & (source_place < cached)
+    page, to_page = first_page + source_place // KV_HEADS, first_page + target_place // KV_HEADS
     # One load finds the slot, private or ordinary.
     slot = tl.load(
-        tl.where(paged, own_slots + page // LAYERS, tail_slots + (source - private)),
+        tl.where(paged, own_slots + page // LAYERS, tail_slots + (source_place - private)),
         mask=moves,
         other=0,
     )
     to_slot = tl.load(own_slots + to_page // LAYERS, mask=moves, other=0)
     # int64 as `slots_per_layer` is: a pool may have more than 2^31 entries.
     rows = tl.where(paged, page % LAYERS, layer) * slots_per_layer + slot
-    from_ = rows * KV_HEADS + tl.where(paged, source % KV_HEADS, head)
-    into = (to_page % LAYERS * slots_per_layer + to_slot) * KV_HEADS + target % KV_HEADS
-    from_, into = tl.where(moves, from_, -1), tl.where(moves, into, -1)
-    return from_, into, seen + (all_ & 0xFFFF), number + (all_ >> 16)
+    source = rows * KV_HEADS + tl.where(paged, source_place % KV_HEADS, head)
+    target = (to_page % LAYERS * slots_per_layer + to_slot) * KV_HEADS + target_place % KV_HEADS
+    source, target = tl.where(moves, source, -1), tl.where(moves, target, -1)
+    return source, target, seen + (packed_total & 0xFFFF), number + (packed_total >> 16)

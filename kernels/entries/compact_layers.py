@@ -45,13 +45,13 @@ def compact_layers(
 
     entries, slots = movable(storage).view(-1, size), private_slots.long()
     # Layer by layer, so that the entries kept by all layers are never copied at once.
-    for layer, (own, first) in enumerate(zip(kept, first_page.long(), strict=True)):
-        head, position = own.nonzero(as_tuple=True)
-        place = (own.cumsum(dim=1) - 1)[own]
-        page = first[head] + place // kv_heads
-        into = (page % layers) * 2 * padded + slots[page // layers]
+    for layer, (layer_kept, first_pages) in enumerate(zip(kept, first_page.long(), strict=True)):
+        head, position = layer_kept.nonzero(as_tuple=True)
+        place = (layer_kept.cumsum(dim=1) - 1)[layer_kept]
+        page = first_pages[head] + place // kv_heads
+        row_of_slot = (page % layers) * 2 * padded + slots[page // layers]
         source = (layer * 2 * padded + prompt_slots[position]) * kv_heads + head
-        target = into * kv_heads + place % kv_heads
+        target = row_of_slot * kv_heads + place % kv_heads
         for offset in (0, padded * kv_heads):
             entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))
 

@@ -80,8 +80,8 @@ def compact_layers(
 def _count(mask, counts, length, PART: tl.constexpr):
     """Count the entries that a part of a list keeps."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = part * PART + tl.arange(0, PART)
-    kept = tl.load(mask + list_ * length + at, mask=at < length, other=0)
+    position = part * PART + tl.arange(0, PART)
+    kept = tl.load(mask + list_ * length + position, mask=position < length, other=0)
     tl.store(counts + list_ * tl.num_programs(1) + part, tl.sum(kept.to(tl.int32)))
 
 
@@ -92,17 +92,17 @@ def _number(
 ):  # fmt: skip
     """Write to `sources`, at their places, the pool entries that a part of a list keeps."""
     list_, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    own = counts + list_ * tl.num_programs(1)
-    before = 0
+    part_counts = counts + list_ * tl.num_programs(1)
+    offset = 0
     for start in range(0, part, _PARTS):
-        earlier = start + tl.arange(0, _PARTS)
-        before += tl.sum(tl.load(own + earlier, mask=earlier < part, other=0))
-    at = part * PART + tl.arange(0, PART)
-    kept = tl.load(mask + list_ * length + at, mask=at < length, other=0).to(tl.int32)
-    first = tl.load(first_page + list_).to(tl.int64) * KV_HEADS + before
+        part_ids = start + tl.arange(0, _PARTS)
+        offset += tl.sum(tl.load(part_counts + part_ids, mask=part_ids < part, other=0))
+    position = part * PART + tl.arange(0, PART)
+    kept = tl.load(mask + list_ * length + position, mask=position < length, other=0).to(tl.int32)
+    first = tl.load(first_page + list_).to(tl.int64) * KV_HEADS + offset
     place = first + tl.cumsum(kept) - 1
     kept = kept > 0
-    slot = tl.load(prompt_slots + at, mask=kept, other=0).to(tl.int64)
+    slot = tl.load(prompt_slots + position, mask=kept, other=0).to(tl.int64)
     layer, head = list_ // KV_HEADS, list_ % KV_HEADS
     entry = (layer * 2 * padded + slot) * KV_HEADS + head
     tl.store(sources + place, entry, mask=kept & (place < places))
@@ -117,15 +117,18 @@ def _copy(
     """Fill a tile of places with their keys and values."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     source = tl.load(sources + place, mask=place < places, other=-1)
-    there = source >= 0
+    filled = source >= 0
     page = place // KV_HEADS
-    slot = tl.load(private_slots + page // LAYERS, mask=there, other=0).to(tl.int64)
+    slot = tl.load(private_slots + page // LAYERS, mask=filled, other=0).to(tl.int64)
     target = ((page % LAYERS) * 2 * padded + slot) * KV_HEADS + place % KV_HEADS
     dims = tl.arange(0, PADDED_SIZE)
-    both = there[:, None] & (dims < SIZE)[None, :]
-    from_, into = source[:, None] * SIZE + dims[None, :], target[:, None] * SIZE + dims[None, :]
+    mask = filled[:, None] & (dims < SIZE)[None, :]
+    source_offset, target_offset = (
+        source[:, None] * SIZE + dims[None, :],
+        target[:, None] * SIZE + dims[None, :],
+    )
     # Both are read before either is written, so that more reads are under way at once.
-    k = tl.load(keys + from_, mask=both)
-    v = tl.load(values + from_, mask=both)
-    tl.store(keys + into, k, mask=both)
-    tl.store(values + into, v, mask=both)
+    k = tl.load(keys + source_offset, mask=mask)
+    v = tl.load(values + source_offset, mask=mask)
+    tl.store(keys + target_offset, k, mask=mask)
+    tl.store(values + target_offset, v, mask=mask)

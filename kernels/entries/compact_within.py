@@ -31,13 +31,13 @@ def compact_within(
     layers, _, padded, kv_heads, size = storage.shape
     layer, head, position = torch.nonzero_static(kept, size=total).unbind(1)
     counts = kept.sum(dim=2).flatten()
-    each = layer * kv_heads + head
-    place = torch.arange(total, device=kept.device) - (counts.cumsum(0) - counts)[each]
+    list_ = layer * kv_heads + head
+    place = torch.arange(total, device=kept.device) - (counts.cumsum(0) - counts)[list_]
     source = (layer * 2 * padded + prompt_slots[position]) * kv_heads + head
-    page = first_page.flatten()[each].long() + place // kv_heads
-    into = (page % layers) * 2 * padded + private_slots.long()[page // layers]
-    target = into * kv_heads + place % kv_heads
+    page = first_page.flatten()[list_].long() + place // kv_heads
+    row_of_slot = (page % layers) * 2 * padded + private_slots.long()[page // layers]
+    target = row_of_slot * kv_heads + place % kv_heads
     entries = movable(storage).view(-1, size)
-    moved = [entries.index_select(0, source + offset) for offset in (0, padded * kv_heads)]
-    for offset, rows in zip((0, padded * kv_heads), moved, strict=True):
+    copies = [entries.index_select(0, source + offset) for offset in (0, padded * kv_heads)]
+    for offset, rows in zip((0, padded * kv_heads), copies, strict=True):
         entries.index_copy_(0, target + offset, rows)

@@ -39,11 +39,11 @@ def gather(
             f"holds: expected {lengths.tolist()} True per KV head, got {holds.sum(dim=1).tolist()}"
         )
     listed = indices[indptr[0] : indptr[-1]]
-    made = [
+    dense = [
         _dense(movable(x).index_select(0, listed), holds, lengths).view(x.dtype)
         for x in (entries, values)
     ]
-    return made[0], made[1]
+    return dense[0], dense[1]
 
 
 def _dense(rows: torch.Tensor, holds: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:

@@ -87,19 +87,19 @@ def _gather(
     inside = candidate < width
     first, end = tl.load(indptr + head), tl.load(indptr + head + 1)
     if holds is None:
-        at = first + candidate
+        index = first + candidate
         listed = inside
     else:
         listed = tl.load(holds + head * width + candidate, mask=inside, other=0) > 0
-        at = first + tl.load(order + head * width + candidate, mask=listed, other=1) - 1
-    listed = listed & (at < end)
-    entry = tl.load(indices + at, mask=listed, other=0)
+        index = first + tl.load(order + head * width + candidate, mask=listed, other=1) - 1
+    listed = listed & (index < end)
+    entry = tl.load(indices + index, mask=listed, other=0)
     dims = tl.arange(0, PADDED_SIZE)
-    own = (dims < SIZE)[None, :]
-    both = listed[:, None] & own
-    from_ = entry[:, None] * SIZE + dims[None, :]
-    keys = tl.load(entries + from_, mask=both, other=0)
-    found = tl.load(values + from_, mask=both, other=0)
-    into = (head * width + candidate)[:, None] * SIZE + dims[None, :]
-    tl.store(k + into, keys, mask=inside[:, None] & own)
-    tl.store(v + into, found, mask=inside[:, None] & own)
+    dim_mask = (dims < SIZE)[None, :]
+    mask = listed[:, None] & dim_mask
+    source_offset = entry[:, None] * SIZE + dims[None, :]
+    key_tile = tl.load(entries + source_offset, mask=mask, other=0)
+    value_tile = tl.load(values + source_offset, mask=mask, other=0)
+    target_offset = (head * width + candidate)[:, None] * SIZE + dims[None, :]
+    tl.store(k + target_offset, key_tile, mask=inside[:, None] & dim_mask)
+    tl.store(v + target_offset, value_tile, mask=inside[:, None] & dim_mask)

@@ -67,10 +67,10 @@ def encode(scales: torch.Tensor, excepted: torch.Tensor) -> torch.Tensor:
 
 def rows_of(codes: torch.Tensor, floats: int) -> torch.Tensor:
     """float32 [G, 2K, F], rows that hold codes [2, G, N], padded with 0."""
-    both, heads, tokens = codes.shape
+    layers, heads, tokens = codes.shape
     rows = code_rows(tokens, floats)
     padded = torch.nn.functional.pad(codes, (0, rows * floats - tokens))
-    return padded.view(both, heads, rows, floats).transpose(0, 1).reshape(heads, -1, floats)
+    return padded.view(layers, heads, rows, floats).transpose(0, 1).reshape(heads, -1, floats)
 
 
 def decode(codes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,10 +31,10 @@ def lay_out(
     check_axes("kept", kept, torch.bool, "[G, N]")
     size = kept.shape[0]
     counts = kept.sum(dim=1)
-    used = (counts + size - 1) // size
+    page_counts = (counts + size - 1) // size
     if first_page is None:
-        first_page = used.cumsum(0) - used
-    total = int(torch.where(used > 0, first_page + used, 0).max()) if size else 0
+        first_page = page_counts.cumsum(0) - page_counts
+    total = int(torch.where(page_counts > 0, first_page + page_counts, 0).max()) if size else 0
     if pages.dim() != 1 or pages.shape[0] < total:
         raise ValueError(f"pages: expected [>= {total}], got {list(pages.shape)}")
 

@@ -85,22 +85,22 @@ def _place(
     chosen = tl.load(kept + head * length + row, mask=row < length, other=0) > 0
     if first_pages is None:
         heads = tl.arange(0, KV_HEADS_P).to(tl.int64)
-        before = heads < head
-        counts = tl.load(order + heads * length + length - 1, mask=before, other=0)
+        is_earlier = heads < head
+        counts = tl.load(order + heads * length + length - 1, mask=is_earlier, other=0)
         first_page = tl.sum((counts + KV_HEADS - 1) // KV_HEADS)
     else:
         first_page = tl.load(first_pages + head).to(tl.int32)
-    at = tl.load(order + head * length + row, mask=chosen, other=1) - 1
-    page = first_page + at // KV_HEADS
+    index = tl.load(order + head * length + row, mask=chosen, other=1) - 1
+    page = first_page + index // KV_HEADS
     chosen = chosen & (page < pages_there)
-    target = tl.load(pages + page, mask=chosen, other=0) * KV_HEADS + at % KV_HEADS
+    target = tl.load(pages + page, mask=chosen, other=0) * KV_HEADS + index % KV_HEADS
     dims = tl.arange(0, PADDED_SIZE)
-    both = chosen[:, None] & (dims < SIZE)[None, :]
+    mask = chosen[:, None] & (dims < SIZE)[None, :]
     dtype: tl.constexpr = entries.dtype.element_ty
-    keys = tl.load(k + head * k_head + row[:, None] * k_row + dims[None, :], mask=both)
-    values = tl.load(v + head * v_head + row[:, None] * v_row + dims[None, :], mask=both)
-    into = entries + target[:, None] * SIZE + dims[None, :]
-    tl.store(into, rounded(keys, dtype), mask=both)
+    keys = tl.load(k + head * k_head + row[:, None] * k_row + dims[None, :], mask=mask)
+    values = tl.load(v + head * v_head + row[:, None] * v_row + dims[None, :], mask=mask)
+    address = entries + target[:, None] * SIZE + dims[None, :]
+    tl.store(address, rounded(keys, dtype), mask=mask)
     # The distance to the values may exceed what 32 bits hold.
-    into = entries + (target + value_offset)[:, None] * SIZE + dims[None, :]
-    tl.store(into, rounded(values, dtype), mask=both)
+    address = entries + (target + value_offset)[:, None] * SIZE + dims[None, :]
+    tl.store(address, rounded(values, dtype), mask=mask)

@@ -49,10 +49,10 @@ class Requests(NamedTuple):
             raise ValueError(
                 f"storage: expected contiguous [L, 2, padded, G, D], got {list(storage.shape)}"
             )
-        listed = [tables.tail_start.shape[0], storage.shape[0], storage.shape[3]]
+        shape = [tables.tail_start.shape[0], storage.shape[0], storage.shape[3]]
         for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
-            if list(tensor.shape) != listed:
-                raise ValueError(f"tables.{name}: expected {listed}, got {list(tensor.shape)}")
+            if list(tensor.shape) != shape:
+                raise ValueError(f"tables.{name}: expected {shape}, got {list(tensor.shape)}")
         check_axes("req_to_token", self.req_to_token, torch.int32, "[rows, context]")
         number = len(self.rows)
         for name, tensor in (("rows", self.rows), ("lengths", self.lengths)):
@@ -124,15 +124,15 @@ class Cached:
         begin = self.first_page.flatten()
         end = begin + ((counts + kv_heads - 1) // kv_heads).flatten()
         order = begin.argsort(stable=True)
-        last = torch.full_like(begin[:1], len(self.slots) * layers)
-        free = torch.cat([begin[order[1:]], last])  # where the next list begins
-        wrong = (end[order] > free).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            which = int(order[at])
-            room = int(free[at] - begin[which]) * kv_heads
+        pages_end = torch.full_like(begin[:1], len(self.slots) * layers)
+        limit = torch.cat([begin[order[1:]], pages_end])  # where the next list begins
+        overflows = (end[order] > limit).nonzero()
+        if len(overflows):
+            index = int(overflows[0])
+            list_ = int(order[index])
+            room = int(limit[index] - begin[list_]) * kv_heads
             raise ValueError(
                 f"kept: expected at most {room} entries at layer "
-                f"{which // kv_heads}, KV head {which % kv_heads}, for which there are pages, "
-                f"got {int(counts.flatten()[which])}"
+                f"{list_ // kv_heads}, KV head {list_ % kv_heads}, for which there are pages, "
+                f"got {int(counts.flatten()[list_])}"
             )

@@ -56,8 +56,8 @@ def rotate(
     keys = k.reshape(-1, rows, size)
     keys = keys if keys.stride(2) == 1 else keys.contiguous()
     rest, padded = size - 2 * pairs, triton.next_power_of_2(max(pairs, 1))
-    most = 512 if k.dtype == torch.float64 else 2048
-    tile = tile or max(most // triton.next_power_of_2(size), 1)
+    tile_numbers = 512 if k.dtype == torch.float64 else 2048
+    tile = tile or max(tile_numbers // triton.next_power_of_2(size), 1)
     _rotate[(triton.cdiv(rows, tile), keys.shape[0])](
         keys, shift.contiguous(), inv_freq.double(), out, rows, *keys.stride()[:2],
         PAIRS=pairs, PADDED_PAIRS=padded,
@@ -78,28 +78,30 @@ def _rotate(
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = row < rows
     size: tl.constexpr = 2 * PAIRS + REST
-    from_ = (k + head * head_stride + row * row_stride)[:, None]
-    into = (out + (head * rows + row) * size)[:, None]
+    source = (k + head * head_stride + row * row_stride)[:, None]
+    target = (out + (head * rows + row) * size)[:, None]
     if PAIRS > 0:
         pair = tl.arange(0, PADDED_PAIRS)
         first = (2 * pair if INTERLEAVED else pair)[None, :]
         second = first + (1 if INTERLEAVED else PAIRS)
-        both = inside[:, None] & (pair < PAIRS)[None, :]
+        mask = inside[:, None] & (pair < PAIRS)[None, :]
         a, b = (
-            tl.load(from_ + first, mask=both, other=0.0),
-            tl.load(from_ + second, mask=both, other=0.0),
+            tl.load(source + first, mask=mask, other=0.0),
+            tl.load(source + second, mask=mask, other=0.0),
         )
-        by = tl.load(shift + head * rows + row, mask=inside, other=0)[:, None]
-        angle = by.to(tl.float64) * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0)[None, :]
+        row_shift = tl.load(shift + head * rows + row, mask=inside, other=0)[:, None]
+        angle = (
+            row_shift.to(tl.float64) * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0)[None, :]
+        )
         new_a, new_b = _turned(a, b, angle, a.dtype)
-        still = by == 0
-        tl.store(into + first, tl.where(still, a, new_a), mask=both)
-        tl.store(into + second, tl.where(still, b, new_b), mask=both)
+        unshifted = row_shift == 0
+        tl.store(target + first, tl.where(unshifted, a, new_a), mask=mask)
+        tl.store(target + second, tl.where(unshifted, b, new_b), mask=mask)
     if REST > 0:
         dims = tl.arange(0, PADDED_REST)
-        both = inside[:, None] & (dims < REST)[None, :]
-        same = tl.load(from_ + 2 * PAIRS + dims[None, :], mask=both)
-        tl.store(into + 2 * PAIRS + dims[None, :], same, mask=both)
+        mask = inside[:, None] & (dims < REST)[None, :]
+        rest = tl.load(source + 2 * PAIRS + dims[None, :], mask=mask)
+        tl.store(target + 2 * PAIRS + dims[None, :], rest, mask=mask)
 
 
 @triton.jit

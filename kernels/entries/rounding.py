@@ -35,10 +35,10 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _to_odd(x: torch.Tensor) -> torch.Tensor:
     """Round float64 to float32 to odd."""
     nearest = x.to(torch.float32)
-    back = nearest.double()
+    nearest64 = nearest.double()
     # Towards zero, with the last bit set if something was cut off: the second rounding then cannot
     # take the number for a tie. float32 has the two spare bits that this needs.
     bits = nearest.view(torch.int32)
-    bits = torch.where(back.abs() > x.abs(), bits - 1, bits)
-    bits = torch.where(back == x, bits, bits | 1)
+    bits = torch.where(nearest64.abs() > x.abs(), bits - 1, bits)
+    bits = torch.where(nearest64 == x, bits, bits | 1)
     return bits.view(torch.float32)

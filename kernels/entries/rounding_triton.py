@@ -40,8 +40,8 @@ def widened(x):
         bits = x.to(tl.uint8, bitcast=True).to(tl.uint16)
         # As float16, whose exponent bias is 8 higher; the highest exponent holds numbers too.
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     else:
         return x.to(tl.float32)
 
@@ -58,10 +58,10 @@ def doubled(x):
 def _to_odd(x):
     """Round float64 to float32 to odd, as `rounding._to_odd`."""
     nearest = x.to(tl.float32)
-    back = nearest.to(tl.float64)
+    nearest64 = nearest.to(tl.float64)
     bits = nearest.to(tl.int32, bitcast=True)
-    bits = tl.where(tl.abs(back) > tl.abs(x), bits - 1, bits)
-    bits = tl.where(back == x, bits, bits | 1)
+    bits = tl.where(tl.abs(nearest64) > tl.abs(x), bits - 1, bits)
+    bits = tl.where(nearest64 == x, bits, bits | 1)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -70,9 +70,9 @@ def _from_float32(x, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         # Add half of the last kept bit, less one if that is even: ties go to even.
-        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        near = tl.where(x == x, near, 0x7FC0)
-        return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        nearest = tl.where(x == x, nearest, 0x7FC0)
+        return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float8e4nv:
         return _eight_bits(x, 3, 7, 0x7E).to(tl.float8e4nv, bitcast=True)
     elif dtype == tl.float8e5:
@@ -89,13 +89,13 @@ def _eight_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexp
     """
     cut: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    near = (size + ((1 << (cut - 1)) - 1) + ((size >> cut) & 1)) >> cut
-    code = near.to(tl.int32) - ((127 - BIAS) << MANTISSA)
+    magnitude = bits & 0x7FFFFFFF
+    nearest = (magnitude + ((1 << (cut - 1)) - 1) + ((magnitude >> cut) & 1)) >> cut
+    code = nearest.to(tl.int32) - ((127 - BIAS) << MANTISSA)
     # Below the smallest normal number a code counts smallest subnormals; adding 2^23 rounds to
     # whole ones, since float32 has no bits for parts of them there.
-    units = size.to(tl.float32, bitcast=True) * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
+    units = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (BIAS - 1 + MANTISSA)) + 8388608.0
     units = units.to(tl.int32, bitcast=True) - 0x4B000000
     code = tl.where(code < (1 << MANTISSA), units, code)
-    code = tl.where(size > 0x7F800000, 0x7F, tl.minimum(code, MOST))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, tl.minimum(code, MOST))
     return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)

@@ -60,8 +60,8 @@ def check(
     sources: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Refuse wrong shapes and dtypes; read no values."""
-    for name, given in (("rows", rows), ("subset", subset)):
-        check_axes(name, given, torch.int64, "[m]")
+    for name, indices in (("rows", rows), ("subset", subset)):
+        check_axes(name, indices, torch.int64, "[m]")
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(f"tensors: expected one length, got {lengths}")

@@ -44,10 +44,10 @@ def take_rows(
     """
     check(tensors, rows, subset)
     number = len(rows if subset is None else subset)
-    taken = [torch.empty((number, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
+    results = [torch.empty((number, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in tensors]
     flat = [_flat(tensor.contiguous()) for tensor in tensors]
-    _launch(flat, [_flat(tensor) for tensor in taken], rows, subset, block, put=False)
-    return taken
+    _launch(flat, [_flat(tensor) for tensor in results], rows, subset, block, put=False)
+    return results
 
 
 def put_rows(
@@ -78,8 +78,8 @@ def put_rows(
     for place, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             raise ValueError(f"tensors[{place}]: expected a contiguous tensor")
-    own = [_flat(source.contiguous()) for source in sources]
-    _launch(own, [_flat(tensor) for tensor in tensors], rows, subset, block, put=True)
+    flat_sources = [_flat(source.contiguous()) for source in sources]
+    _launch(flat_sources, [_flat(tensor) for tensor in tensors], rows, subset, block, put=True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,8 +101,8 @@ def _launch(
     # Rows of no multiple of 16 bytes are copied apart: others are read 16 bytes at a time.
     narrow = [pair for pair in pairs if _row_bytes(pair[0]) % 16]
     wide = [pair for pair in pairs if not _row_bytes(pair[0]) % 16]
-    for function, alike in ((_copy_aligned, wide), (_copy_any, narrow)):
-        _copied(function, alike, rows, subset, block, put=put)
+    for function, pair_group in ((_copy_aligned, wide), (_copy_any, narrow)):
+        _copied(function, pair_group, rows, subset, block, put=put)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
@@ -119,18 +119,18 @@ def _copied(
     put: bool,
 ) -> None:
     for start in range(0, len(pairs), _MOST):
-        together = pairs[start : start + _MOST]
-        widths = [source.shape[1] for source, _ in together]
-        row_bytes = max(_row_bytes(source) for source, _ in together)
+        batch = pairs[start : start + _MOST]
+        widths = [source.shape[1] for source, _ in batch]
+        row_bytes = max(_row_bytes(source) for source, _ in batch)
         measured = tuned.choice("rows", rows.device, row_bytes)
         elements = block or measured.get("block", 2048)
         blocks = [triton.cdiv(width, elements) for width in widths]
-        spare = _MOST - len(together)
+        spare = _MOST - len(batch)
         widths, blocks = widths + [0] * spare, blocks + [0] * spare
         absent = [None] * spare
         function[(len(rows if subset is None else subset), sum(blocks))](
-            *(source for source, _ in together), *absent,
-            *(target for _, target in together), *absent, rows.contiguous(),
+            *(source for source, _ in batch), *absent,
+            *(target for _, target in batch), *absent, rows.contiguous(),
             None if subset is None else subset.contiguous(),
             *widths, *blocks[:-1], PUT=put, BLOCK=elements,
         )  # fmt: skip
@@ -170,12 +170,12 @@ def _copy_part(source, target, rows, subset, width, part, PUT: tl.constexpr, BLO
 
     i: program 0's id. row: the i-th of the rows.
     """
-    own = tl.program_id(0).to(tl.int64)
-    at = own
+    i = tl.program_id(0).to(tl.int64)
+    index = i
     if subset is not None:
-        at = tl.load(subset + own)
-    row = tl.load(rows + at)
-    from_, into = (own, row) if PUT else (row, own)
+        index = tl.load(subset + i)
+    row = tl.load(rows + index)
+    source_row, target_row = (i, row) if PUT else (row, i)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(source + from_ * width + column, mask=column < width)
-    tl.store(target + into * width + column, x, mask=column < width)
+    x = tl.load(source + source_row * width + column, mask=column < width)
+    tl.store(target + target_row * width + column, x, mask=column < width)

@@ -37,13 +37,13 @@ def tally(
     check(kept, holds, finite, expected, kv_heads)
     layers = len(kept) // kv_heads
     stays, held = (x.view(layers, kv_heads, x.shape[1]) for x in (kept & holds, holds))
-    some = stays.any(1)
-    alike = (stays == some[:, None]).all(2).all(1)
+    any_kept = stays.any(1)
+    heads_agree = (stays == any_kept[:, None]).all(2).all(1)
     good = torch.ones(layers, dtype=torch.bool, device=kept.device)
     if finite is not None:
         good = finite.view(layers, kv_heads).all(1)
-    first = torch.stack([some.sum(1), alike.long(), good.long()], 1)
-    numbers = torch.cat([first, held.sum(2), stays.sum(2)], 1)
+    layer_columns = torch.stack([any_kept.sum(1), heads_agree.long(), good.long()], 1)
+    numbers = torch.cat([layer_columns, held.sum(2), stays.sum(2)], 1)
     if expected is not None:
         good = good & (numbers == expected)[:, BEFORE + kv_heads :].all(1)
     return numbers, good
@@ -60,10 +60,10 @@ def check(
     if kept.dim() != 2 or len(kept) % kv_heads:
         raise ValueError(f"kept: expected bool [S * {kv_heads}, M], got {list(kept.shape)}")
     lists, layers = len(kept), len(kept) // kv_heads
-    given = (
+    arguments = (
         ("kept", kept, torch.bool, kept.shape),
         ("holds", holds, torch.bool, kept.shape),
         ("finite", finite, torch.bool, (lists,)),
         ("expected", expected, torch.int64, (layers, BEFORE + 2 * kv_heads)),
     )
-    check_tensors(given)
+    check_tensors(arguments)

@@ -55,29 +55,29 @@ def _tally(
     head = tl.arange(0, KV_HEADS_P)
     real = head < KV_HEADS
     base = ((layer * KV_HEADS + head) * width)[:, None]
-    cached, stay = tl.zeros((KV_HEADS_P,), tl.int32), tl.zeros((KV_HEADS_P,), tl.int32)
-    positions, apart = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    held_counts, kept_counts = tl.zeros((KV_HEADS_P,), tl.int32), tl.zeros((KV_HEADS_P,), tl.int32)
+    positions, differences = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
         inside = real[:, None] & (column < width)[None, :]
         held = tl.load(holds + base + column[None, :], mask=inside, other=0).to(tl.int32)
         stays = tl.load(kept + base + column[None, :], mask=inside, other=0).to(tl.int32) & held
-        some = tl.max(stays, 0)
-        positions += tl.sum(some)
-        apart += tl.sum(tl.where(inside & (stays != some[None, :]), 1, 0))
-        cached += tl.sum(held, 1)
-        stay += tl.sum(stays, 1)
-    own = numbers + layer * (FIRST + 2 * KV_HEADS)
-    tl.store(own, positions.to(tl.int64))
-    tl.store(own + 1, (apart == 0).to(tl.int64))
-    tl.store(own + FIRST + head, cached.to(tl.int64), mask=real)
-    tl.store(own + FIRST + KV_HEADS + head, stay.to(tl.int64), mask=real)
+        any_kept = tl.max(stays, 0)
+        positions += tl.sum(any_kept)
+        differences += tl.sum(tl.where(inside & (stays != any_kept[None, :]), 1, 0))
+        held_counts += tl.sum(held, 1)
+        kept_counts += tl.sum(stays, 1)
+    layer_numbers = numbers + layer * (FIRST + 2 * KV_HEADS)
+    tl.store(layer_numbers, positions.to(tl.int64))
+    tl.store(layer_numbers + 1, (differences == 0).to(tl.int64))
+    tl.store(layer_numbers + FIRST + head, held_counts.to(tl.int64), mask=real)
+    tl.store(layer_numbers + FIRST + KV_HEADS + head, kept_counts.to(tl.int64), mask=real)
     wrong = tl.full((), 0, tl.int32)
     if finite is not None:
         usable = tl.load(finite + layer * KV_HEADS + head, mask=real, other=1)
         wrong += tl.sum((usable == 0).to(tl.int32))
-    tl.store(own + 2, (wrong == 0).to(tl.int64))
+    tl.store(layer_numbers + 2, (wrong == 0).to(tl.int64))
     if expected is not None:
-        place = expected + layer * (FIRST + 2 * KV_HEADS) + FIRST + KV_HEADS + head
-        wrong += tl.sum((real & (tl.load(place, mask=real, other=0) != stay)).to(tl.int32))
+        address = expected + layer * (FIRST + 2 * KV_HEADS) + FIRST + KV_HEADS + head
+        wrong += tl.sum((real & (tl.load(address, mask=real, other=0) != kept_counts)).to(tl.int32))
     tl.store(good + layer, (wrong == 0).to(tl.uint8))

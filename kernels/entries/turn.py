@@ -34,16 +34,16 @@ def turn(
     entries = requests.storage.view(-1, size)
     lists = (len(requests.rows), layers, kv_heads, kept.shape[1])
     held, stays = holds.view(lists), (kept & holds).view(lists)
-    after = (held & ~stays).long().flip(-1).cumsum(-1).flip(-1)
-    for number, own in enumerate(requests.on_host()):
+    later_drops = (held & ~stays).long().flip(-1).cumsum(-1).flip(-1)
+    for number, request in enumerate(requests.on_host()):
         if not bool(proceed[number].all()):
             continue
-        for layer, part in enumerate(stays[number]):
-            head, column = part.nonzero(as_tuple=True)
-            place = own.private(layer, head, part.cumsum(1)[head, column] - 1)
-            shift = after[number, layer, head, column]
-            turned = rotate(entries[place], shift, inv_freq, interleaved=interleaved)
-            movable(entries).index_copy_(0, place, movable(turned))
+        for layer, layer_stays in enumerate(stays[number]):
+            head, column = layer_stays.nonzero(as_tuple=True)
+            place = request.private(layer, head, layer_stays.cumsum(1)[head, column] - 1)
+            shift = later_drops[number, layer, head, column]
+            turned_keys = rotate(entries[place], shift, inv_freq, interleaved=interleaved)
+            movable(entries).index_copy_(0, place, movable(turned_keys))
 
 
 def check(
@@ -55,10 +55,10 @@ def check(
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor."""
     requests.check()
-    lists, most = requests.lists, requests.storage.shape[4] // 2
+    lists, max_pairs = requests.lists, requests.storage.shape[4] // 2
     for name, x in (("kept", kept), ("holds", holds)):
         if x.dtype != torch.bool or x.dim() != 2 or len(x) != lists or x.shape != kept.shape:
             raise refused(name, x, f"bool [{lists}, M]")
     check_proceed(proceed, len(requests.rows))
-    if inv_freq.dim() != 1 or len(inv_freq) > most:
-        raise ValueError(f"inv_freq: expected [<= {most}], got {list(inv_freq.shape)}")
+    if inv_freq.dim() != 1 or len(inv_freq) > max_pairs:
+        raise ValueError(f"inv_freq: expected [<= {max_pairs}], got {list(inv_freq.shape)}")

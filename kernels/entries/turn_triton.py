@@ -37,14 +37,14 @@ def turn(
     pairs = len(inv_freq)
     if not kept.numel() or not pairs:
         return
-    most = {torch.float64: 512, **dict.fromkeys(FLOAT8, 1024)}.get(storage.dtype, 2048)
+    tile_numbers = {torch.float64: 512, **dict.fromkeys(FLOAT8, 1024)}.get(storage.dtype, 2048)
     _turn[(len(kept),)](
         storage, tables.first_page, tables.slots_start, tables.slots, rows,
         kept.contiguous().view(torch.uint8), holds.contiguous().view(torch.uint8),
         proceed.contiguous().view(torch.uint8), inv_freq.double(), padded, kept.shape[1],
         LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PAIRS=pairs,
         PADDED_PAIRS=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
-        TILE=tile or max(most // triton.next_power_of_2(size), 1),
+        TILE=tile or max(tile_numbers // triton.next_power_of_2(size), 1),
         FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
     )  # fmt: skip
 
@@ -57,13 +57,13 @@ def _turn(
     FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
     """Turn the kept keys of one list."""
-    this = tl.program_id(0)
-    request = this // (LAYERS * KV_HEADS)
+    list_ = tl.program_id(0)
+    request = list_ // (LAYERS * KV_HEADS)
     if proceeds(proceed, request, FLAGS, FLAGS_P):
         row = tl.load(rows + request)
-        first_page = tl.load(first_pages + row * LAYERS * KV_HEADS + this % (LAYERS * KV_HEADS))
+        first_page = tl.load(first_pages + row * LAYERS * KV_HEADS + list_ % (LAYERS * KV_HEADS))
         own_slots = slots + tl.load(slots_starts + row)
-        base = this.to(tl.int64) * width
+        base = list_.to(tl.int64) * width
         dropped = 0
         for start in range(0, width, TILE):
             column = start + tl.arange(0, TILE)
@@ -79,20 +79,20 @@ def _turn(
             column = start + tl.arange(0, TILE)
             held = tl.load(holds + base + column, mask=column < width, other=0).to(tl.int32)
             stays = tl.load(kept + base + column, mask=column < width, other=0).to(tl.int32) & held
-            left = held - stays
-            by = dropped - tl.cumsum(left)
+            drops = held - stays
+            shift = dropped - tl.cumsum(drops)
             place = number + tl.cumsum(stays) - stays
-            turns = (stays > 0) & (by > 0)
+            turns = (stays > 0) & (shift > 0)
             page = first_page + place // KV_HEADS
             slot = tl.load(own_slots + page // LAYERS, mask=turns, other=0).to(tl.int64)
             entry = ((page % LAYERS) * padded.to(tl.int64) * 2 + slot) * KV_HEADS + place % KV_HEADS
-            at = storage + entry[:, None] * SIZE
-            both = turns[:, None] & (pair < PAIRS)[None, :]
-            a = tl.load(at + first, mask=both, other=0.0)
-            b = tl.load(at + second, mask=both, other=0.0)
-            angle = by.to(tl.float64)[:, None] * frequency
+            address = storage + entry[:, None] * SIZE
+            mask = turns[:, None] & (pair < PAIRS)[None, :]
+            a = tl.load(address + first, mask=mask, other=0.0)
+            b = tl.load(address + second, mask=mask, other=0.0)
+            angle = shift.to(tl.float64)[:, None] * frequency
             new_a, new_b = _turned(a, b, angle, a.dtype)
-            tl.store(at + first, new_a, mask=both)
-            tl.store(at + second, new_b, mask=both)
+            tl.store(address + first, new_a, mask=mask)
+            tl.store(address + second, new_b, mask=mask)
             number += tl.sum(stays)
-            dropped -= tl.sum(left)
+            dropped -= tl.sum(drops)

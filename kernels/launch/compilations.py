@@ -54,7 +54,7 @@ class Compilations:
             knobs.compilation.listener = self._listener(knobs.compilation.listener)
 
     @contextmanager
-    def expected(self, progress: Callable[[Made], None] = lambda made: None) -> Iterator[Made]:
+    def expected(self, progress: Callable[[Made], None] = lambda kernels: None) -> Iterator[Made]:
         """Context in which the calling thread is expected to compile kernels.
 
         Args:
@@ -64,18 +64,18 @@ class Compilations:
             The compilations of the context, appended as they happen.
         """
         self._listen()
-        earlier = getattr(self._thread, "expecting", None)
-        made = Made()
-        self._thread.expecting = (made, progress)
+        outer_context = getattr(self._thread, "expecting", None)
+        kernels = Made()
+        self._thread.expecting = (kernels, progress)
         try:
-            yield made
+            yield kernels
         finally:
-            self._thread.expecting = earlier
+            self._thread.expecting = outer_context
 
-    def _listener(self, other: Callable[..., Any] | None) -> Callable[..., Any]:
+    def _listener(self, earlier_listener: Callable[..., Any] | None) -> Callable[..., Any]:
         def ready(**facts: Any) -> None:
-            if other is not None:
-                other(**facts)
+            if earlier_listener is not None:
+                earlier_listener(**facts)
             function = getattr(facts["src"], "fn", None)  # none if compiled from Triton's IR
             if function is not None and function.module.split(".")[0] == _OWN:
                 self._note(function.__name__, facts["times"].total / 1e6)
@@ -83,14 +83,14 @@ class Compilations:
         return ready
 
     def _note(self, name: str, seconds: float) -> None:
-        expecting = getattr(self._thread, "expecting", None)
-        if expecting is None:
+        context = getattr(self._thread, "expecting", None)
+        if context is None:
             self._late(name, seconds)
             return
-        made, progress = expecting
-        made.names.append(name)
-        made.seconds.append(seconds)
-        progress(made)
+        kernels, progress = context
+        kernels.names.append(name)
+        kernels.seconds.append(seconds)
+        progress(kernels)
 
 
 COMPILATIONS = Compilations()

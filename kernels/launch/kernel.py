@@ -34,8 +34,8 @@ def kernel(*, aligned: Collection[str] = ()) -> Callable[[Callable], Any]:
             raise TypeError(f"{function.__name__} has no argument {', '.join(sorted(unknown))}")
         sizes = [
             name
-            for name, each in parameters.items()
-            if each.annotation not in _CONSTANT and name not in aligned
+            for name, parameter in parameters.items()
+            if parameter.annotation not in _CONSTANT and name not in aligned
         ]
         return triton.jit(function, do_not_specialize=sizes)
 

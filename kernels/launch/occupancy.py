@@ -43,10 +43,10 @@ class Processor:
             shared: bytes of shared memory of a program.
             warps: warps of a program.
         """
-        of_warp = _up(max(registers, 1) * _WARP, _REGISTERS_AT_ONCE)
-        fit = self.registers // _QUARTERS // of_warp * _QUARTERS
-        kept = self.shared // _up(shared + _OF_SYSTEM, _BYTES_AT_ONCE)
-        return min(fit // warps, self.warps // warps, kept, self.programs)
+        warp_registers = _up(max(registers, 1) * _WARP, _REGISTERS_AT_ONCE)
+        warp_limit = self.registers // _QUARTERS // warp_registers * _QUARTERS
+        shared_limit = self.shared // _up(shared + _OF_SYSTEM, _BYTES_AT_ONCE)
+        return min(warp_limit // warps, self.warps // warps, shared_limit, self.programs)
 
 
 def _up(number: int, step: int) -> int:
@@ -70,12 +70,12 @@ def processors(device: torch.device) -> int:
 @lru_cache
 def processor(device: torch.device) -> Processor:
     """Resources of a GPU's multiprocessors."""
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return Processor(
-        found.regs_per_multiprocessor,  # type: ignore[attr-defined]
-        found.shared_memory_per_multiprocessor,
-        found.max_threads_per_multi_processor // _WARP,
-        _PROGRAMS.get((found.major, found.minor), 32),
+        properties.regs_per_multiprocessor,  # type: ignore[attr-defined]
+        properties.shared_memory_per_multiprocessor,
+        properties.max_threads_per_multi_processor // _WARP,
+        _PROGRAMS.get((properties.major, properties.minor), 32),
     )
 
 
@@ -91,5 +91,5 @@ def programs_at_once(device: torch.device, compiled: Any) -> int | None:
     registers = getattr(compiled, "n_regs", None)
     if registers is None:
         return None
-    made = compiled.metadata
-    return processor(device).programs_at_once(registers, made.shared, made.num_warps)
+    metadata = compiled.metadata
+    return processor(device).programs_at_once(registers, metadata.shared, metadata.num_warps)

@@ -111,17 +111,17 @@ class Tuned:
 
     def _nearest(self, kernel: str, where: tuple) -> Mapping[str, Any]:
         exact, near = KERNELS[kernel].exact, KERNELS[kernel].near
-        asked = dict(zip(exact + near, map(plain, where), strict=True))
+        call = dict(zip(exact + near, map(plain, where), strict=True))
 
         def distance(measured: Mapping[str, Any]) -> float:
-            return sum(abs(math.log2(max(asked[n], 1) / measured[n])) for n in near)
+            return sum(abs(math.log2(max(call[n], 1) / measured[n])) for n in near)
 
-        fitting = [
+        candidates = [
             (distance(measured), choice)
             for measured, choice in self.choices[kernel]
-            if all(measured[name] == asked[name] for name in exact)
+            if all(measured[name] == call[name] for name in exact)
         ]
-        return min(fitting, key=lambda each: each[0])[1] if fitting else _NOTHING
+        return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else _NOTHING
 
     @property
     def said(self) -> str:
@@ -175,10 +175,10 @@ def path_of(name: str, folder: Path | None = None) -> Path:
     Raises:
         TunedError: the folder that FOLDER_VARIABLE names does not exist.
     """
-    given = os.environ.get(FOLDER_VARIABLE)
-    if folder is None and given and not Path(given).is_dir():
-        raise TunedError(f"{FOLDER_VARIABLE}: there is no folder {given}; make it or unset this.")
-    folder = folder or Path(given or SHIPPED)
+    setting = os.environ.get(FOLDER_VARIABLE)
+    if folder is None and setting and not Path(setting).is_dir():
+        raise TunedError(f"{FOLDER_VARIABLE}: there is no folder {setting}; make it or unset this.")
+    folder = folder or Path(setting or SHIPPED)
     return folder / f"{name.replace(' ', '_').replace('/', '_')}.json"
 
 
@@ -195,34 +195,34 @@ def read(path: Path, name: str) -> dict[str, list[tuple[dict[str, Any], dict[str
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["device"] != name:
             raise _Wrong(f"device: expected {name}, got {facts['device']}")
-        made: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        for at, run in enumerate(facts["runs"]):
-            for number, each in enumerate(run["choices"]):
-                place = f"runs[{at}].choices[{number}]"
-                _add(made, each["kernel"], each["where"], each["choice"], place)
+        choices: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        for run_index, run in enumerate(facts["runs"]):
+            for choice_index, record in enumerate(run["choices"]):
+                place = f"runs[{run_index}].choices[{choice_index}]"
+                _add(choices, record["kernel"], record["where"], record["choice"], place)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, _Wrong) as error:
         raise TunedError(_sentence(path, str(error))) from None
     except (KeyError, TypeError, AttributeError) as error:
-        what = f"not as `--write` writes it ({type(error).__name__}: {error})"
-        raise TunedError(_sentence(path, what)) from None
-    return made
+        defect = f"not as `--write` writes it ({type(error).__name__}: {error})"
+        raise TunedError(_sentence(path, defect)) from None
+    return choices
 
 
 class _Wrong(Exception):
     """A defect of a file, and its place."""
 
 
-def _sentence(path: Path, what: str) -> str:
-    return f"{path}: {what}; correct or remove the file, or measure anew: `{COMMAND}`."
+def _sentence(path: Path, defect: str) -> str:
+    return f"{path}: {defect}; correct or remove the file, or measure anew: `{COMMAND}`."
 
 
-def _add(made: dict, kernel: str, where: dict, values: dict, place: str) -> None:
-    """Check a choice and add it to `made`."""
+def _add(choices: dict, kernel: str, where: dict, values: dict, place: str) -> None:
+    """Check a choice and add it to `choices`."""
     if kernel not in KERNELS:
         raise _Wrong(f"{place}.kernel: expected one of {', '.join(KERNELS)}, got {kernel}")
-    known = KERNELS[kernel]
-    if where.keys() != {*known.exact, *known.near}:
-        names = ", ".join(known.exact + known.near)
+    definition = KERNELS[kernel]
+    if where.keys() != {*definition.exact, *definition.near}:
+        names = ", ".join(definition.exact + definition.near)
         raise _Wrong(f"{place}.where: expected {names}, got {', '.join(where)}")
     for name, value in where.items():
         if name == "dtype" and not isinstance(getattr(torch, value, None), torch.dtype):
@@ -230,13 +230,13 @@ def _add(made: dict, kernel: str, where: dict, values: dict, place: str) -> None
         if name != "dtype" and (type(value) is not int or value < 1):
             raise _Wrong(f"{place}.where.{name}: expected a whole number from 1, got {value!r}")
     for name, value in values.items():
-        if name not in known.knobs:
-            raise _Wrong(f"{place}.choice: expected {', '.join(known.knobs)}, got {name}")
-        if type(value) not in (int, str) or value not in known.knobs[name]:
+        if name not in definition.knobs:
+            raise _Wrong(f"{place}.choice: expected {', '.join(definition.knobs)}, got {name}")
+        if type(value) not in (int, str) or value not in definition.knobs[name]:
             raise _Wrong(f"{place}.choice.{name}: {value!r} is not possible")
-    if any(where == other for other, _ in made.get(kernel, ())):
+    if any(where == earlier_where for earlier_where, _ in choices.get(kernel, ())):
         raise _Wrong(f"{place}: a choice of {kernel} for the same sizes stands before")
-    made.setdefault(kernel, []).append((where, values))
+    choices.setdefault(kernel, []).append((where, values))
 
 
 def plain(value: Any) -> Any:

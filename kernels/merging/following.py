@@ -31,11 +31,11 @@ def following(
     dropped, order = ((~x).to(torch.uint8).argsort(dim=1, stable=True) for x in (leaves, stays))
     dropped = dropped[:, :most]
     present = torch.arange(most, device=device) < leaves.sum(1)[:, None]
-    after = stays.long().cumsum(1).gather(1, dropped)[..., None]
-    after = after + torch.arange(steps, device=device)
-    receivers_present = present[..., None] & (after < stays.sum(1)[:, None, None])
-    after = after.clamp(max=max(width - 1, 0)).flatten(1)
-    receivers = order.gather(1, after).view(receivers_present.shape)
+    follower = stays.long().cumsum(1).gather(1, dropped)[..., None]
+    follower = follower + torch.arange(steps, device=device)
+    receivers_present = present[..., None] & (follower < stays.sum(1)[:, None, None])
+    follower = follower.clamp(max=max(width - 1, 0)).flatten(1)
+    receivers = order.gather(1, follower).view(receivers_present.shape)
     dropped, receivers = dropped.where(present, 0), receivers.where(receivers_present, 0)
     return dropped, present, receivers, receivers_present
 

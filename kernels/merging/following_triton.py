@@ -56,40 +56,40 @@ def _following(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Find the entries of one list."""
-    this = tl.program_id(0).to(tl.int64)
-    kept += this * width
-    holds += this * width
-    order = noted + this * (width + most)
-    before = order + width
-    dropped += this * most
-    left, stayed = 0, 0
+    list_ = tl.program_id(0).to(tl.int64)
+    kept += list_ * width
+    holds += list_ * width
+    order = noted + list_ * (width + most)
+    stays_before = order + width
+    dropped += list_ * most
+    leaving_count, staying_count = 0, 0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         held = tl.load(holds + column, mask=column < width, other=0).to(tl.int32)
         stays = tl.load(kept + column, mask=column < width, other=0).to(tl.int32) & held
         leaves = held - stays
-        upto = stayed + tl.cumsum(stays)
-        place = left + tl.cumsum(leaves) - leaves
-        goes = (leaves > 0) & (place < most)
-        tl.store(dropped + place, column.to(tl.int64), mask=goes)
-        tl.store(before + place, upto, mask=goes)
-        tl.store(order + upto - 1, column, mask=stays > 0)
-        left += tl.sum(leaves)
-        stayed += tl.sum(stays)
+        rank = staying_count + tl.cumsum(stays)
+        place = leaving_count + tl.cumsum(leaves) - leaves
+        fits = (leaves > 0) & (place < most)
+        tl.store(dropped + place, column.to(tl.int64), mask=fits)
+        tl.store(stays_before + place, rank, mask=fits)
+        tl.store(order + rank - 1, column, mask=stays > 0)
+        leaving_count += tl.sum(leaves)
+        staying_count += tl.sum(stays)
     # Threads read below what others wrote above.
     tl.debug_barrier()
     for first in range(0, most, ROWS):
         row = first + tl.arange(0, ROWS)
-        there_is = row < left
-        tl.store(present + this * most + row, there_is.to(tl.uint8), mask=row < most)
-        tl.store(dropped + row, tl.zeros([ROWS], tl.int64), mask=(row < most) & ~there_is)
-        after = tl.load(before + row, mask=(row < most) & there_is, other=0)
+        exists = row < leaving_count
+        tl.store(present + list_ * most + row, exists.to(tl.uint8), mask=row < most)
+        tl.store(dropped + row, tl.zeros([ROWS], tl.int64), mask=(row < most) & ~exists)
+        first_follower = tl.load(stays_before + row, mask=(row < most) & exists, other=0)
         for start in range(0, steps, STEPS):
             step = start + tl.arange(0, STEPS)
             inside = (row < most)[:, None] & (step < steps)[None, :]
-            follower = after[:, None] + step[None, :]
-            follows = inside & there_is[:, None] & (follower < stayed)
-            to = tl.load(order + follower, mask=follows, other=0)
-            at = (this * most + row)[:, None] * steps + step[None, :]
-            tl.store(receivers + at, to.to(tl.int64), mask=inside)
-            tl.store(receivers_present + at, follows.to(tl.uint8), mask=inside)
+            follower = first_follower[:, None] + step[None, :]
+            follows = inside & exists[:, None] & (follower < staying_count)
+            receiver = tl.load(order + follower, mask=follows, other=0)
+            offset = (list_ * most + row)[:, None] * steps + step[None, :]
+            tl.store(receivers + offset, receiver.to(tl.int64), mask=inside)
+            tl.store(receivers_present + offset, follows.to(tl.uint8), mask=inside)

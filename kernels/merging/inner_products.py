@@ -33,19 +33,23 @@ def inner_products(
         ValueError: names the argument, the expected and the actual shape.
     """
     check(x, dropped, present, receivers, receivers_present, ids)
-    one, other = (
-        torch.where(there[..., None], _rows(x, torch.where(there, at, 0), ids), 0.0)
-        for at, there in ((dropped, present), (receivers, receivers_present))
+    first, second = (
+        torch.where(exists[..., None], _rows(x, torch.where(exists, columns, 0), ids), 0.0)
+        for columns, exists in ((dropped, present), (receivers, receivers_present))
     )
-    own, both, others = ((a * b).sum(-1) for a, b in ((one, one), (one, other), (other, other)))
-    cosine = both / (own.sqrt() * others.sqrt())
-    return torch.stack([own, both, others, torch.where(cosine.isnan(), 0.0, cosine)])
+    first_square, product, second_square = (
+        (a * b).sum(-1) for a, b in ((first, first), (first, second), (second, second))
+    )
+    cosine = product / (first_square.sqrt() * second_square.sqrt())
+    return torch.stack(
+        [first_square, product, second_square, torch.where(cosine.isnan(), 0.0, cosine)]
+    )
 
 
-def _rows(x: torch.Tensor, at: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+def _rows(x: torch.Tensor, columns: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
     if ids is not None:
-        return x[ids.gather(1, at)].double()
-    rows = movable(x).gather(1, at[..., None].expand(-1, -1, x.shape[2]))
+        return x[ids.gather(1, columns)].double()
+    rows = movable(x).gather(1, columns[..., None].expand(-1, -1, x.shape[2]))
     return rows.view(x.dtype).double()
 
 
@@ -60,10 +64,10 @@ def check(
     """Refuse wrong shapes and dtypes; read no tensor."""
     check_vectors(x, ids)
     lists = len(x) if ids is None else len(ids)
-    given = [
+    arguments = [
         ("dropped", dropped, torch.int64, (lists, *dropped.shape[1:2])),
         ("present", present, torch.bool, dropped.shape),
         ("receivers", receivers, torch.int64, dropped.shape),
         ("receivers_present", receivers_present, torch.bool, dropped.shape),
     ]
-    check_tensors(given)
+    check_tensors(arguments)

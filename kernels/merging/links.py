@@ -35,10 +35,10 @@ def links(
         ValueError: names the argument, what was expected and what was given.
     """
     check(dropped, receivers, receivers_present, accepted, weights)
-    to = torch.where(receivers_present & accepted[..., None], receivers, tokens).flatten(1)
-    to, order = to.sort(dim=1, stable=True)
-    bounds = torch.arange(tokens + 1, device=to.device).repeat(len(to), 1)
-    offsets = torch.searchsorted(to, bounds, out_int32=True)
+    receiver = torch.where(receivers_present & accepted[..., None], receivers, tokens).flatten(1)
+    receiver, order = receiver.sort(dim=1, stable=True)
+    bounds = torch.arange(tokens + 1, device=receiver.device).repeat(len(receiver), 1)
+    offsets = torch.searchsorted(receiver, bounds, out_int32=True)
     place = order // max(receivers.shape[2], 1)
     return dropped.gather(1, place), weights.gather(1, place), offsets
 
@@ -53,10 +53,10 @@ def check(
     """Refuse wrong shapes and dtypes; read no tensor."""
     check_axes("dropped", dropped, torch.int64, "[R, P]")
     check_axes("receivers", receivers, torch.int64, "[R, P, S]")
-    given = (
+    arguments = (
         ("receivers", receivers, torch.int64, (*dropped.shape, receivers.shape[2])),
         ("receivers_present", receivers_present, torch.bool, receivers.shape),
         ("accepted", accepted, torch.bool, dropped.shape),
         ("weights", weights, torch.float64, dropped.shape),
     )
-    check_tensors(given)
+    check_tensors(arguments)

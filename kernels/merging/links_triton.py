@@ -40,7 +40,7 @@ def links(
     check(dropped, receivers, receivers_present, accepted, weights)
     device, (lists, most, steps) = dropped.device, receivers.shape
     sources = torch.empty((lists, most * steps), dtype=torch.int64, device=device)
-    own = torch.empty((lists, most * steps), dtype=torch.float64, device=device)
+    link_weights = torch.empty((lists, most * steps), dtype=torch.float64, device=device)
     offsets = torch.empty((lists, tokens + 1), dtype=torch.int32, device=device)
     if lists:
         # Number of links of each receiver, later the place of its next one.
@@ -50,10 +50,10 @@ def links(
             dropped.contiguous(), receivers.contiguous(),
             receivers_present.contiguous().view(torch.uint8),
             accepted.contiguous().view(torch.uint8), weights, *weights.stride(),
-            sources, own, offsets, upto, most * steps, most, steps, tokens, BLOCK=block, TILE=tile,
-            num_warps=8 if tile > 64 else 4,
+            sources, link_weights, offsets, upto, most * steps, most, steps, tokens,
+            BLOCK=block, TILE=tile, num_warps=8 if tile > 64 else 4,
         )  # fmt: skip
-    return sources, own, offsets
+    return sources, link_weights, offsets
 
 
 @triton.jit
@@ -72,26 +72,26 @@ def _links(
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """List the links of one list by receiver."""
-    this = tl.program_id(0).to(tl.int64)
-    dropped += this * most
-    accepted += this * most
-    weights += this * weight_list
-    receivers += this * number
-    receivers_present += this * number
-    sources += this * number
-    own += this * number
-    offsets += this * (tokens + 1)
-    upto += this * tokens
+    list_ = tl.program_id(0).to(tl.int64)
+    dropped += list_ * most
+    accepted += list_ * most
+    weights += list_ * weight_list
+    receivers += list_ * number
+    receivers_present += list_ * number
+    sources += list_ * number
+    own += list_ * number
+    offsets += list_ * (tokens + 1)
+    upto += list_ * tokens
     for first in range(0, tokens, BLOCK):
         column = first + tl.arange(0, BLOCK)
         tl.store(upto + column, tl.zeros([BLOCK], tl.int32), mask=column < tokens)
     tl.debug_barrier()
     for first in range(0, number, BLOCK):
-        to, counts = _receivers(
+        receiver, counts = _receivers(
             receivers, receivers_present, accepted, first + tl.arange(0, BLOCK), number, steps
         )
         # Integers: the order of additions changes nothing.
-        tl.atomic_add(upto + to, 1, mask=counts)
+        tl.atomic_add(upto + receiver, 1, mask=counts)
     tl.debug_barrier()
     total = 0
     for first in range(0, tokens, BLOCK):
@@ -105,22 +105,24 @@ def _links(
     lane = tl.arange(0, TILE)
     for first in range(0, number, TILE):
         link = first + lane
-        to, counts = _receivers(receivers, receivers_present, accepted, link, number, steps)
-        other, _ = _receivers(
+        receiver, counts = _receivers(receivers, receivers_present, accepted, link, number, steps)
+        tile_receiver, _ = _receivers(
             receivers, receivers_present, accepted, first + tl.arange(0, TILE), number, steps
         )
         # Links that do not count have receiver -1, which no other link has.
-        alike = (to[:, None] == other[None, :]).to(tl.int32)
+        same = (receiver[:, None] == tile_receiver[None, :]).to(tl.int32)
         # Low 16 bits: links of the tile with the same receiver; high 16 bits: those of them that
         # come before. One sum takes fewer registers than two.
-        number_alike = tl.sum(tl.where(lane[None, :] < lane[:, None], alike << 16, 0) + alike, 1)
-        before = number_alike >> 16
-        last = (number_alike & 0xFFFF) == before + 1
+        same_counts = tl.sum(tl.where(lane[None, :] < lane[:, None], same << 16, 0) + same, 1)
+        earlier_count = same_counts >> 16
+        is_last = (same_counts & 0xFFFF) == earlier_count + 1
         # Wait for what the tile before has written.
         tl.debug_barrier()
-        at = tl.load(upto + to, mask=counts, other=0) + before
-        tl.store(sources + at, tl.load(dropped + link // steps, mask=counts, other=0), mask=counts)
+        place = tl.load(upto + receiver, mask=counts, other=0) + earlier_count
+        tl.store(
+            sources + place, tl.load(dropped + link // steps, mask=counts, other=0), mask=counts
+        )
         weight = tl.load(weights + link // steps * weight_place, mask=counts, other=0.0)
-        tl.store(own + at, weight, mask=counts)
+        tl.store(own + place, weight, mask=counts)
         tl.debug_barrier()
-        tl.store(upto + to, at + 1, mask=counts & last)
+        tl.store(upto + receiver, place + 1, mask=counts & is_last)

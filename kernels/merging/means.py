@@ -48,11 +48,11 @@ def means_of_columns(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> t
         ValueError: names the argument, what was expected and what was given.
     """
     check(x, present, kv_heads)
-    apart = (len(x) // kv_heads, kv_heads, x.shape[1])
-    total = x.new_zeros(apart[0], apart[2])
-    for numbers in torch.where(present, x, 0.0).view(apart).unbind(1):
+    shape = (len(x) // kv_heads, kv_heads, x.shape[1])
+    total = x.new_zeros(shape[0], shape[2])
+    for numbers in torch.where(present, x, 0.0).view(shape).unbind(1):
         total = total + numbers
-    mean = total / present.view(apart).sum(1)
+    mean = total / present.view(shape).sum(1)
     return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(kv_heads, 0)
 
 

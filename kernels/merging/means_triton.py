@@ -19,13 +19,13 @@ def means(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> torch.Tensor
     """
     check(x, present, kv_heads)
     lists, width = x.shape
-    made = torch.empty(lists, dtype=torch.float64, device=x.device)
+    result = torch.empty(lists, dtype=torch.float64, device=x.device)
     if lists:
         _means[(lists // kv_heads,)](
-            x, *x.stride(), present.contiguous().view(torch.uint8), made, width,
+            x, *x.stride(), present.contiguous().view(torch.uint8), result, width,
             KV_HEADS=kv_heads, LANES=LANES,
         )  # fmt: skip
-    return made
+    return result
 
 
 def means_of_columns(
@@ -43,13 +43,13 @@ def means_of_columns(
     """
     check(x, present, kv_heads)
     lists, width = x.shape
-    made = torch.empty(lists, width, dtype=torch.float64, device=x.device)
-    if made.numel():
+    result = torch.empty(lists, width, dtype=torch.float64, device=x.device)
+    if result.numel():
         _columns[(triton.cdiv(width, block), lists // kv_heads)](
-            x, *x.stride(), present.contiguous().view(torch.uint8), made, width,
+            x, *x.stride(), present.contiguous().view(torch.uint8), result, width,
             KV_HEADS=kv_heads, BLOCK=block,
         )  # fmt: skip
-    return made
+    return result
 
 
 @kernel()
@@ -60,11 +60,11 @@ def _means(x, x_list, x_entry, present, made, width, KV_HEADS: tl.constexpr, LAN
     total = tl.zeros([LANES], tl.float64)
     number = tl.zeros([LANES], tl.int32)
     for head in range(KV_HEADS):
-        this = first + head
+        list_ = first + head
         for start in range(0, width, LANES):
             column = start + lane
-            inside = tl.load(present + this * width + column, mask=column < width, other=0) > 0
-            total += tl.load(x + this * x_list + column * x_entry, mask=inside, other=0.0)
+            inside = tl.load(present + list_ * width + column, mask=column < width, other=0) > 0
+            total += tl.load(x + list_ * x_list + column * x_entry, mask=inside, other=0.0)
             number += inside.to(tl.int32)
     count = tl.sum(number)
     mean = tl.sum(total) / tl.maximum(count, 1).to(tl.float64)
@@ -80,9 +80,9 @@ def _columns(x, x_list, x_entry, present, made, width, KV_HEADS: tl.constexpr, B
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total, number = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     for head in range(KV_HEADS):
-        this = first + head
-        inside = tl.load(present + this * width + column, mask=column < width, other=0) > 0
-        total += tl.load(x + this * x_list + column * x_entry, mask=inside, other=0.0)
+        list_ = first + head
+        inside = tl.load(present + list_ * width + column, mask=column < width, other=0) > 0
+        total += tl.load(x + list_ * x_list + column * x_entry, mask=inside, other=0.0)
         number += inside.to(tl.int32)
     mean = total / tl.maximum(number, 1).to(tl.float64)
     mean = tl.where(mean == mean, mean, 0.0)

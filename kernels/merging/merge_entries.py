@@ -38,13 +38,13 @@ def merge_entries(
     lists = len(ids) // max(len(proceed), 1)
     writes = (links[2].diff() > 0) & proceed.all(1).repeat_interleave(lists)[:, None]
     for number in writes.any(1).nonzero()[:, 0].tolist():
-        each = slice(number, number + 1)
-        sources, weights, offsets = (x[each] for x in links)
-        sums = (None if x is None else x[each] for x in (own, divide))
-        made = merge_rows(pool[ids[each]], (sources, weights, offsets), *sums)[0]
-        some = writes[number]
-        rows = rounded(made[some], pool.dtype)
-        movable(pool).index_copy_(0, ids[number, some], movable(rows))
+        span = slice(number, number + 1)
+        sources, weights, offsets = (x[span] for x in links)
+        sums = (None if x is None else x[span] for x in (own, divide))
+        merged = merge_rows(pool[ids[span]], (sources, weights, offsets), *sums)[0]
+        receivers = writes[number]
+        rows = rounded(merged[receivers], pool.dtype)
+        movable(pool).index_copy_(0, ids[number, receivers], movable(rows))
 
 
 def check(

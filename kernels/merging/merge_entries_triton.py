@@ -36,7 +36,7 @@ def merge_entries(
     """
     check(pool, ids, links, own, divide, proceed)
     (lists, tokens), size = ids.shape, pool.shape[1]
-    sources, weights, offsets = (each.contiguous() for each in links)
+    sources, weights, offsets = (tensor.contiguous() for tensor in links)
     if not ids.numel() or not sources.numel():
         return
     _merge[(triton.cdiv(tokens, receivers), lists)](
@@ -62,13 +62,13 @@ def _merge(
     FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
     """Merge into some receivers of one list."""
-    this = tl.program_id(1).to(tl.int64)
+    list_ = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * RECEIVERS
     last = tl.minimum(first + RECEIVERS, tokens)
-    ids += this * tokens
-    sources += this * width
-    weights += this * width
-    offsets += this * (tokens + 1)
+    ids += list_ * tokens
+    sources += list_ * width
+    weights += list_ * width
+    offsets += list_ * (tokens + 1)
     linked = tl.load(offsets + last) > tl.load(offsets + first)
     if linked & proceeds(proceed, tl.program_id(1) // share, FLAGS, FLAGS_P):
         column = tl.arange(0, BLOCK_D)
@@ -80,24 +80,26 @@ def _merge(
                 mass = tl.full([], 0.0, tl.float64)
                 for start in range(begin, end, LINKS):
                     link = start + tl.arange(0, LINKS)
-                    there = link < end
-                    source = tl.load(sources + link, mask=there, other=0)
-                    entry = tl.load(ids + source, mask=there, other=0)
-                    weight = tl.load(weights + link, mask=there, other=0.0)
-                    mask = there[:, None] & valid[None, :]
-                    at = pool + entry[:, None] * stride + column[None, :]
-                    rows = doubled(tl.load(at, mask=mask, other=0.0))
+                    exists = link < end
+                    source = tl.load(sources + link, mask=exists, other=0)
+                    entry = tl.load(ids + source, mask=exists, other=0)
+                    weight = tl.load(weights + link, mask=exists, other=0.0)
+                    mask = exists[:, None] & valid[None, :]
+                    address = pool + entry[:, None] * stride + column[None, :]
+                    rows = doubled(tl.load(address, mask=mask, other=0.0))
                     total += tl.sum(weight[:, None] * rows, axis=0)
                     mass += tl.sum(weight)
-                at = pool + tl.load(ids + row) * stride + column
-                mine = doubled(tl.load(at, mask=valid, other=0.0))
-                weighs = tl.full([], 1.0, tl.float64)
+                address = pool + tl.load(ids + row) * stride + column
+                receiver_row = doubled(tl.load(address, mask=valid, other=0.0))
+                own_weight = tl.full([], 1.0, tl.float64)
                 if own is not None:
-                    weighs = tl.load(own + this * own_list + row * own_entry)
-                made = mine * weighs + total
-                by = weighs + mass
+                    own_weight = tl.load(own + list_ * own_list + row * own_entry)
+                numerator = receiver_row * own_weight + total
+                divisor = own_weight + mass
                 if divide is not None:
-                    by = tl.load(divide + this * divide_list + row * divide_entry)
-                bad = tl.max((valid & ~(tl.abs(made) < float("inf"))).to(tl.int32), axis=0)
-                if (bad == 0) & (by != 0) & (tl.abs(by) < float("inf")):
-                    tl.store(at, rounded(made / by, pool.dtype.element_ty), mask=valid)
+                    divisor = tl.load(divide + list_ * divide_list + row * divide_entry)
+                bad = tl.max((valid & ~(tl.abs(numerator) < float("inf"))).to(tl.int32), axis=0)
+                if (bad == 0) & (divisor != 0) & (tl.abs(divisor) < float("inf")):
+                    tl.store(
+                        address, rounded(numerator / divisor, pool.dtype.element_ty), mask=valid
+                    )

@@ -42,13 +42,13 @@ def merge_rows(
     for head, rows in enumerate(result):
         receivers, number = _receivers(offsets[head])
         total = torch.zeros_like(rows)
-        added = rows[sources[head, :number]] * weights[head, :number, None]
-        total.index_add_(0, receivers, added)
-        made = (rows if own is None else rows * own[head, :, None]) + total
-        by = divide[head, :, None]
-        changed = (offsets[head].diff() > 0)[:, None] & (by != 0) & by.isfinite()
-        changed &= made.isfinite().all(-1, keepdim=True)
-        result[head] = torch.where(changed, made / by, rows)
+        terms = rows[sources[head, :number]] * weights[head, :number, None]
+        total.index_add_(0, receivers, terms)
+        numerator = (rows if own is None else rows * own[head, :, None]) + total
+        divisor = divide[head, :, None]
+        changed = (offsets[head].diff() > 0)[:, None] & (divisor != 0) & divisor.isfinite()
+        changed &= numerator.isfinite().all(-1, keepdim=True)
+        result[head] = torch.where(changed, numerator / divisor, rows)
     return result
 
 

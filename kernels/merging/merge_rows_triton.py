@@ -45,7 +45,7 @@ def merge_rows(
     check_rows(x, links, own, divide)
     heads, tokens, size = x.shape
     result = x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-    sources, weights, offsets = (each.contiguous() for each in links)
+    sources, weights, offsets = (tensor.contiguous() for tensor in links)
     if not result.numel() or not sources.numel():
         return result
     if x.stride(2) != 1:
@@ -53,7 +53,7 @@ def merge_rows(
     measured = tuned.choice("merge_rows", x.device, x.dtype, size, tokens)
     receivers = receivers or measured.get("receivers", 8)
     tile = tile or measured.get("tile", 16)
-    own, divide = (None if each is None else each.contiguous() for each in (own, divide))
+    own, divide = (None if tensor is None else tensor.contiguous() for tensor in (own, divide))
     _rows[(triton.cdiv(tokens, receivers), heads)](
         x, sources, weights, offsets, own, divide, result, x.stride(0), x.stride(1), tokens,
         sources.shape[1],
@@ -118,10 +118,10 @@ def _of_receivers(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
 @triton.jit
 def _links(offsets, head, row, tokens):
     """Where the links of one or more receivers begin and end; 0 and 0 beyond the last receiver."""
-    at = offsets + head * (tokens + 1) + row
+    address = offsets + head * (tokens + 1) + row
     inside = row < tokens
-    begin = tl.load(at, mask=inside, other=0)
-    return begin, tl.load(at + 1, mask=inside, other=0)
+    begin = tl.load(address, mask=inside, other=0)
+    return begin, tl.load(address + 1, mask=inside, other=0)
 
 
 @kernel(aligned=["x", "result", "stride_head", "stride"])
@@ -141,25 +141,25 @@ def _rows(
             mass = tl.full([], 0.0, tl.float64)
             for start in range(begin, end, LINKS):
                 link = start + tl.arange(0, LINKS)
-                there = link < end
-                source = tl.load(sources + head * width + link, mask=there, other=0)
-                weight = tl.load(weights + head * width + link, mask=there, other=0.0)
-                mask = there[:, None] & valid[None, :]
+                exists = link < end
+                source = tl.load(sources + head * width + link, mask=exists, other=0)
+                weight = tl.load(weights + head * width + link, mask=exists, other=0.0)
+                mask = exists[:, None] & valid[None, :]
                 rows = tl.load(x + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
                 total += tl.sum(weight[:, None] * doubled(rows), axis=0)
                 mass += tl.sum(weight)
-            mine = doubled(tl.load(x + row * stride + column, mask=valid, other=0.0))
-            weighs = tl.full([], 1.0, tl.float64)
+            receiver_row = doubled(tl.load(x + row * stride + column, mask=valid, other=0.0))
+            own_weight = tl.full([], 1.0, tl.float64)
             if own is not None:
-                weighs = tl.load(own + head * tokens + row)
-            made = mine * weighs + total
-            by = weighs + mass
+                own_weight = tl.load(own + head * tokens + row)
+            numerator = receiver_row * own_weight + total
+            divisor = own_weight + mass
             if divide is not None:
-                by = tl.load(divide + head * tokens + row)
-            bad = tl.max((valid & ~(tl.abs(made) < float("inf"))).to(tl.int32), axis=0)
-            if (bad == 0) & (by != 0) & (tl.abs(by) < float("inf")):
-                to = result + (head * tokens + row) * D + column
-                tl.store(to, made / by, mask=valid)
+                divisor = tl.load(divide + head * tokens + row)
+            bad = tl.max((valid & ~(tl.abs(numerator) < float("inf"))).to(tl.int32), axis=0)
+            if (bad == 0) & (divisor != 0) & (tl.abs(divisor) < float("inf")):
+                address = result + (head * tokens + row) * D + column
+                tl.store(address, numerator / divisor, mask=valid)
 
 
 @kernel()
@@ -171,15 +171,15 @@ def _mass(
     for turn in range(RECEIVERS):
         row = tl.program_id(0).to(tl.int64) * RECEIVERS + turn
         begin, end = _links(offsets, head, row, tokens)
-        at, inside = head * tokens + row, row < tokens
-        made = tl.full([], 1.0, tl.float64)
+        offset, inside = head * tokens + row, row < tokens
+        own_weight = tl.full([], 1.0, tl.float64)
         if own is not None:
-            made = tl.load(own + at, mask=inside, other=0.0)
-        added = tl.zeros([LINKS], tl.float64)
+            own_weight = tl.load(own + offset, mask=inside, other=0.0)
+        link_mass = tl.zeros([LINKS], tl.float64)
         for start in range(begin, end, LINKS):
             link = start + tl.arange(0, LINKS)
-            added += tl.load(weights + head * width + link, mask=link < end, other=0.0)
-        tl.store(total + at, made + tl.sum(added, axis=0), mask=inside)
+            link_mass += tl.load(weights + head * width + link, mask=link < end, other=0.0)
+        tl.store(total + offset, own_weight + tl.sum(link_mass, axis=0), mask=inside)
 
 
 @kernel()
@@ -188,5 +188,5 @@ def _members(offsets, total, tokens, RECEIVERS: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * RECEIVERS + tl.arange(0, RECEIVERS)
     begin, end = _links(offsets, head, row, tokens)
-    made = 1.0 + (end - begin).to(tl.float64)
-    tl.store(total + head * tokens + row, made, mask=row < tokens)
+    number = 1.0 + (end - begin).to(tl.float64)
+    tl.store(total + head * tokens + row, number, mask=row < tokens)

@@ -39,15 +39,15 @@ def nearest(
     check(x, dropped, present, kept, ids)
     receivers, receivers_present = torch.zeros_like(dropped), present & kept.any(1, keepdim=True)
     for head in receivers_present.any(1).nonzero()[:, 0].tolist():
-        rows, which = kept[head].nonzero()[:, 0], receivers_present[head].nonzero()[:, 0]
-        own = None if ids is None else ids[head]
-        among = _unit(_rows(x, own, head, rows)).T
-        tile = max(1, _TILE // max(len(rows), 1))
-        for part in which.split(tile):
-            match = (_unit(_rows(x, own, head, dropped[head, part])) @ among).float()
+        columns, rows = kept[head].nonzero()[:, 0], receivers_present[head].nonzero()[:, 0]
+        pool_rows = None if ids is None else ids[head]
+        kept_units = _unit(_rows(x, pool_rows, head, columns)).T
+        tile = max(1, _TILE // max(len(columns), 1))
+        for part in rows.split(tile):
+            match = (_unit(_rows(x, pool_rows, head, dropped[head, part])) @ kept_units).float()
             best = match == match.amax(-1, keepdim=True)
-            order = torch.arange(len(rows), device=x.device)
-            receivers[head, part] = rows[torch.where(best, order, len(rows)).amin(-1)]
+            order = torch.arange(len(columns), device=x.device)
+            receivers[head, part] = columns[torch.where(best, order, len(columns)).amin(-1)]
     return receivers, receivers_present
 
 
@@ -73,12 +73,12 @@ def check(
     """Refuse wrong shapes and dtypes; read no tensor."""
     check_vectors(x, ids)
     columns = x.shape[:2] if ids is None else ids.shape
-    given = [
+    arguments = [
         ("kept", kept, torch.bool, columns),
         ("dropped", dropped, torch.int64, (columns[0], *dropped.shape[1:2])),
         ("present", present, torch.bool, dropped.shape),
     ]
-    check_tensors(given)
+    check_tensors(arguments)
 
 
 def check_vectors(x: torch.Tensor, ids: torch.Tensor | None) -> None:

@@ -80,12 +80,12 @@ def nearest(
     block = max(triton.next_power_of_2(size), 16)
     # Rows of 256 bytes, 512, and more that registers hold; without Hopper's products half of them.
     size_of_row = block * max(x.element_size(), 2)
-    most = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
-    most = most if is_hopper(device) else max(most // 2, 16)
+    max_rows = 128 if size_of_row <= 256 and halves else 64 if size_of_row <= 512 else 16
+    max_rows = max_rows if is_hopper(device) else max(max_rows // 2, 16)
     measured = tuned.choice("nearest", device, x.dtype, size, width)
-    rows = rows or measured.get("rows") or (16 if width <= 16 else most)
+    rows = rows or measured.get("rows") or (16 if width <= 16 else max_rows)
     columns = columns or measured.get("columns")
-    columns = columns or min(64, max(32, most if halves else rows))
+    columns = columns or min(64, max(32, max_rows if halves else rows))
     # Kept columns, and their number; lengths of their vectors; flags per head: whether float32
     # cannot serve some of these, and the number of undecided rows; these rows, and for each the
     # cosine from which on cosines are computed exactly.
@@ -95,8 +95,8 @@ def nearest(
     flags = torch.zeros((2, heads), dtype=torch.int32, device=device)
     open_rows = torch.empty((heads, width), dtype=torch.int32, device=device)
     near = torch.empty((heads, width), dtype=torch.float32, device=device)
-    own = None if ids is None else ids.contiguous()
-    vectors = (x, own, order, number, lengths, flags)
+    pool_rows = None if ids is None else ids.contiguous()
+    vectors = (x, pool_rows, order, number, lengths, flags)
     by_row = (dropped.contiguous(), receivers, open_rows, near)
     strides = (0 if ids is not None else x.stride(0), x.stride(-2), others, width)
     options = {
@@ -127,14 +127,14 @@ def nearest(
 def _order(kept, order, number, others, BLOCK: tl.constexpr):
     """List the columns that a head keeps, in order, and count them."""
     head = tl.program_id(0).to(tl.int64)
-    seen = 0
+    count = 0
     for first in range(0, others, BLOCK):
         column = first + tl.arange(0, BLOCK)
         stays = tl.load(kept + head * others + column, mask=column < others, other=0).to(tl.int32)
-        place = seen + tl.cumsum(stays) - stays
+        place = count + tl.cumsum(stays) - stays
         tl.store(order + head * others + place, column, mask=stays > 0)
-        seen += tl.sum(stays)
-    tl.store(number + head, seen)
+        count += tl.sum(stays)
+    tl.store(number + head, count)
 
 
 @triton.jit
@@ -168,8 +168,8 @@ def _length(rows):
 @triton.jit
 def _direction(rows, length):
     """Unit vectors of float64 rows; zero where the length is 0."""
-    there = length > 0
-    return tl.where(there[:, None], rows / tl.where(there, length, 1.0)[:, None], 0.0)
+    has_length = length > 0
+    return tl.where(has_length[:, None], rows / tl.where(has_length, length, 1.0)[:, None], 0.0)
 
 
 @triton.jit
@@ -199,20 +199,20 @@ def _lengths(
     head = tl.program_id(1).to(tl.int64)
     number = tl.load(count + head)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = column < number
+    exists = column < number
     if tl.program_id(0) * BLOCK_N < number:
-        places = tl.load(order + head * others + column, mask=there, other=0)
+        places = tl.load(order + head * others + column, mask=exists, other=0)
         if ids is not None:
             ids += head * others
-        rows = _read(x + head * stride_head, ids, places, there, stride, D, BLOCK_D)
+        rows = _read(x + head * stride_head, ids, places, exists, stride, D, BLOCK_D)
         rows = _double(rows, HALVES)
         length = _length(rows)
-        tl.store(lengths + head * others + column, length, mask=there)
+        tl.store(lengths + head * others + column, length, mask=exists)
         if HALVES:
             # float32 has no cosine for vectors with NaN or infinity; for zero vectors it has.
             zero = tl.sum((rows != 0).to(tl.int32), axis=1) == 0
             tame = ((length >= _LEAST) & (length <= _MOST)) | zero
-            if tl.max((there & ~tame).to(tl.int32), axis=0) > 0:
+            if tl.max((exists & ~tame).to(tl.int32), axis=0) > 0:
                 tl.store(flags + head, 1)
 
 
@@ -225,16 +225,16 @@ def _highest(
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    among = tl.load(count + head)
+    kept_count = tl.load(count + head)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(present + head * width + row, mask=row < width, other=0) > 0
-    if (tl.max(mine.to(tl.int32), axis=0) == 0) | (among <= 0):
+    row_mask = tl.load(present + head * width + row, mask=row < width, other=0) > 0
+    if (tl.max(row_mask.to(tl.int32), axis=0) == 0) | (kept_count <= 0):
         return
     x += head * stride_head
     if ids is not None:
         ids += head * others
-    places = tl.load(dropped + head * width + row, mask=mine, other=0)
-    a = _read(x, ids, places, mine, stride, D, BLOCK_D)
+    places = tl.load(dropped + head * width + row, mask=row_mask, other=0)
+    a = _read(x, ids, places, row_mask, stride, D, BLOCK_D)
     exact = _double(a, HALVES)
     size = _length(exact)
     if HALVES:
@@ -251,35 +251,35 @@ def _highest(
     best = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     second = best
     tile = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for start in range(0, among, BLOCK_N):
-        there = start + lane < among
-        at = head * others + start + lane
-        length = tl.load(lengths + at, mask=there, other=0.0)
-        column = tl.load(order + at, mask=there, other=0)
-        match = _cosines(a, x, ids, column, there, length, stride, D, HALVES, UPCAST, BLOCK_D)
-        match = tl.where(there[None, :], match, float("-inf"))
+    for start in range(0, kept_count, BLOCK_N):
+        column_mask = start + lane < kept_count
+        offset = head * others + start + lane
+        length = tl.load(lengths + offset, mask=column_mask, other=0.0)
+        column = tl.load(order + offset, mask=column_mask, other=0)
+        match = _cosines(a, x, ids, column, column_mask, length, stride, D, HALVES, UPCAST, BLOCK_D)
+        match = tl.where(column_mask[None, :], match, float("-inf"))
         tile = tl.where(match > best, start, tile)
         second = tl.maximum(second, tl.minimum(best, match))
         best = tl.maximum(best, match)
 
     highest = tl.max(best, axis=1)
-    least = highest - bound * scale
-    close = (best >= least[:, None]).to(tl.int32) + (second >= least[:, None]).to(tl.int32)
+    floor = highest - bound * scale
+    close = (best >= floor[:, None]).to(tl.int32) + (second >= floor[:, None]).to(tl.int32)
     place = tl.min(tl.where(best == highest[:, None], tile + lane[None, :], _NOTHING), axis=1)
     # All cosines of a zero vector are equal: it gets the first kept entry.
-    directed = mine & (size > 0)
+    directed = row_mask & (size > 0)
     place = tl.where(directed, place, 0)
-    column = tl.load(order + head * others + place, mask=mine, other=0)
-    tl.store(receivers + head * width + row, column.to(tl.int64), mask=mine)
-    tl.store(receivers_present + head * width + row, tl.full([BLOCK_M], 1, tl.uint8), mask=mine)
+    column = tl.load(order + head * others + place, mask=row_mask, other=0)
+    tl.store(receivers + head * width + row, column.to(tl.int64), mask=row_mask)
+    tl.store(receivers_present + head * width + row, tl.full([BLOCK_M], 1, tl.uint8), mask=row_mask)
     undecided = (directed & ((tl.sum(close, axis=1) > 1) | wild)).to(tl.int32)
     total = tl.sum(undecided, axis=0)
     if total > 0:
         # Integers are added, and each row is decided by itself: no result depends on the order.
-        to = tl.atomic_add(flags + heads + head, total) + tl.cumsum(undecided, axis=0) - 1
-        tl.store(open_rows + head * width + to, row, mask=undecided > 0)
-        least = tl.where(wild, float("-inf"), least)
-        tl.store(near + head * width + to, least, mask=undecided > 0)
+        index = tl.atomic_add(flags + heads + head, total) + tl.cumsum(undecided, axis=0) - 1
+        tl.store(open_rows + head * width + index, row, mask=undecided > 0)
+        floor = tl.where(wild, float("-inf"), floor)
+        tl.store(near + head * width + index, floor, mask=undecided > 0)
 
 
 @kernel(aligned=["x", "stride_head", "stride"])
@@ -293,47 +293,47 @@ def _exact(
     first = tl.program_id(0) * BLOCK_M
     if first >= number:
         return
-    among = tl.load(count + head)
+    kept_count = tl.load(count + head)
     x += head * stride_head
     if ids is not None:
         ids += head * others
     entry = head * width + first + tl.arange(0, BLOCK_M)
-    mine = first + tl.arange(0, BLOCK_M) < number
-    row = tl.load(open_rows + entry, mask=mine, other=0)
-    least = tl.load(near + entry, mask=mine, other=0.0)
-    places = tl.load(dropped + head * width + row, mask=mine, other=0)
-    a = _read(x, ids, places, mine, stride, D, BLOCK_D)
-    own = _double(a, HALVES)
-    own = _direction(own, _length(own))
+    row_mask = first + tl.arange(0, BLOCK_M) < number
+    row = tl.load(open_rows + entry, mask=row_mask, other=0)
+    floor = tl.load(near + entry, mask=row_mask, other=0.0)
+    places = tl.load(dropped + head * width + row, mask=row_mask, other=0)
+    a = _read(x, ids, places, row_mask, stride, D, BLOCK_D)
+    dropped_unit = _double(a, HALVES)
+    dropped_unit = _direction(dropped_unit, _length(dropped_unit))
     if HALVES:
         if UPCAST:
             a = a.to(tl.float32)
     else:
-        a = own.to(tl.float32)
+        a = dropped_unit.to(tl.float32)
 
     lane = tl.arange(0, BLOCK_N)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     place = tl.zeros([BLOCK_M], tl.int32)
-    for start in range(0, among, BLOCK_N):
+    for start in range(0, kept_count, BLOCK_N):
         ordinal = start + lane
-        there = ordinal < among
-        length = tl.load(lengths + head * others + ordinal, mask=there, other=0.0)
-        column = tl.load(order + head * others + ordinal, mask=there, other=0)
-        match = _cosines(a, x, ids, column, there, length, stride, D, HALVES, UPCAST, BLOCK_D)
+        column_mask = ordinal < kept_count
+        length = tl.load(lengths + head * others + ordinal, mask=column_mask, other=0.0)
+        column = tl.load(order + head * others + ordinal, mask=column_mask, other=0)
+        match = _cosines(a, x, ids, column, column_mask, length, stride, D, HALVES, UPCAST, BLOCK_D)
         # NaN, of vectors that float32 cannot serve, counts as near.
-        left = (mine[:, None] & there[None, :] & ~(match < least[:, None])).to(tl.int32)
-        while tl.max(tl.max(left, axis=1), axis=0) > 0:
-            nearby = tl.min(tl.where(left > 0, ordinal[None, :], _NOTHING), axis=1)
-            some = nearby < _NOTHING
-            at = head * others + nearby
-            to = tl.load(order + at, mask=some, other=0)
-            other = _double(_read(x, ids, to, some, stride, D, BLOCK_D), HALVES)
-            other = _direction(other, tl.load(lengths + at, mask=some, other=0.0))
-            cosine = tl.sum(own * other, axis=1).to(tl.float32)
+        pairs = (row_mask[:, None] & column_mask[None, :] & ~(match < floor[:, None])).to(tl.int32)
+        while tl.max(tl.max(pairs, axis=1), axis=0) > 0:
+            candidate = tl.min(tl.where(pairs > 0, ordinal[None, :], _NOTHING), axis=1)
+            valid = candidate < _NOTHING
+            offset = head * others + candidate
+            kept_column = tl.load(order + offset, mask=valid, other=0)
+            kept_unit = _double(_read(x, ids, kept_column, valid, stride, D, BLOCK_D), HALVES)
+            kept_unit = _direction(kept_unit, tl.load(lengths + offset, mask=valid, other=0.0))
+            cosine = tl.sum(dropped_unit * kept_unit, axis=1).to(tl.float32)
             # Places ascend, so the first of equal cosines stays.
-            better = some & (cosine > best)
+            better = valid & (cosine > best)
             best = tl.where(better, cosine, best)
-            place = tl.where(better, nearby, place)
-            left = tl.where(ordinal[None, :] == nearby[:, None], 0, left)
-    column = tl.load(order + head * others + place, mask=mine, other=0)
-    tl.store(receivers + head * width + row, column.to(tl.int64), mask=mine)
+            place = tl.where(better, candidate, place)
+            pairs = tl.where(ordinal[None, :] == candidate[:, None], 0, pairs)
+    column = tl.load(order + head * others + place, mask=row_mask, other=0)
+    tl.store(receivers + head * width + row, column.to(tl.int64), mask=row_mask)

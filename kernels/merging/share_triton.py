@@ -28,13 +28,13 @@ def gram(below: torch.Tensor, own: torch.Tensor, *, block: int = 16) -> torch.Te
     """
     check(below, own)
     heads, pairs, size = below.shape
-    made = torch.empty((3, heads, pairs), dtype=torch.float64, device=below.device)
-    if made.numel():
+    result = torch.empty((3, heads, pairs), dtype=torch.float64, device=below.device)
+    if result.numel():
         _gram[(triton.cdiv(pairs, block), heads)](
-            *_strided(below), *_strided(own), made, pairs,
+            *_strided(below), *_strided(own), result, pairs,
             D=size, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
-    return made
+    return result
 
 
 def blend(
@@ -53,13 +53,13 @@ def blend(
     """
     check(below, own, a, b)
     heads, tokens, size = below.shape
-    made = torch.empty(below.shape, dtype=torch.float64, device=below.device)
-    if made.numel():
+    result = torch.empty(below.shape, dtype=torch.float64, device=below.device)
+    if result.numel():
         _blend[(triton.cdiv(tokens, block), heads)](
-            *_strided(below), *_strided(own), a.contiguous(), b.contiguous(), made, tokens,
+            *_strided(below), *_strided(own), a.contiguous(), b.contiguous(), result, tokens,
             D=size, BLOCK_N=block, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
-    return made
+    return result
 
 
 def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -69,8 +69,8 @@ def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 @triton.jit
 def _read(x, head, row, stride_head, stride, mask, BLOCK_D: tl.constexpr):
-    at = head * stride_head + row[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
-    return doubled(tl.load(x + at, mask=mask, other=0.0))
+    offset = head * stride_head + row[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+    return doubled(tl.load(x + offset, mask=mask, other=0.0))
 
 
 @kernel(aligned=["below", "below_head", "below_row", "own", "own_head", "own_row"])
@@ -80,14 +80,14 @@ def _gram(
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     pair = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = pair < pairs
-    mask = there[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    exists = pair < pairs
+    mask = exists[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
     x = _read(below, head, pair, below_head, below_row, mask, BLOCK_D)
     y = _read(own, head, pair, own_head, own_row, mask, BLOCK_D)
-    at, next_sum = made + head * pairs + pair, tl.num_programs(1).to(tl.int64) * pairs
-    tl.store(at, tl.sum(x * x, axis=1), mask=there)
-    tl.store(at + next_sum, tl.sum(x * y, axis=1), mask=there)
-    tl.store(at + 2 * next_sum, tl.sum(y * y, axis=1), mask=there)
+    address, next_sum = made + head * pairs + pair, tl.num_programs(1).to(tl.int64) * pairs
+    tl.store(address, tl.sum(x * x, axis=1), mask=exists)
+    tl.store(address + next_sum, tl.sum(x * y, axis=1), mask=exists)
+    tl.store(address + 2 * next_sum, tl.sum(y * y, axis=1), mask=exists)
 
 
 @kernel(aligned=["below", "below_head", "below_row", "own", "own_head", "own_row", "made"])
@@ -97,13 +97,13 @@ def _blend(
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    there = row < tokens
+    exists = row < tokens
     column = tl.arange(0, BLOCK_D)
-    mask = there[:, None] & (column < D)[None, :]
+    mask = exists[:, None] & (column < D)[None, :]
     x = _read(below, head, row, below_head, below_row, mask, BLOCK_D)
     y = _read(own, head, row, own_head, own_row, mask, BLOCK_D)
-    x *= tl.load(a + head * tokens + row, mask=there, other=0.0)[:, None]
-    y *= tl.load(b + head * tokens + row, mask=there, other=0.0)[:, None]
-    both = tl.where(x == x, x, 0.0) + tl.where(y == y, y, 0.0)
-    at = (head * tokens + row)[:, None] * D + column[None, :]
-    tl.store(made + at, tl.where(both == both, both, 0.0), mask=mask)
+    x *= tl.load(a + head * tokens + row, mask=exists, other=0.0)[:, None]
+    y *= tl.load(b + head * tokens + row, mask=exists, other=0.0)[:, None]
+    total = tl.where(x == x, x, 0.0) + tl.where(y == y, y, 0.0)
+    offset = (head * tokens + row)[:, None] * D + column[None, :]
+    tl.store(made + offset, tl.where(total == total, total, 0.0), mask=mask)

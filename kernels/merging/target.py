@@ -25,9 +25,9 @@ def target(
         ValueError: names the argument, what was expected and what was given.
     """
     check(x, receivers, receivers_present)
-    read = x.gather(1, receivers.flatten(1)).view(receivers.shape)
-    total = torch.where(receivers_present, read, 0.0).sum(2) / receivers_present.sum(2)
-    return total.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    values = x.gather(1, receivers.flatten(1)).view(receivers.shape)
+    mean = torch.where(receivers_present, values, 0.0).sum(2) / receivers_present.sum(2)
+    return mean.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 def check(x: torch.Tensor, receivers: torch.Tensor, receivers_present: torch.Tensor) -> None:

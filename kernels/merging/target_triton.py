@@ -29,14 +29,14 @@ def target(
     """
     check(x, receivers, receivers_present)
     lists, most, number = receivers.shape
-    made = torch.empty((lists, most), dtype=torch.float64, device=x.device)
-    if made.numel():
+    result = torch.empty((lists, most), dtype=torch.float64, device=x.device)
+    if result.numel():
         _target[(triton.cdiv(most, rows), lists)](
             x, *x.stride(), receivers.contiguous(),
-            receivers_present.contiguous().view(torch.uint8), made, most, number,
+            receivers_present.contiguous().view(torch.uint8), result, most, number,
             ROWS=rows, STEPS=steps,
         )  # fmt: skip
-    return made
+    return result
 
 
 @kernel()
@@ -44,20 +44,20 @@ def _target(
     x, x_list, x_entry, receivers, receivers_present, made, most, number,
     ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    this = tl.program_id(1).to(tl.int64)
+    list_ = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    x += this * x_list
-    base = (this * most + row) * number
+    x += list_ * x_list
+    base = (list_ * most + row) * number
     total = tl.zeros([ROWS], tl.float64)
     members = tl.zeros([ROWS], tl.int32)
     for first in range(0, number, STEPS):
         step = first + tl.arange(0, STEPS)
         inside = (row < most)[:, None] & (step < number)[None, :]
-        at = base[:, None] + step[None, :]
-        there = tl.load(receivers_present + at, mask=inside, other=0) > 0
-        to = tl.load(receivers + at, mask=there, other=0)
-        total += tl.sum(tl.load(x + to * x_entry, mask=there, other=0.0), 1)
-        members += tl.sum(there.to(tl.int32), 1)
+        offset = base[:, None] + step[None, :]
+        exists = tl.load(receivers_present + offset, mask=inside, other=0) > 0
+        receiver = tl.load(receivers + offset, mask=exists, other=0)
+        total += tl.sum(tl.load(x + receiver * x_entry, mask=exists, other=0.0), 1)
+        members += tl.sum(exists.to(tl.int32), 1)
     mean = tl.where(members > 0, total / tl.maximum(members, 1).to(tl.float64), 0.0)
     mean = tl.where(mean == mean, mean, 0.0)
-    tl.store(made + this * most + row, mean, mask=row < most)
+    tl.store(made + list_ * most + row, mean, mask=row < most)

@@ -24,8 +24,8 @@ def updated_where_left(
     """
     check(new, old, present, kv_heads)
     layers, width = len(present) // kv_heads, present.shape[1]
-    left = present.view(layers, kv_heads * width).any(1)
-    return torch.where(left.repeat_interleave(kv_heads), new, old)
+    has_left = present.view(layers, kv_heads * width).any(1)
+    return torch.where(has_left.repeat_interleave(kv_heads), new, old)
 
 
 def check(new: torch.Tensor, old: torch.Tensor, present: torch.Tensor, kv_heads: int) -> None:

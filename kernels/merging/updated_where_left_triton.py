@@ -22,13 +22,13 @@ def updated_where_left(
     """
     check(new, old, present, kv_heads)
     lists, width = present.shape
-    made = torch.empty(lists, dtype=torch.float64, device=present.device)
+    result = torch.empty(lists, dtype=torch.float64, device=present.device)
     if lists:
         _updated_where_left[(lists // kv_heads,)](
-            new, new.stride(0), old, old.stride(0), present.contiguous().view(torch.uint8), made,
+            new, new.stride(0), old, old.stride(0), present.contiguous().view(torch.uint8), result,
             width, KV_HEADS=kv_heads, LANES=LANES,
         )  # fmt: skip
-    return made
+    return result
 
 
 @kernel()
@@ -37,15 +37,15 @@ def _updated_where_left(
 ):  # fmt: skip
     """Update the lists of one layer."""
     first = tl.program_id(0).to(tl.int64) * KV_HEADS
-    left = tl.zeros([LANES], tl.int32)
+    flags = tl.zeros([LANES], tl.int32)
     for start in range(0, KV_HEADS * width, LANES):  # its lists are contiguous
-        at = start + tl.arange(0, LANES)
-        inside = at < KV_HEADS * width
-        left |= tl.load(present + first * width + at, mask=inside, other=0).to(tl.int32)
-    taken = tl.max(left) > 0
+        index = start + tl.arange(0, LANES)
+        inside = index < KV_HEADS * width
+        flags |= tl.load(present + first * width + index, mask=inside, other=0).to(tl.int32)
+    has_left = tl.max(flags) > 0
     for head in range(KV_HEADS):
-        this = first + head
-        if taken:
-            tl.store(made + this, tl.load(new + this * new_list))
+        list_ = first + head
+        if has_left:
+            tl.store(made + list_, tl.load(new + list_ * new_list))
         else:
-            tl.store(made + this, tl.load(old + this * old_list))
+            tl.store(made + list_, tl.load(old + list_ * old_list))

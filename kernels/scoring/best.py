@@ -42,9 +42,9 @@ def best(
         return ends
     missing = (budget - ends.sum(1)).clamp(min=0)
     free = holds & ~ends
-    chosen = top(keys(score, free if present is None else free & present), missing[:, None])
+    highest = top(keys(score, free if present is None else free & present), missing[:, None])
     fits = number - ends.sum(1) <= missing
-    return ends | chosen | (fits[:, None] & holds)
+    return ends | highest | (fits[:, None] & holds)
 
 
 def check(
@@ -55,8 +55,8 @@ def check(
 ) -> None:
     """Refuse wrong shapes and dtypes; read no tensor."""
     check_lists(holds, score, present)
-    whole = limits.dim() == 2 and len(limits) and len(holds) % len(limits) == 0
-    if limits.dtype != torch.int64 or not whole or limits.shape[1] != 3:
+    fits = limits.dim() == 2 and len(limits) and len(holds) % len(limits) == 0
+    if limits.dtype != torch.int64 or not fits or limits.shape[1] != 3:
         raise refused("limits", limits, f"int64 [N, 3], N a part of {len(holds)}")
 
 
@@ -68,9 +68,9 @@ def check_lists(
 ) -> None:
     """Refuse wrong shapes and dtypes of what `best` and `then` take alike; read no tensor."""
     check_axes("holds", holds, torch.bool, "[R, M]")
-    given = (
+    arguments = (
         ("taken", taken, torch.bool, holds.shape),
         ("score", score, torch.float64, holds.shape),
         ("present", present, torch.bool, holds.shape),
     )
-    check_tensors(given)
+    check_tensors(arguments)

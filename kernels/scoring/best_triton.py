@@ -96,28 +96,28 @@ def _best(
     IN_ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose the entries of one list."""
-    this = tl.program_id(0)
-    base = this.to(tl.int64) * width
-    number, own = 0, 0
+    list_ = tl.program_id(0)
+    base = list_.to(tl.int64) * width
+    number, stays_count = 0, 0
     for first in range(0, width, BLOCK):
         column, held, stays, free = _block(taken, holds, base, first, width, 0, 0, 0, 0, BLOCK)
         number += tl.sum(held)
-        own += tl.sum(stays.to(tl.int32))
+        stays_count += tl.sum(stays.to(tl.int32))
     ends_first, ends_last = 0, 0
     if taken is not None:
-        most = tl.load(limits + this // share)
+        limit = tl.load(limits + list_ // share)
         if IN_ALL:
-            most = tl.maximum(most - own, 0.0)
-        everything = IN_ALL & (number - own <= most)
-        missing = tl.minimum(counted(most), tl.cast(number, tl.float64)).to(tl.int32)
+            limit = tl.maximum(limit - stays_count, 0.0)
+        everything = IN_ALL & (number - stays_count <= limit)
+        missing = tl.minimum(counted(limit), tl.cast(number, tl.float64)).to(tl.int32)
     else:
-        ends = limits + (this // share).to(tl.int64) * 3
+        ends = limits + (list_ // share).to(tl.int64) * 3
         ends_first = tl.minimum(tl.load(ends), number).to(tl.int32)
         ends_last = tl.minimum(tl.load(ends + 1), number).to(tl.int32)
-        own = tl.minimum(ends_first + ends_last, number)
-        missing = tl.minimum(tl.maximum(tl.load(ends + 2) - own, 0), number).to(tl.int32)
-        everything = (score is not None) & (number - own <= missing)
-    found, wanted = tl.full((), 0, tl.uint32), missing
+        stays_count = tl.minimum(ends_first + ends_last, number)
+        missing = tl.minimum(tl.maximum(tl.load(ends + 2) - stays_count, 0), number).to(tl.int32)
+        everything = (score is not None) & (number - stays_count <= missing)
+    threshold, wanted = tl.full((), 0, tl.uint32), missing
     if score is not None:
         for digit in tl.static_range(4):
             counts, seen = tl.zeros((256,), tl.int32), 0
@@ -126,11 +126,11 @@ def _best(
                     taken, holds, base, first, width, seen, number, ends_first, ends_last, BLOCK
                 )
                 key = _keys(score, present, base + column, free)
-                counts += _by_digit(key, key > 0, found, digit)
+                counts += _by_digit(key, key > 0, threshold, digit)
                 seen += tl.sum(held)
             next_digit, wanted = _digit(counts, wanted)
-            found = (found << 8) | next_digit.to(tl.uint32)
-    seen, before = 0, 0
+            threshold = (threshold << 8) | next_digit.to(tl.uint32)
+    seen, equal_count = 0, 0
     for first in range(0, width, BLOCK):
         column, held, stays, free = _block(
             taken, holds, base, first, width, seen, number, ends_first, ends_last, BLOCK
@@ -138,9 +138,9 @@ def _best(
         stays = stays | (everything & (held > 0))
         if score is not None:
             key = _keys(score, present, base + column, free)
-            equal = ((key == found) & (key > 0)).to(tl.int32)
-            highest = (key > found) | ((equal > 0) & (before + tl.cumsum(equal) <= wanted))
+            equal = ((key == threshold) & (key > 0)).to(tl.int32)
+            highest = (key > threshold) | ((equal > 0) & (equal_count + tl.cumsum(equal) <= wanted))
             stays = stays | (highest & (missing > 0))
-            before += tl.sum(equal)
+            equal_count += tl.sum(equal)
         tl.store(kept + base + column, stays.to(tl.uint8), mask=column < width)
         seen += tl.sum(held)

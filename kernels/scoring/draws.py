@@ -50,8 +50,8 @@ def check(positions: torch.Tensor, generated: torch.Tensor, kv_heads: int) -> No
     """Refuse wrong shapes and dtypes; read no tensor."""
     check_axes("positions", positions, torch.int64, "[S, M]")
     number = len(positions)
-    share = generated.dim() == 1 and len(generated) and number % len(generated) == 0
-    if generated.dtype != torch.int64 or not share:
+    fits = generated.dim() == 1 and len(generated) and number % len(generated) == 0
+    if generated.dtype != torch.int64 or not fits:
         raise refused("generated", generated, f"int64 [N], N a part of {number}")
     if kv_heads < 1:
         raise ValueError(f"kv_heads: expected 1 or more, got {kv_heads}")

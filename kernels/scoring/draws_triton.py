@@ -34,13 +34,13 @@ def draws(
     """
     reference.check(positions, generated, kv_heads)
     number, width = positions.shape
-    made = torch.empty((number * kv_heads, width), dtype=torch.float64, device=positions.device)
-    if made.numel():
+    result = torch.empty((number * kv_heads, width), dtype=torch.float64, device=positions.device)
+    if result.numel():
         _draws[(number * kv_heads, triton.cdiv(width, block))](
-            positions.contiguous(), generated.contiguous(), made, seed & reference.BITS, width,
+            positions.contiguous(), generated.contiguous(), result, seed & reference.BITS, width,
             kv_heads, number // len(generated), first, BLOCK=block,
         )  # fmt: skip
-    return made
+    return result
 
 
 @triton.jit
@@ -55,10 +55,12 @@ def _hashed(state, part):
 @kernel()
 def _draws(positions, generated, made, seed, width, kv_heads, layers, first, BLOCK: tl.constexpr):
     """Draw for a part of one list."""
-    this = tl.program_id(0).to(tl.int64)
-    number, head = this // kv_heads, this % kv_heads
+    list_ = tl.program_id(0).to(tl.int64)
+    number, head = list_ // kv_heads, list_ % kv_heads
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(positions + number * width + column, mask=column < width, other=0)
+    position = tl.load(positions + number * width + column, mask=column < width, other=0)
     state = _hashed(_hashed(seed.to(tl.int64), number % layers + first), head)
-    state = _hashed(_hashed(state, place), tl.load(generated + number // layers))
-    tl.store(made + this * width + column, state.to(tl.float64) / 4294967296.0, mask=column < width)
+    state = _hashed(_hashed(state, position), tl.load(generated + number // layers))
+    tl.store(
+        made + list_ * width + column, state.to(tl.float64) / 4294967296.0, mask=column < width
+    )

@@ -26,15 +26,15 @@ def finite(
     rows, column = holds.nonzero(as_tuple=True)
     entries = ids[rows, column]
     good = torch.stack([pool[entries].double().isfinite().all(1) for pool in (keys, values)]).all(0)
-    made = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    return made.index_put((rows[~good],), torch.zeros_like(made[:1]))
+    result = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    return result.index_put((rows[~good],), torch.zeros_like(result[:1]))
 
 
 def check(keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, holds: torch.Tensor) -> None:
     """Refuse wrong shapes and dtypes; read no tensor."""
     for name, x in (("keys", keys), ("values", values)):
-        same = x.dtype == keys.dtype and x.shape[1:] == keys.shape[1:] and x.stride(-1) == 1
-        if x.dim() != 2 or not x.is_floating_point() or not same:
+        fits = x.dtype == keys.dtype and x.shape[1:] == keys.shape[1:] and x.stride(-1) == 1
+        if x.dim() != 2 or not x.is_floating_point() or not fits:
             raise refused(name, x, "floats [E, D] as of keys, rows contiguous")
     check_axes("ids", ids, torch.int64, "[R, M]")
     if holds.dtype != torch.bool or holds.shape != ids.shape:

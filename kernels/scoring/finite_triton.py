@@ -35,15 +35,15 @@ def finite(
     """
     check(keys, values, ids, holds)
     (lists, width), size = ids.shape, keys.shape[1]
-    made = torch.empty(lists, dtype=torch.bool, device=ids.device)
+    result = torch.empty(lists, dtype=torch.bool, device=ids.device)
     if lists:
         block = triton.next_power_of_2(size)
         _finite[(lists,)](
             keys, keys.stride(0), values, values.stride(0), ids.contiguous(),
-            holds.contiguous().view(torch.uint8), made.view(torch.uint8), width,
+            holds.contiguous().view(torch.uint8), result.view(torch.uint8), width,
             SIZE=size, BLOCK_D=block, TILE=tile or rows_of(block, keys.element_size()),
         )  # fmt: skip
-    return made
+    return result
 
 
 @triton.jit
@@ -60,16 +60,16 @@ def _finite(
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Check one list."""
-    this = tl.program_id(0).to(tl.int64)
+    list_ = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)[None, :]
     wrong = tl.zeros([TILE, BLOCK_D], tl.int32)
     for first in range(0, width, TILE):
         column = first + tl.arange(0, TILE)
-        held = tl.load(holds + this * width + column, mask=column < width, other=0) > 0
-        entry = tl.load(ids + this * width + column, mask=held, other=0)
-        both = held[:, None] & (dim < SIZE)
-        x = tl.load(keys + entry[:, None] * key_stride + dim, mask=both, other=0.0)
+        held = tl.load(holds + list_ * width + column, mask=column < width, other=0) > 0
+        entry = tl.load(ids + list_ * width + column, mask=held, other=0)
+        mask = held[:, None] & (dim < SIZE)
+        x = tl.load(keys + entry[:, None] * key_stride + dim, mask=mask, other=0.0)
         wrong |= _wrong(x)
-        x = tl.load(values + entry[:, None] * value_stride + dim, mask=both, other=0.0)
+        x = tl.load(values + entry[:, None] * value_stride + dim, mask=mask, other=0.0)
         wrong |= _wrong(x)
-    tl.store(made + this, (tl.max(tl.max(wrong, 1), 0) == 0).to(tl.uint8))
+    tl.store(made + list_, (tl.max(tl.max(wrong, 1), 0) == 0).to(tl.uint8))

@@ -56,8 +56,8 @@ def module_of(name: str, source: str) -> ModuleType:
 
 def cache_folder() -> Path:
     """Folder of generated files: below XDG_CACHE_HOME if it is absolute, else below ~/.cache."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(cache_home) if os.path.isabs(cache_home) else Path.home() / ".cache"
     return base / "kvpolicy" / "generated"
 
 

@@ -26,9 +26,9 @@ def keys(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
         ValueError: names the argument, the expected and the actual value.
     """
     strided.check(x, present)
-    made = (x.float() + 0.0).view(torch.int32)
-    made = made ^ ((made >> 31) & 0x7FFFFFFF)
-    return (made if present is None else torch.where(present, made, ABSENT)).contiguous()
+    key = (x.float() + 0.0).view(torch.int32)
+    key = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return (key if present is None else torch.where(present, key, ABSENT)).contiguous()
 
 
 def rank(keys: torch.Tensor) -> torch.Tensor:
@@ -46,8 +46,8 @@ def rank(keys: torch.Tensor) -> torch.Tensor:
     check_rank(keys)
     first = keys.sort(dim=-1, descending=True, stable=True).indices
     order = torch.arange(1, keys.shape[-1] + 1, dtype=torch.float64, device=keys.device)
-    made = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
-    return made.scatter_(-1, first, order.expand(keys.shape))
+    result = torch.empty(keys.shape, dtype=torch.float64, device=keys.device)
+    return result.scatter_(-1, first, order.expand(keys.shape))
 
 
 def check_rank(keys: torch.Tensor) -> None:

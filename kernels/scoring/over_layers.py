@@ -55,7 +55,7 @@ def check(
         raise ValueError(f"first: expected 0 .. {len(values) - 1}, got {first}")
     parts = [("values", dtype, values)]
     parts += [] if present is None else [("present", torch.bool, present)]
-    for name, kind, each in parts:
-        if len(each) != len(values):
-            raise ValueError(f"{name}: expected {len(values)} tensors, got {len(each)}")
-        check_tensors((name, x, kind, values[0].shape) for x in each)
+    for name, kind, tensors in parts:
+        if len(tensors) != len(values):
+            raise ValueError(f"{name}: expected {len(values)} tensors, got {len(tensors)}")
+        check_tensors((name, x, kind, values[0].shape) for x in tensors)

@@ -51,15 +51,15 @@ def _reduced(
 
     Layers that are left out are compiled in, too, so that every `first` has the same kernel.
     """
-    made = torch.empty(values[0].shape, dtype=dtype, device=values[0].device)
-    if not made.numel():
-        return made
+    result = torch.empty(values[0].shape, dtype=dtype, device=values[0].device)
+    if not result.numel():
+        return result
     truth = dtype == torch.bool
-    _over_layers[(triton.cdiv(made.numel(), _BLOCK),)](
-        tuple(_flat(x) for x in values), tuple(_flat(x) for x in present or ()), _flat(made),
-        made.numel(), first, TRUTH=truth, MASKED=present is not None, BLOCK=_BLOCK, num_warps=4,
+    _over_layers[(triton.cdiv(result.numel(), _BLOCK),)](
+        tuple(_flat(x) for x in values), tuple(_flat(x) for x in present or ()), _flat(result),
+        result.numel(), first, TRUTH=truth, MASKED=present is not None, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
-    return made
+    return result
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -72,30 +72,30 @@ def _over_layers(
     values, present, out, size, first,
     TRUTH: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
     number = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     for layer in tl.static_range(len(values)):
-        known = inside & (layer >= first)
+        valid = inside & (layer >= first)
         if MASKED:
-            known = known & (tl.load(present[layer] + at, mask=known, other=0) != 0)
+            valid = valid & (tl.load(present[layer] + place, mask=valid, other=0) != 0)
         if TRUTH:
-            number |= (tl.load(values[layer] + at, mask=known, other=0) != 0).to(tl.int32)
+            number |= (tl.load(values[layer] + place, mask=valid, other=0) != 0).to(tl.int32)
         else:
-            number += known.to(tl.int32)
-            total += tl.load(values[layer] + at, mask=known, other=0.0)
+            number += valid.to(tl.int32)
+            total += tl.load(values[layer] + place, mask=valid, other=0.0)
     if TRUTH:
-        tl.store(out + at, number.to(tl.uint8), mask=inside)
+        tl.store(out + place, number.to(tl.uint8), mask=inside)
     else:
         count = tl.maximum(number, 1).to(tl.float64)
         middle = total / count
         squares = tl.zeros((BLOCK,), tl.float64)
         for layer in tl.static_range(len(values)):
-            known = inside & (layer >= first)
+            valid = inside & (layer >= first)
             if MASKED:
-                known = known & (tl.load(present[layer] + at, mask=known, other=0) != 0)
-            apart = tl.load(values[layer] + at, mask=known, other=0.0) - middle
-            squares += tl.where(known, apart * apart, 0.0)
-        made = squares / count
-        tl.store(out + at, tl.where(made == made, made, 0.0), mask=inside)
+                valid = valid & (tl.load(present[layer] + place, mask=valid, other=0) != 0)
+            deviation = tl.load(values[layer] + place, mask=valid, other=0.0) - middle
+            squares += tl.where(valid, deviation * deviation, 0.0)
+        variance = squares / count
+        tl.store(out + place, tl.where(variance == variance, variance, 0.0), mask=inside)

@@ -31,12 +31,12 @@ def top(keys: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(keys, dtype=torch.bool)
         if number >= size:
             return keys > ABSENT
-        least = torch.topk(keys, number, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+        threshold = torch.topk(keys, number, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     else:
         number = number.clamp(0, size)
         ordered = keys.sort(dim=-1, descending=True).values
-        least = ordered.gather(-1, (number - 1).clamp(min=0))
-    above, equal = keys > least, keys == least
+        threshold = ordered.gather(-1, (number - 1).clamp(min=0))
+    above, equal = keys > threshold, keys == threshold
     wanted = number - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= wanted))) & (keys > ABSENT)
 

@@ -62,17 +62,17 @@ def top(
     if known and number >= size:
         return keys > ABSENT
     measured = tuned.choice("top", keys.device, rows, size)
-    most = min(_SHORT, 4 * (block or 2048))  # in one program, whatever long rows are cut into
+    max_short = min(_SHORT, 4 * (block or 2048))  # in one program, whatever long rows are cut into
     block = block or measured.get("block", 2048)
     programs = programs or measured.get("programs", 528)
     keys = keys.contiguous()
-    given = number if isinstance(number, int) else number.contiguous()
+    numbers = number if isinstance(number, int) else number.contiguous()
     chosen = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
-    if size <= most:
-        held = _FEW if size <= _FEW else triton.next_power_of_2(most)
+    if size <= max_short:
+        short_block = _FEW if size <= _FEW else triton.next_power_of_2(max_short)
         _short[(rows,)](
-            keys, given, chosen.view(torch.uint8), size, known,
-            BLOCK=held, num_warps=min(max(held // 512, 4), 16),
+            keys, numbers, chosen.view(torch.uint8), size, known,
+            BLOCK=short_block, num_warps=min(max(short_block // 512, 4), 16),
         )  # fmt: skip
         return chosen
     parts = min(triton.cdiv(size, block), triton.cdiv(programs, rows))
@@ -83,11 +83,11 @@ def top(
     last = torch.empty((rows, parts, 256), dtype=torch.int32, device=keys.device)
     for digit in range(4):
         _count[(rows, parts)](
-            keys, given, counts, last, size, blocks, known,
+            keys, numbers, counts, last, size, blocks, known,
             DIGIT=digit, BLOCK=block, num_warps=8,
         )  # fmt: skip
     _choose[(rows, parts)](
-        keys, given, counts, last, chosen.view(torch.uint8), size, blocks, known,
+        keys, numbers, counts, last, chosen.view(torch.uint8), size, blocks, known,
         BLOCK=block, num_warps=8,
     )  # fmt: skip
     return chosen
@@ -110,9 +110,9 @@ def _digit(counts, wanted):
     """
     bins = tl.arange(0, _BINS)
     above = tl.sum(counts) - tl.cumsum(counts)
-    here = (above < wanted) & (wanted <= above + counts)
-    digit = tl.sum(tl.where(here, bins, 0))
-    return digit, wanted - tl.sum(tl.where(here, above, 0))
+    is_digit = (above < wanted) & (wanted <= above + counts)
+    digit = tl.sum(tl.where(is_digit, bins, 0))
+    return digit, wanted - tl.sum(tl.where(is_digit, above, 0))
 
 
 @triton.jit
@@ -133,31 +133,31 @@ def _by_digit(key, inside, found, DIGIT: tl.constexpr):
 @kernel()
 def _short(keys, number, chosen, size, KNOWN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < size
-    key = _ordered(tl.load(keys + row * size + at, mask=inside, other=0))
+    position = tl.arange(0, BLOCK)
+    inside = position < size
+    key = _ordered(tl.load(keys + row * size + position, mask=inside, other=0))
     number = _wanted(number, row, size, KNOWN)
     wanted = number
-    found = tl.full((), 0, tl.uint32)
+    threshold = tl.full((), 0, tl.uint32)
     for digit in tl.static_range(_DIGITS):
-        next_digit, wanted = _digit(_by_digit(key, inside, found, digit), wanted)
-        found = (found << 8) | next_digit.to(tl.uint32)
-    equal = inside & (key == found)
-    taken = (key > found) | (equal & (tl.cumsum(equal.to(tl.int32)) <= wanted))
-    taken = taken & (key > 0) & (number > 0)
-    tl.store(chosen + row * size + at, taken.to(tl.uint8), mask=inside)
+        next_digit, wanted = _digit(_by_digit(key, inside, threshold, digit), wanted)
+        threshold = (threshold << 8) | next_digit.to(tl.uint32)
+    equal = inside & (key == threshold)
+    selected = (key > threshold) | (equal & (tl.cumsum(equal.to(tl.int32)) <= wanted))
+    selected = selected & (key > 0) & (number > 0)
+    tl.store(chosen + row * size + position, selected.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _found(counts, row, wanted, DIGITS: tl.constexpr):
     """The first DIGITS digits of the lowest wanted key, and how many keys with them are wanted."""
     bins = tl.arange(0, _BINS)
-    found = tl.full((), 0, tl.uint32)
+    prefix = tl.full((), 0, tl.uint32)
     for digit in tl.static_range(DIGITS):
-        each = tl.load(counts + (row * _DIGITS + digit) * _BINS + bins)
-        next_digit, wanted = _digit(each, wanted)
-        found = (found << 8) | next_digit.to(tl.uint32)
-    return found, wanted
+        digit_counts = tl.load(counts + (row * _DIGITS + digit) * _BINS + bins)
+        next_digit, wanted = _digit(digit_counts, wanted)
+        prefix = (prefix << 8) | next_digit.to(tl.uint32)
+    return prefix, wanted
 
 
 @kernel()
@@ -167,17 +167,22 @@ def _count(
 ):  # fmt: skip
     """Count a part's keys by digit DIGIT, and add the counts to those of its row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    found, _ = _found(counts, row, _wanted(number, row, size, KNOWN), DIGIT)
+    prefix, _ = _found(counts, row, _wanted(number, row, size, KNOWN), DIGIT)
     bins = tl.arange(0, _BINS)
-    own = tl.zeros((_BINS,), tl.int32)
+    part_counts = tl.zeros((_BINS,), tl.int32)
     for block in range(blocks):
-        at = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
-        key = _ordered(tl.load(keys + row * size + at, mask=inside, other=0))
-        own += _by_digit(key, inside, found, DIGIT)
-    tl.atomic_add(counts + (row * _DIGITS + DIGIT) * _BINS + bins, own, mask=own > 0, sem="relaxed")
+        position = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+        inside = position < size
+        key = _ordered(tl.load(keys + row * size + position, mask=inside, other=0))
+        part_counts += _by_digit(key, inside, prefix, DIGIT)
+    tl.atomic_add(
+        counts + (row * _DIGITS + DIGIT) * _BINS + bins,
+        part_counts,
+        mask=part_counts > 0,
+        sem="relaxed",
+    )
     if DIGIT == 3:
-        tl.store(last + (row * tl.num_programs(1) + part) * _BINS + bins, own)
+        tl.store(last + (row * tl.num_programs(1) + part) * _BINS + bins, part_counts)
 
 
 @kernel()
@@ -188,18 +193,18 @@ def _choose(
     """Choose from a part of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     number = _wanted(number, row, size, KNOWN)
-    found, wanted = _found(counts, row, number, _DIGITS)
-    column = last + row * tl.num_programs(1) * _BINS + (found & 255).to(tl.int32)
-    before = tl.full((), 0, tl.int32)
+    threshold, wanted = _found(counts, row, number, _DIGITS)
+    column = last + row * tl.num_programs(1) * _BINS + (threshold & 255).to(tl.int32)
+    equal_count = tl.full((), 0, tl.int32)
     for start in range(0, part, _PARTS):
-        earlier = start + tl.arange(0, _PARTS)
-        before += tl.sum(tl.load(column + earlier * _BINS, mask=earlier < part, other=0))
+        part_ids = start + tl.arange(0, _PARTS)
+        equal_count += tl.sum(tl.load(column + part_ids * _BINS, mask=part_ids < part, other=0))
     for block in range(blocks):
-        at = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
-        key = _ordered(tl.load(keys + row * size + at, mask=inside, other=0))
-        equal = (inside & (key == found)).to(tl.int32)
-        taken = (key > found) | ((equal > 0) & (before + tl.cumsum(equal) <= wanted))
-        taken = taken & (key > 0) & (number > 0)
-        tl.store(chosen + row * size + at, taken.to(tl.uint8), mask=inside)
-        before += tl.sum(equal)
+        position = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
+        inside = position < size
+        key = _ordered(tl.load(keys + row * size + position, mask=inside, other=0))
+        equal = (inside & (key == threshold)).to(tl.int32)
+        selected = (key > threshold) | ((equal > 0) & (equal_count + tl.cumsum(equal) <= wanted))
+        selected = selected & (key > 0) & (number > 0)
+        tl.store(chosen + row * size + position, selected.to(tl.uint8), mask=inside)
+        equal_count += tl.sum(equal)

@@ -39,14 +39,14 @@ def split(
     """
     check(total, weights, maxima)
     layers = weights.shape[0]
-    given = weights.float().tolist()
+    host_weights = weights.float().tolist()
     if isinstance(maxima, torch.Tensor):
         most = maxima.tolist()
     else:
         most = [MOST if maxima is None else maxima] * layers
     placed = [MOST] * layers
     for end in range(1, layers + 1) if cascade else (layers,):
-        stage = _divided(total, given[:end], most[:end])
+        stage = _divided(total, host_weights[:end], most[:end])
         placed[:end] = map(min, placed[:end], stage)
     return torch.tensor(placed, dtype=torch.float64, device=weights.device)
 
@@ -63,17 +63,17 @@ def check(total: int, weights: torch.Tensor, maxima: torch.Tensor | int | None) 
 
 def _divided(total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
     """Divide once, among all the given layers."""
-    whole = _whole(weights)
-    every = sum(whole)
-    placed = [total * weight // every for weight in whole]
+    whole_weights = _whole(weights)
+    weight_sum = sum(whole_weights)
+    placed = [total * weight // weight_sum for weight in whole_weights]
     while True:
-        excess = sum(max(0, have - top) for have, top in zip(placed, most, strict=True))
-        placed = [min(have, top) for have, top in zip(placed, most, strict=True)]
+        excess = sum(max(0, number - limit) for number, limit in zip(placed, most, strict=True))
+        placed = [min(number, limit) for number, limit in zip(placed, most, strict=True)]
         placed = _poured(placed, most, excess)
-        more = _poured(placed, most, total - sum(placed))
-        if more == placed and not excess:
+        next_placed = _poured(placed, most, total - sum(placed))
+        if next_placed == placed and not excess:
             return placed
-        placed = more
+        placed = next_placed
         if not _room(placed, most):
             return list(most)
 
@@ -82,20 +82,20 @@ def _whole(weights: Sequence[float]) -> list[int]:
     """The weights as whole numbers in the same proportion, not all 0."""
     if math.inf in weights:
         return [int(weight == math.inf) for weight in weights]
-    made = [int(math.ldexp(weight, 149)) if weight > 0 else 0 for weight in weights]
-    return made if any(made) else [1] * len(made)
+    multiples = [int(math.ldexp(weight, 149)) if weight > 0 else 0 for weight in weights]
+    return multiples if any(multiples) else [1] * len(multiples)
 
 
 def _room(placed: Sequence[int], most: Sequence[int]) -> list[int]:
     """Indices of the layers below their maxima."""
-    return [i for i, (have, top) in enumerate(zip(placed, most, strict=True)) if have < top]
+    return [i for i, (number, limit) in enumerate(zip(placed, most, strict=True)) if number < limit]
 
 
 def _poured(placed: Sequence[int], most: Sequence[int], amount: int) -> list[int]:
     """Add an amount in equal parts to the layers below their maxima, odd entries to the first."""
-    made, room = list(placed), _room(placed, most)
+    poured, room = list(placed), _room(placed, most)
     if amount > 0 and room:
-        each, odd = divmod(amount, len(room))
+        part, odd = divmod(amount, len(room))
         for rank, layer in enumerate(room):
-            made[layer] += each + (rank < odd)
-    return made
+            poured[layer] += part + (rank < odd)
+    return poured

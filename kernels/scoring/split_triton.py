@@ -60,18 +60,18 @@ def _split(
     among = layer < end
     most = tl.load(maxima + layer, mask=among, other=0)
     weight = tl.load(weights + layer, mask=among, other=0.0)
-    whole = tl.full((), 0, tl.int64) + total
-    placed = tl.where(among, _floors(whole, _usable(weight, among)), 0)
+    total_int64 = tl.full((), 0, tl.int64) + total
+    placed = tl.where(among, _floors(total_int64, _usable(weight, among)), 0)
     going = tl.max(among.to(tl.int32), axis=0)
     while going > 0:
         excess = tl.sum(tl.maximum(placed - most, 0), axis=0)
         placed = _poured(tl.minimum(placed, most), most, among, excess)
-        missing = whole - tl.sum(placed, axis=0)
+        missing = total_int64 - tl.sum(placed, axis=0)
         room = tl.sum((among & (placed < most)).to(tl.int32), axis=0)
         poured = tl.where((missing > 0) & (room > 0), 1, 0)
         placed = _poured(placed, most, among, missing)
-        left = tl.sum((among & (placed < most)).to(tl.int32), axis=0)
-        going = tl.where((left > 0) & ((poured > 0) | (excess > 0)), 1, 0)
+        new_room = tl.sum((among & (placed < most)).to(tl.int32), axis=0)
+        going = tl.where((new_room > 0) & ((poured > 0) | (excess > 0)), 1, 0)
     # If all layers are full, the excess has nowhere to go.
     placed = tl.where(among, tl.minimum(placed, most), _MOST)
     tl.store(parts + stage * layers + layer, placed, mask=layer < layers)
@@ -93,21 +93,21 @@ def _usable(weight, among):
 def _floors(total, weight):
     """floor(total * weight / sum of weights), exactly."""
     # The share in float64 misses the exact one by less than 2**-14: its floor is k or k - 1.
-    near = total.to(tl.float64) * (weight / tl.sum(weight, axis=0))
-    k = tl.maximum(tl.floor(near - 0.0009765625), 0.0).to(tl.int64) + 1
+    estimate = total.to(tl.float64) * (weight / tl.sum(weight, axis=0))
+    k = tl.maximum(tl.floor(estimate - 0.0009765625), 0.0).to(tl.int64) + 1
     bits = weight.to(tl.int64, bitcast=True)
     exponent = bits >> 52
     # 24 bits; the 29 below them are 0, since the weight was a float32.
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x10000000000000) >> 29
     mantissa = tl.where(weight > 0, mantissa, 0)
     shift = tl.maximum(exponent - 874, 0)  # 2**-149 is 2**(874 - 1023) in float64
-    first = shift // 24
-    shifted = mantissa << (shift - first * 24)
+    first_digit = shift // 24
+    shifted = mantissa << (shift - first_digit * 24)
     carry = tl.zeros_like(k)
     for digit in range(_DIGITS):
-        own = tl.where(first == digit, shifted & 0xFFFFFF, 0)
-        own = tl.where(first == digit - 1, shifted >> 24, own)
-        carry = (total * own - k * tl.sum(own, axis=0) + carry) >> 24
+        digit_value = tl.where(first_digit == digit, shifted & 0xFFFFFF, 0)
+        digit_value = tl.where(first_digit == digit - 1, shifted >> 24, digit_value)
+        carry = (total * digit_value - k * tl.sum(digit_value, axis=0) + carry) >> 24
     # The digits below the last carry are not negative: the carry has the sign of the difference.
     return tl.where(carry < 0, k - 1, k)
 
@@ -118,6 +118,6 @@ def _poured(placed, most, among, amount):
     room = (among & (placed < most)).to(tl.int64)
     number = tl.maximum(tl.sum(room, axis=0), 1)
     amount = tl.maximum(amount, 0)
-    each = amount // number
+    part = amount // number
     place = tl.cumsum(room, axis=0) - 1
-    return placed + room * (each + (place < amount - each * number).to(tl.int64))
+    return placed + room * (part + (place < amount - part * number).to(tl.int64))

@@ -30,8 +30,8 @@ def mean(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> 
 def var(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
     """The population variance of the present values. As `mean`."""
     check(x, present, over)
-    apart = x - _mean(x, present, over)
-    return _usable(_mean(apart * apart, present, over)).squeeze(tuple(over))
+    deviation = x - _mean(x, present, over)
+    return _usable(_mean(deviation * deviation, present, over)).squeeze(tuple(over))
 
 
 def entropy(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> torch.Tensor:
@@ -43,8 +43,8 @@ def entropy(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) 
     check(x, present, over)
     total = _usable(_sum(x, present, over))
     share = _usable(x / (total + 0.0))  # -0 is 0
-    made = _usable(_sum(_usable(share * _usable(share.log())), present, over))
-    return made.neg_().squeeze(tuple(over))
+    terms = _usable(_sum(_usable(share * _usable(share.log())), present, over))
+    return terms.neg_().squeeze(tuple(over))
 
 
 def check(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) -> None:

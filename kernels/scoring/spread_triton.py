@@ -44,35 +44,35 @@ def entropy(x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int]) 
 
 
 def _reduced(
-    x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int], what: int
+    x: torch.Tensor, present: torch.Tensor | None, over: Sequence[int], statistic: int
 ) -> torch.Tensor:
     check(x, present, over)
     shape = [size for dim, size in enumerate(x.shape) if dim not in over]
-    made = torch.empty(shape, dtype=torch.float64, device=x.device)
-    rows = made.numel()
+    result = torch.empty(shape, dtype=torch.float64, device=x.device)
+    rows = result.numel()
     if not x.numel():
-        return made.zero_()
+        return result.zero_()
     size = x.numel() // rows
-    stay = [dim for dim in range(x.dim()) if dim not in over]
-    x, present, where = laid_out(x, present, stay, over)
-    # where[12]: stride of x along the innermost reduced dimension.
-    block_rows, block = _tile(size, where[12])
+    kept_dims = [dim for dim in range(x.dim()) if dim not in over]
+    x, present, layout = laid_out(x, present, kept_dims, over)
+    # layout[12]: stride of x along the innermost reduced dimension.
+    block_rows, block = _tile(size, layout[12])
     blocks, parts = _cut(rows, size, block_rows, block)
     groups = triton.cdiv(rows, block_rows)
-    part = made if parts == 1 else made.new_empty(4, rows, parts)
-    arguments = (x, x if present is None else present, part, rows, size, blocks, *where)
+    part = result if parts == 1 else result.new_empty(4, rows, parts)
+    arguments = (x, x if present is None else present, part, rows, size, blocks, *layout)
     options = {
         "MASKED": present is not None, "ROWS": block_rows, "BLOCK": block, "PARTS": _PARTS,
         "num_warps": 8, "maxnreg": None,
     }  # fmt: skip
-    if what == 2 and parts > 1:
+    if statistic == 2 and parts > 1:
         _spread[(groups, parts)](*arguments, WHAT=0, ALONE=False, **options)
-    if what == 2:  # left to itself, the compiler takes 64 registers and spills some
+    if statistic == 2:  # left to itself, the compiler takes 64 registers and spills some
         options["maxnreg"] = 128
-    _spread[(groups, parts)](*arguments, WHAT=what, ALONE=parts == 1, **options)
+    _spread[(groups, parts)](*arguments, WHAT=statistic, ALONE=parts == 1, **options)
     if parts > 1:
-        _join[(rows,)](part, made, rows, parts, WHAT=what, PARTS=_PARTS, num_warps=4)
-    return made
+        _join[(rows,)](part, result, rows, parts, WHAT=statistic, PARTS=_PARTS, num_warps=4)
+    return result
 
 
 def _tile(size: int, inner: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def _tile(size: int, inner: int) -> tuple[int, int]:
     them, is 1, else rows.
     """
     if inner == 1:
-        block = next(each for each in (16, 128, _TILE) if size <= each or each == _TILE)
+        block = next(length for length in (16, 128, _TILE) if size <= length or length == _TILE)
     else:
         # Programs of cut rows hold a number for every part of each row: fewer rows fit.
         block = 8 if size <= _LONG else 128
@@ -112,8 +112,8 @@ def _at(
     """Where the values at `k` of each row lie, and which of them are present."""
     inside = inside_row[:, None] & (k < size)[None, :]
     if MASKED:
-        at = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
-        inside = inside & (tl.load(at, mask=inside, other=0) != 0)
+        address = mask[:, None] + place(k, k1, k2, mk0, mk1, mk2)[None, :]
+        inside = inside & (tl.load(address, mask=inside, other=0) != 0)
     return own[:, None] + place(k, k1, k2, xk0, xk1, xk2)[None, :], inside
 
 
@@ -133,7 +133,7 @@ def _spread(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part, parts = tl.program_id(1), tl.num_programs(1)
     inside_row = row < rows
-    own = x + place(row, r1, r2, xr0, xr1, xr2)
+    row_address = x + place(row, r1, r2, xr0, xr1, xr2)
     mask = present + place(row, r1, r2, mr0, mr1, mr2)
     row = row.to(tl.int64)
     total = tl.zeros((ROWS, BLOCK), tl.float64)
@@ -142,72 +142,72 @@ def _spread(
     if WHAT != 2 or ALONE:
         for block in range(blocks):
             k = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-            at, inside = _at(
-                own, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED
+            address, inside = _at(
+                row_address, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED
             )
-            total += tl.load(at, mask=inside, other=0.0)
+            total += tl.load(address, mask=inside, other=0.0)
             number += inside.to(tl.int32)
     sums = tl.sum(total, axis=1)
     count = tl.sum(number, axis=1).to(tl.float64)
     if WHAT == 2 and not ALONE:
-        each = tl.arange(0, PARTS)
-        of_rows = (row[:, None] * parts) + each[None, :]
-        known = inside_row[:, None] & (each < parts)[None, :]
-        sums = tl.sum(tl.load(out + of_rows, mask=known, other=0.0), axis=1)
+        part_ids = tl.arange(0, PARTS)
+        part_offsets = (row[:, None] * parts) + part_ids[None, :]
+        part_mask = inside_row[:, None] & (part_ids < parts)[None, :]
+        sums = tl.sum(tl.load(out + part_offsets, mask=part_mask, other=0.0), axis=1)
     middle = sums / tl.maximum(count, 1.0)
-    whole = _number(sums) + 0.0
-    further = tl.zeros((ROWS, BLOCK), tl.float64)
+    divisor = _number(sums) + 0.0
+    terms = tl.zeros((ROWS, BLOCK), tl.float64)
     if WHAT != 0:
         for block in range(blocks):
             k = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
-            at, inside = _at(
-                own, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED
+            address, inside = _at(
+                row_address, mask, inside_row, k, size, k1, k2, xk0, xk1, xk2, mk0, mk1, mk2, MASKED
             )
-            value = tl.load(at, mask=inside, other=0.0)
+            value = tl.load(address, mask=inside, other=0.0)
             if WHAT == 1:
                 value -= middle[:, None]
-                further += tl.where(inside, value * value, 0.0)
+                terms += tl.where(inside, value * value, 0.0)
             else:
-                share = _number(value / whole[:, None])
-                further += tl.where(inside, _number(share * _number(tl.log(share))), 0.0)
-    more = tl.sum(further, axis=1)
+                share = _number(value / divisor[:, None])
+                terms += tl.where(inside, _number(share * _number(tl.log(share))), 0.0)
+    term_sums = tl.sum(terms, axis=1)
     if ALONE:
         if WHAT == 0:
             tl.store(out + row, _number(middle), mask=inside_row)
         elif WHAT == 1:
-            tl.store(out + row, _number(more / tl.maximum(count, 1.0)), mask=inside_row)
+            tl.store(out + row, _number(term_sums / tl.maximum(count, 1.0)), mask=inside_row)
         else:
-            tl.store(out + row, -_number(more), mask=inside_row)
+            tl.store(out + row, -_number(term_sums), mask=inside_row)
     else:
         step = rows.to(tl.int64) * parts
         if WHAT != 2:
             tl.store(out + plane, sums, mask=inside_row)
             tl.store(out + step + plane, count, mask=inside_row)
-            tl.store(out + 2 * step + plane, more, mask=inside_row)
+            tl.store(out + 2 * step + plane, term_sums, mask=inside_row)
         else:
-            tl.store(out + 3 * step + plane, more, mask=inside_row)
+            tl.store(out + 3 * step + plane, term_sums, mask=inside_row)
 
 
 @kernel()
 def _join(part, out, rows, parts, WHAT: tl.constexpr, PARTS: tl.constexpr):
     """Join the parts [4, R, P] of a row to its result."""
     row = tl.program_id(0).to(tl.int64)
-    each = tl.arange(0, PARTS)
+    part_ids = tl.arange(0, PARTS)
     step = rows.to(tl.int64) * parts
-    own = part + row * parts + each
-    known = each < parts
+    address = part + row * parts + part_ids
+    part_mask = part_ids < parts
     if WHAT == 2:
-        terms = tl.sum(tl.load(own + 3 * step, mask=known, other=0.0))
+        terms = tl.sum(tl.load(address + 3 * step, mask=part_mask, other=0.0))
         tl.store(out + row, -_number(terms))
     else:
-        sums = tl.load(own, mask=known, other=0.0)
-        counts = tl.load(own + step, mask=known, other=0.0)
+        sums = tl.load(address, mask=part_mask, other=0.0)
+        counts = tl.load(address + step, mask=part_mask, other=0.0)
         number = tl.maximum(tl.sum(counts), 1.0)
         middle = tl.sum(sums) / number
         if WHAT == 0:
             tl.store(out + row, _number(middle))
         else:
-            apart = sums / tl.maximum(counts, 1.0) - middle
-            squares = tl.load(own + 2 * step, mask=known, other=0.0)
-            squares += tl.where(counts > 0, counts * apart * apart, 0.0)
+            deviation = sums / tl.maximum(counts, 1.0) - middle
+            squares = tl.load(address + 2 * step, mask=part_mask, other=0.0)
+            squares += tl.where(counts > 0, counts * deviation * deviation, 0.0)
             tl.store(out + row, _number(tl.sum(squares) / number))

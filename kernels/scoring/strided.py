@@ -24,7 +24,7 @@ def check(x: torch.Tensor, present: torch.Tensor | None) -> None:
     if present is None:
         return
     sizes = zip(reversed(present.shape), reversed(x.shape), strict=False)
-    fits = present.dim() <= x.dim() and all(own in (1, size) for own, size in sizes)
+    fits = present.dim() <= x.dim() and all(mask_size in (1, size) for mask_size, size in sizes)
     if present.dtype != torch.bool or not fits:
         raise ValueError(
             f"present: expected bool that broadcasts to {list(x.shape)}, got {present.dtype} "
@@ -47,33 +47,38 @@ def laid_out(
         `present`, outermost first.
     """
     present = None if present is None else present.expand(x.shape)
-    found = [_dims(x, present, dims) for dims in sides]
-    if any(len(dims) > 3 for dims in found):
+    groups = [_dims(x, present, dims) for dims in sides]
+    if any(len(dims) > 3 for dims in groups):
         order = [dim for dims in sides for dim in dims]
         x = x.permute(order).contiguous()
         present = None if present is None else present.permute(order).contiguous()
         starts = [sum(map(len, sides[:i])) for i in range(len(sides))]
-        found = [
+        groups = [
             _dims(x, present, range(start, start + len(dims)))
             for start, dims in zip(starts, sides, strict=True)
         ]
-    where = []
-    for dims in found:
-        full = [(1, 0, 0)] * (3 - len(dims)) + dims
-        where += [full[1][0], full[2][0], *(dim[1] for dim in full), *(dim[2] for dim in full)]
-    return x, None if present is None else present.view(torch.uint8), where
+    layout = []
+    for dims in groups:
+        padded = [(1, 0, 0)] * (3 - len(dims)) + dims
+        layout += [
+            padded[1][0],
+            padded[2][0],
+            *(dim[1] for dim in padded),
+            *(dim[2] for dim in padded),
+        ]
+    return x, None if present is None else present.view(torch.uint8), layout
 
 
 def _dims(x: torch.Tensor, present: torch.Tensor | None, dims: Sequence[int]) -> list[Dim]:
     """Join neighbouring dimensions where the strides of both x and `present` allow it."""
-    made: list[Dim] = []
+    joined: list[Dim] = []
     for dim in dims:
-        size, own = x.shape[dim], x.stride(dim)
-        other = 0 if present is None else present.stride(dim)
+        size, stride = x.shape[dim], x.stride(dim)
+        mask_stride = 0 if present is None else present.stride(dim)
         if size == 1:
             continue
-        if made and made[-1][1] == size * own and made[-1][2] == size * other:
-            made[-1] = (made[-1][0] * size, own, other)
+        if joined and joined[-1][1] == size * stride and joined[-1][2] == size * mask_stride:
+            joined[-1] = (joined[-1][0] * size, stride, mask_stride)
         else:
-            made.append((size, own, other))
-    return made
+            joined.append((size, stride, mask_stride))
+    return joined

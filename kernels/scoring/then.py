@@ -39,15 +39,15 @@ def then(
         ValueError: names the argument, what was expected and what was given.
     """
     check(taken, score, present, holds, number)
-    wanted = number.repeat_interleave(len(holds) // max(len(number), 1))
-    own, free = taken & holds, holds & ~taken
+    limit = number.repeat_interleave(len(holds) // max(len(number), 1))
+    stays, free = taken & holds, holds & ~taken
     if in_all:
-        wanted = (wanted - own.sum(1)).clamp(min=0)
+        limit = (limit - stays.sum(1)).clamp(min=0)
     competing = free if present is None else free & present
-    chosen = own | top(keys(score, competing), whole(wanted)[:, None])
+    kept = stays | top(keys(score, competing), whole(limit)[:, None])
     if not in_all:
-        return chosen
-    return chosen | (holds & (free.sum(1) <= wanted)[:, None])
+        return kept
+    return kept | (holds & (free.sum(1) <= limit)[:, None])
 
 
 def check(

@@ -17,11 +17,11 @@ _BLOCK = 256
 def whole(x: torch.Tensor) -> torch.Tensor:
     """Floor numbers of entries and clamp them to 0 .. 2**31. As `whole.whole`."""
     check(x)
-    made = torch.empty(x.shape, dtype=torch.int64, device=x.device)
-    if made.numel():
-        grid = (triton.cdiv(made.numel(), _BLOCK),)
-        _whole[grid](x.contiguous(), made, made.numel(), BLOCK=_BLOCK, num_warps=4)
-    return made
+    result = torch.empty(x.shape, dtype=torch.int64, device=x.device)
+    if result.numel():
+        grid = (triton.cdiv(result.numel(), _BLOCK),)
+        _whole[grid](x.contiguous(), result, result.numel(), BLOCK=_BLOCK, num_warps=4)
+    return result
 
 
 @triton.jit
@@ -30,13 +30,13 @@ def counted(x):
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, 0.0), _MOST)
     nearest = ((x * 2 + _ROUNDS) - _ROUNDS) / 2
-    near = tl.abs(x - nearest) <= tl.maximum(x, 1.0) * _SNAP
-    return tl.floor(tl.where(near, nearest, x))
+    is_near = tl.abs(x - nearest) <= tl.maximum(x, 1.0) * _SNAP
+    return tl.floor(tl.where(is_near, nearest, x))
 
 
 @kernel()
 def _whole(x, made, number, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < number
-    own = counted(tl.load(x + at, mask=inside, other=0.0))
-    tl.store(made + at, own.to(tl.int64), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < number
+    value = counted(tl.load(x + index, mask=inside, other=0.0))
+    tl.store(made + index, value.to(tl.int64), mask=inside)

@@ -54,12 +54,12 @@ def columns(
             `flags`, int32 [parts * G, blocks].
     """
     head = tl.program_id(0)
-    stored = head
+    result_head = head
     if IN_PARTS:
-        stored += tl.program_id(2) * tl.num_programs(0)
+        result_head += tl.program_id(2) * tl.num_programs(0)
     if TILE is not None and ONE_TILE:
-        asking, line_row, there = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
-        q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
+        query_head, line_row, exists = lines_of(head, 0, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
+        q_tile = queries_of(q, query_head, line_row, exists, HEAD_DIM, HEAD_DIM_P, DTYPE)
         asked = asked_of(
             0, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS, GROUP,
             GROUP_P, BLOCK_W,
@@ -71,7 +71,7 @@ def columns(
         block = begin + end - 1 - turn
         entry = places_of(block, tokens, STEPS, BLOCK_N)
         entries = entries_of(entry, head, tokens, queries, positions, holds, ranks, STEPS)
-        wrong = 0
+        nonfinite = 0
         k_tile = None
         if KEYS:
             k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
@@ -83,7 +83,7 @@ def columns(
             seen = entries.at[None, None, :] <= asked.at
             state = TILE((), asked, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
             if CHECK_LOGITS:
-                wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
+                nonfinite += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
         if TILE is not None and not ONE_TILE:
             state = START(BLOCK_N)
             first = 0
@@ -95,35 +95,37 @@ def columns(
                 first += tl.program_id(2) * share
                 last = tl.minimum(first + share, queries)
             for start in range(first, last, BLOCK_W):
-                asking, row, there = lines_of(
+                query_head, row, exists = lines_of(
                     head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W
                 )
-                q_part = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
-                own = asked_of(
+                q_part = queries_of(q, query_head, row, exists, HEAD_DIM, HEAD_DIM_P, DTYPE)
+                asked_part = asked_of(
                     start, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS,
                     GROUP, GROUP_P, BLOCK_W,
                 )  # fmt: skip
                 logits = logits_of(
                     q_part, k_tile, k, head, True, SCALE, GROUP_P, BLOCK_W, BLOCK_N, PRECISION
                 )
-                seen = entries.at[None, None, :] <= own.at
-                state = TILE(state, own, logits, seen, entries, positions, inputs, numbers, BLOCK_N)
+                seen = entries.at[None, None, :] <= asked_part.at
+                state = TILE(
+                    state, asked_part, logits, seen, entries, positions, inputs, numbers, BLOCK_N
+                )
                 if CHECK_LOGITS:
-                    wrong += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
+                    nonfinite += tl.sum(tl.where(tl.abs(logits) < float("inf"), 0, 1))
         v_tile = None
         if VALUES:
             v_tile = vectors(v, value_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
             v_tile = scaled(v_tile, v, head)
         if KEYS:
             k_tile = scaled(k_tile, k, head)
-        place = of_head(entries, stored)
-        STORE(state, k_tile, v_tile, place, positions, inputs, numbers, results, BLOCK_N)
+        result_entries = of_head(entries, result_head)
+        STORE(state, k_tile, v_tile, result_entries, positions, inputs, numbers, results, BLOCK_N)
         if CHECK_KEYS:
-            wrong += tl.sum(tl.where(tl.abs(tl.cast(k_tile, tl.float32)) < float("inf"), 0, 1))
+            nonfinite += tl.sum(tl.where(tl.abs(tl.cast(k_tile, tl.float32)) < float("inf"), 0, 1))
         if CHECK_VALUES:
-            wrong += tl.sum(tl.where(tl.abs(tl.cast(v_tile, tl.float32)) < float("inf"), 0, 1))
+            nonfinite += tl.sum(tl.where(tl.abs(tl.cast(v_tile, tl.float32)) < float("inf"), 0, 1))
         if flags is not None:
-            tl.store(flags + stored * tl.cdiv(tokens, BLOCK_N) + block, wrong)
+            tl.store(flags + result_head * tl.cdiv(tokens, BLOCK_N) + block, nonfinite)
 
 
 @kernel()
@@ -143,8 +145,8 @@ def rows(
     """
     part, head, tile, _ = program_of(queries, kv, BLOCK_W)
     start = tile * BLOCK_W
-    asking, line_row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
-    q_tile = queries_of(q, asking, line_row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
+    query_head, line_row, exists = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
+    q_tile = queries_of(q, query_head, line_row, exists, HEAD_DIM, HEAD_DIM_P, DTYPE)
     asked = asked_of(
         start, head, tokens, queries, query_positions, heads_per_row, row_lse, STEPS, GROUP,
         GROUP_P, BLOCK_W,

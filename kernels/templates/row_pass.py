@@ -33,36 +33,36 @@ def row_partials(
     part, head, tile, tiles = program_of(queries, kv, BLOCK_W)
     # Later queries see more keys: they begin first.
     start = (tiles - 1 - tile) * BLOCK_W
-    asking, row, there = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
-    q_tile = queries_of(q, asking, row, there, HEAD_DIM, HEAD_DIM_P, DTYPE)
-    line_at = asked_at(row, there, head, tokens, queries, query_positions, heads_per_row, STEPS)
+    query_head, row, exists = lines_of(head, start, queries, GROUP, BLOCK_W, GROUP_P * BLOCK_W)
+    q_tile = queries_of(q, query_head, row, exists, HEAD_DIM, HEAD_DIM_P, DTYPE)
+    position = asked_at(row, exists, head, tokens, queries, query_positions, heads_per_row, STEPS)
     top = tl.full([GROUP_P * BLOCK_W], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_P * BLOCK_W], tl.float32)
-    some = tl.zeros([GROUP_P * BLOCK_W], tl.int32)
-    seen_last = tokens
+    seen_any = tl.zeros([GROUP_P * BLOCK_W], tl.int32)
+    seen_tokens = tokens
     if not STEPS:  # no query of the tile sees keys after the last one
-        seen_last = tl.minimum(tokens - queries + start + BLOCK_W, tokens)
-    last = tl.minimum((part + 1) * blocks, tl.cdiv(seen_last, BLOCK_N))
-    for block in range(part * blocks, last):
+        seen_tokens = tl.minimum(tokens - queries + start + BLOCK_W, tokens)
+    end = tl.minimum((part + 1) * blocks, tl.cdiv(seen_tokens, BLOCK_N))
+    for block in range(part * blocks, end):
         entry = places_of(block, tokens, STEPS, BLOCK_N)
         entries = entries_of(entry, head, tokens, queries, positions, holds, None, STEPS)
         k_tile = vectors(k, key_rows, entries, STEPS, HEAD_DIM, HEAD_DIM_P, DTYPE)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * SCALE
         scores = scaled(scores, k, head)
-        seen = entries.at[None, :] <= line_at[:, None]
+        seen = entries.at[None, :] <= position[:, None]
         scores = tl.where(seen, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - base) + tl.sum(tl.exp(scores - base[:, None]), 1)
-        top = highest
+        top = new_top
         if STEPS:
-            some = tl.maximum(some, tl.max(seen.to(tl.int32), 1))
-    none = total == 0.0
-    empty = float("-inf")
+            seen_any = tl.maximum(seen_any, tl.max(seen.to(tl.int32), 1))
+    is_empty = total == 0.0
+    empty_lse = float("-inf")
     if STEPS:  # an older query may see nothing: all entries before it have left
-        empty = tl.where(some > 0, float("nan"), float("-inf"))
-    lse = tl.where(none, empty, top + tl.log(tl.where(none, 1.0, total)))
-    tl.store(partial + (part * kv * GROUP + asking) * queries + row, lse, mask=there)
+        empty_lse = tl.where(seen_any > 0, float("nan"), float("-inf"))
+    lse = tl.where(is_empty, empty_lse, top + tl.log(tl.where(is_empty, 1.0, total)))
+    tl.store(partial + (part * kv * GROUP + query_head) * queries + row, lse, mask=exists)
 
 
 @kernel()
@@ -70,9 +70,9 @@ def row_combine(partial, row_lse, rows, splits, SPLITS_P: tl.constexpr, BLOCK: t
     """Combine the splits of each row, in order, into its log-sum-exp."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     part = tl.arange(0, SPLITS_P)[:, None]
-    there = (part < splits) & (row < rows)
-    parts = tl.load(partial + part * rows + row, mask=there, other=float("-inf"))
+    mask = (part < splits) & (row < rows)
+    parts = tl.load(partial + part * rows + row, mask=mask, other=float("-inf"))
     top = tl.max(parts, 0, keep_dims=True)
     base = tl.where(top == float("-inf"), 0.0, top)
-    whole = base + tl.log(tl.sum(tl.exp(parts - base), 0, keep_dims=True))
-    tl.store(row_lse + row, whole, mask=row < rows)
+    lse = base + tl.log(tl.sum(tl.exp(parts - base), 0, keep_dims=True))
+    tl.store(row_lse + row, lse, mask=row < rows)

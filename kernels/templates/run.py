@@ -179,8 +179,8 @@ class _Run:
         """
         if not self.template.in_parts:
             return 1
-        wanted = triton.cdiv(self.wanted, 2 * self.total) if self.gpu else 3
-        return max(1, min(wanted, self.tiles // 2))
+        parts = triton.cdiv(self.wanted, 2 * self.total) if self.gpu else 3
+        return max(1, min(parts, self.tiles // 2))
 
     def made(
         self, inputs: tuple[torch.Tensor, ...], numbers: tuple[float, ...]
@@ -189,18 +189,18 @@ class _Run:
         template = self.template
         lse = self._row_lse() if template.softmax else None
         results = tuple(
-            self._empty(*each, i in template.returned) for i, each in enumerate(template.results)
+            self._empty(*spec, i in template.returned) for i, spec in enumerate(template.results)
         )
-        given = (inputs, numbers, results)
+        arguments = (inputs, numbers, results)
         if template.columns is not None:
-            self._columns(template.columns, lse, given)
+            self._columns(template.columns, lse, arguments)
         if template.rows is not None and self.queries:
-            self._rows(template.rows, lse, given)
+            self._rows(template.rows, lse, arguments)
         if template.tail is not None:
             span = self.block or (256 if self.gpu else 1024)
             frames.tail[(triton.cdiv(self.tokens, span), self.kv)](
                 *self.marks,
-                *given,
+                *arguments,
                 self.tokens,
                 STORE=template.tail,
                 STEPS=template.steps,
@@ -214,10 +214,10 @@ class _Run:
         Triton's interpreter multiplies float32 only; a GPU multiplies float32 by three products of
         tensor cores (`tf32x3`), as exact as its own rounding.
         """
-        own = q is not None and k.dtype in FLOAT8
-        dtype = q.dtype if q is not None and own else k.dtype
-        alike = q is None or q.dtype == dtype
-        return _HALVES.get(dtype, tl.float32) if self.gpu and alike else tl.float32
+        use_query_dtype = q is not None and k.dtype in FLOAT8
+        dtype = q.dtype if q is not None and use_query_dtype else k.dtype
+        same_dtype = q is None or q.dtype == dtype
+        return _HALVES.get(dtype, tl.float32) if self.gpu and same_dtype else tl.float32
 
     def _empty(
         self, axes: tuple[str, ...], truth: bool, splits: bool, returned: bool
@@ -228,23 +228,23 @@ class _Run:
         }  # fmt: skip
         shape = [sizes[axis] for axis in axes]
         # Torch goes on in float64 with returned results that are not split.
-        whole = torch.float64 if returned and not splits else torch.float32
-        dtype = torch.int8 if truth else whole
+        float_dtype = torch.float64 if returned and not splits else torch.float32
+        dtype = torch.int8 if truth else float_dtype
         number = self.parts if self.template.in_parts else self.splits
         shape = [number, *shape] if splits else shape
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _asked(self) -> tuple:
         """The window as kernels take it: `q`, `query_positions`, `heads_per_row`."""
-        q, at, _ = self.window
+        q, positions, _ = self.window
         if q is None:
             return None, None, 1
-        rows = 1 if at is None or at.dim() == 1 else len(at)
-        return (q, q.stride(0), q.stride(1)), at, self.kv // rows
+        rows = 1 if positions is None or positions.dim() == 1 else len(positions)
+        return (q, q.stride(0), q.stride(1)), positions, self.kv // rows
 
-    def _vectors(self, given: _Vectors) -> tuple:
+    def _vectors(self, vectors: _Vectors) -> tuple:
         """Keys or values as kernels take them, with their strides and scale; and their rows."""
-        x, rows, scale = given
+        x, rows, scale = vectors
         if x is None:
             return None, None
         if self.template.steps:
@@ -255,8 +255,8 @@ class _Run:
 
     def _row_lse(self) -> torch.Tensor:
         """Log-sum-exp float32 [H, W]: given by attention, else computed by a pass over the keys."""
-        *_, given = self.window
-        lse = self._row_pass() if given is None else given
+        *_, attention_lse = self.window
+        lse = self._row_pass() if attention_lse is None else attention_lse
         if self.template.steps:  # a query may see nothing
             self.checks.append((lse < float("inf")).view(self.kv, -1).all(1))
         elif self.queries:
@@ -269,10 +269,10 @@ class _Run:
         lse = partial
         if self.queries:
             query_tile, warps, stages = self.template.row_pass
-            own = {"BLOCK_W": query_tile, "num_warps": warps, "num_stages": stages}
+            overrides = {"BLOCK_W": query_tile, "num_warps": warps, "num_stages": stages}
             row_partials[(self.splits * self.kv * triton.cdiv(self.queries, query_tile),)](
                 *self._asked(), *self._vectors(self.keys), *self.marks[:2], partial, self.tokens,
-                self.queries, self.blocks, self.kv, **{**self.sizes, **own},
+                self.queries, self.blocks, self.kv, **{**self.sizes, **overrides},
             )  # fmt: skip
         if self.queries and self.splits > 1:
             lse = torch.empty_like(partial[0])
@@ -284,7 +284,7 @@ class _Run:
         return lse
 
     def _columns(
-        self, functions: tuple, lse: torch.Tensor | None, given: tuple[tuple, ...]
+        self, functions: tuple, lse: torch.Tensor | None, arguments: tuple[tuple, ...]
     ) -> None:
         template, (start, tile, store) = self.template, functions
         if tile is not None and not template.one_tile:
@@ -301,7 +301,7 @@ class _Run:
         keys = self._vectors(self.keys) if template.reads_keys else (None, None)
         frames.columns[(self.kv, triton.cdiv(self.total, step), self.parts)](
             *self._asked(), *keys, *self._vectors(self.values), lse, *self.marks[:3], flags,
-            *given, self.tokens, self.queries, step,
+            *arguments, self.tokens, self.queries, step,
             START=start, TILE=tile, STORE=store, ONE_TILE=template.one_tile, SKIPS=template.skips,
             IN_PARTS=template.in_parts,
             KEYS=template.reads_keys, VALUES=self.values[0] is not None,
@@ -311,10 +311,12 @@ class _Run:
         if flags is not None:
             self.checks.append(flags.sum(1) == 0 if template.steps else flags.sum() == 0)
 
-    def _rows(self, functions: tuple, lse: torch.Tensor | None, given: tuple[tuple, ...]) -> None:
+    def _rows(
+        self, functions: tuple, lse: torch.Tensor | None, arguments: tuple[tuple, ...]
+    ) -> None:
         start, tile, store = functions
         frames.rows[(self.splits * self.kv * self.tiles,)](
-            *self._asked(), *self._vectors(self.keys), lse, *self.marks[:3], *given,
+            *self._asked(), *self._vectors(self.keys), lse, *self.marks[:3], *arguments,
             self.tokens, self.queries, self.blocks, self.kv,
             START=start, TILE=tile, STORE=store, **self.sizes,
         )  # fmt: skip

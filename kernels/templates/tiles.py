@@ -60,19 +60,19 @@ def entries_of(
     entry, head, tokens, queries, positions, holds, ranks, STEPS: tl.constexpr
 ):  # fmt: skip
     """Describe the entries of a KV head that have the given indices."""
-    rank, own = entry + 1, tokens
+    rank, count = entry + 1, tokens
     if STEPS:
         owned = (entry >= 0) & (entry < tokens)
         if holds is not None:
             owned = tl.load(holds + head * tokens + entry, mask=owned, other=0) != 0
-        at = tl.load(positions + entry, mask=owned, other=AFTER_ALL).to(tl.int32)
+        position = tl.load(positions + entry, mask=owned, other=AFTER_ALL).to(tl.int32)
         if ranks is not None:
             rank = tl.load(ranks + head * tokens + entry, mask=owned, other=0)
-            own = tl.load(ranks + head * tokens + tokens - 1)
+            count = tl.load(ranks + head * tokens + tokens - 1)
     else:
         owned = entry < tokens
-        at = entry
-    return EntryTile(head, tokens, queries, entry, owned, at, rank, own)
+        position = entry
+    return EntryTile(head, tokens, queries, entry, owned, position, rank, count)
 
 
 @triton.jit
@@ -123,8 +123,8 @@ def vectors(
     else:
         layer = (entries.head // heads).to(tl.int64)
         place = place * to_row + layer * to_layer + entries.head % heads * to_head
-    there = entries.owned[:, None] & (dim < HEAD_DIM)[None, :]
-    return _as(tl.load(data + place[:, None] + dim[None, :], mask=there, other=0.0), DTYPE)
+    mask = entries.owned[:, None] & (dim < HEAD_DIM)[None, :]
+    return _as(tl.load(data + place[:, None] + dim[None, :], mask=mask, other=0.0), DTYPE)
 
 
 @triton.jit
@@ -191,11 +191,11 @@ def asked_at(
         query_positions: [G / heads_per_row, W], a row for `heads_per_row` consecutive KV heads.
     """
     if STEPS:
-        own = query_positions + (head // heads_per_row).to(tl.int64) * queries
-        at = tl.load(own + row, mask=there, other=-1).to(tl.int32)
+        head_positions = query_positions + (head // heads_per_row).to(tl.int64) * queries
+        position = tl.load(head_positions + row, mask=there, other=-1).to(tl.int32)
     else:
-        at = tl.where(there, tokens - queries + row, -1)
-    return at
+        position = tl.where(there, tokens - queries + row, -1)
+    return position
 
 
 @triton.jit
@@ -205,14 +205,16 @@ def asked_of(
 ):  # fmt: skip
     """Describe the tile of queries that begins at index `start` of the window."""
     row = start + tl.arange(0, BLOCK_W)[None, :, None]
-    at = asked_at(row, row < queries, head, tokens, queries, query_positions, heads_per_row, STEPS)
+    position = asked_at(
+        row, row < queries, head, tokens, queries, query_positions, heads_per_row, STEPS
+    )
     group = tl.arange(0, GROUP_P)[:, None, None]
     if row_lse is None:
         lse = tl.zeros([GROUP_P, BLOCK_W, 1], tl.float32)
     else:
         place = (head * GROUP + group) * queries + row
         lse = tl.load(row_lse + place, mask=(group < GROUP) & (row < queries), other=0.0)
-    return QueryTile(row, at, lse)
+    return QueryTile(row, position, lse)
 
 
 @triton.jit
