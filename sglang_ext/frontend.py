@@ -48,6 +48,7 @@ def install(server: FrontEnd) -> None:
         (compat.META_INFO, _around_meta_info, "around"),
         (compat.GENERATE, _around_generate, "around"),
         (compat.CRASH_DUMP, before_crash_dump, "before"),
+        (compat.ABORT_REQUEST, _before_abort, "before"),
         (compat.FRONT_STATE, _around_state, "around"),
     ]
     if server.live is not None:
@@ -92,6 +93,13 @@ def _shadows_of(manager: Any) -> Shadows | None:
 def _before_batch_output(manager: Any, output: Any, *args: Any) -> None:
     """Before TokenizerManager._handle_batch_output."""
     compat.complete_output(output)
+
+
+def _before_abort(manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """Before TokenizerManager.abort_request: requests that wait for their policy."""
+    server = _server_of(manager)
+    if server is not None:
+        server.traffic.abort(rid, all_requests=abort_all)
 
 
 def before_aborted(manager: Any, aborted: Any, *args: Any) -> None:

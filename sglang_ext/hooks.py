@@ -87,6 +87,8 @@ def _scheduler_hooks(runtime: Runtime) -> list[tuple[str, str, Function]]:
         (compat.END_OUTPUT, "around", _around_end_output(runtime)),
         (compat.INTERNAL_STATE, "after", _after_internal_state(runtime)),
         (compat.CONTROL, "around", _around_control(runtime)),
+        (compat.RELEASE_POOL, "around", _around_release_pool(runtime)),
+        (compat.RESUME_POOL, "around", _around_resume_pool(runtime)),
         (compat.CHECKPOINT, "after", lambda _, req, tree: runtime.published(req)),
         (compat.RELEASE, "before", lambda req, *_, **options: runtime.released(req)),
         (compat.OWNED, "after", lambda length, req: runtime.owned(req, length)),
@@ -413,6 +415,33 @@ def _around_control(runtime: Runtime) -> Function:
             original(scheduler, request)
             return
         compat.answer_change(scheduler, request, runtime.changes.handle(request.body))
+
+    return around
+
+
+def _around_release_pool(runtime: Runtime) -> Function:
+    def around(original: Function, manager: Any, request: Any) -> Any:
+        """Around SchedulerWeightUpdaterManager.release_memory_occupation.
+
+        Kernels that are tried in the background read the pool.
+        """
+        runtime.background.pause()
+        try:
+            return original(manager, request)
+        finally:
+            if not compat.has_released_memory(manager):  # it was refused
+                runtime.background.resume()
+
+    return around
+
+
+def _around_resume_pool(runtime: Runtime) -> Function:
+    def around(original: Function, manager: Any, request: Any) -> Any:
+        """Around SchedulerWeightUpdaterManager.resume_memory_occupation."""
+        answer = original(manager, request)
+        if not compat.has_released_memory(manager):
+            runtime.background.resume()
+        return answer
 
     return around
 

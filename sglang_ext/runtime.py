@@ -45,6 +45,7 @@ from kvpolicy.sglang_ext.request.request import (
     iterate_finishing,
     state_of,
 )
+from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.changes import Changes
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
@@ -72,6 +73,7 @@ class Runtime:
         # Set by `start`, which binds the policies to the model.
         self.policies: ServedPolicies
         self.changes: Changes
+        self.background: Background
 
     # Queued and admitted.
 

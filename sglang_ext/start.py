@@ -16,7 +16,7 @@ from kvpolicy.sglang_ext.attention import backend as backends
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat, options, refusals
 from kvpolicy.sglang_ext.face.compiling import compiling, watch_late
-from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
 from kvpolicy.sglang_ext.face.options import Policy
 from kvpolicy.sglang_ext.forward import layers
 from kvpolicy.sglang_ext.forward.rotary import of_model
@@ -83,7 +83,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     _compile(services, scheduler, served_policies)
     compile_variant = partial(_warm_variant, queries=runner.dtype)
     make_variant = _within(services, make, compile_variant)
-    background = Background(services.arena.storage.device)
+    runtime.background = background = Background(services.arena.storage.device)
     variants = Variants(shape, make_variant, services.ranks, background)
     runtime.policies = ServedPolicies(served_policies, variants, metrics)
     captured_requests = compat.captured_requests(server_options)
@@ -159,7 +159,7 @@ def _ready(services: Services, policy: Policy, warm: Callable[[], None]) -> None
         logger.exception("Compilation of kernels failed.")
         what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"
         help_ = "--kv-policy-kernels torch serves it without them"
-        raise Refused(f"{policy.option}: {what}; {help_}") from error
+        raise NotCompiled(f"{policy.option}: {what}; {help_}") from error
 
 
 def _shown(value: Any) -> str:

@@ -6,14 +6,30 @@ queries, tokens; in a kernel over vectors two, tokens and `dim`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.tiles import TILE, Arguments, Condition, Tile
 from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.written import described
+
+
+def comment_on(node: Node) -> str:
+    """The expression of a node, equal for policies of which kernels are equal."""
+    return described(node, lambda value: shown(value) if _is_inline(value) else "number")
+
+
+def _is_inline(value: Fraction | float | bool) -> bool:
+    """Whether a number is written into kernels; others are their arguments.
+
+    A parameter that may have any value must not have a kernel for each: compiled ones stay.
+    """
+    return value in (math.inf, -math.inf) or (abs(value) <= 64 and 2 * value == int(2 * value))
 
 
 @dataclass
@@ -51,7 +67,7 @@ class Leaves:
 
     def comment(self, node: Node) -> None:
         """Adds the expression of a node as a comment."""
-        self.line(f"# {described(node)}")
+        self.line(f"# {comment_on(node)}")
 
     def named(self, wish: str, text: str) -> str:
         """Adds an assignment of a text to a new name, and returns the name."""
@@ -75,9 +91,10 @@ class Leaves:
             if truth:
                 return Tile("(tokens > 0)" if x else "(tokens < 0)")
             x = float(x)
-            if x in (float("inf"), float("-inf")):
+            if math.isinf(x):
                 return Tile(f'float("{x}")')
-            return Tile(f"({x!r})" if x < 0 else repr(x))
+            if _is_inline(x):
+                return Tile(f"({x!r})" if x < 0 else repr(x))
         name = self.arguments.number(node, "truth" if truth else "value")
         return Tile(f"({name} != 0)" if truth else name)
 

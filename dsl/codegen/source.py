@@ -17,13 +17,13 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.codegen.causal import skips
 from kvpolicy.dsl.codegen.expressions import Writer
 from kvpolicy.dsl.codegen.fusion import Bundle, Reduction
+from kvpolicy.dsl.codegen.leaves import comment_on
 from kvpolicy.dsl.codegen.parts import Output, Parts
 from kvpolicy.dsl.codegen.reductions import Statistic, fold, shape, vector_parts, vector_writer
 from kvpolicy.dsl.codegen.stores import store, store_row
 from kvpolicy.dsl.codegen.text import HEADER, TILES, Definitions
 from kvpolicy.dsl.codegen.tiles import SEEN, TILE, Tile, conjunction
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.written import described
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Generator(Parts):
 
     def _header(self) -> str:
         outputs = "\n".join(
-            f"    {line}" for line in dict.fromkeys(map(described, self.bundle.outputs))
+            f"    {line}" for line in dict.fromkeys(map(comment_on, self.bundle.outputs))
         )
         sizes = self.bound.shape
         heads = f"{sizes.group} query heads per KV head of size {sizes.head_dim}"

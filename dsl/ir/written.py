@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fractions import Fraction
+
 from kvpolicy.dsl.ir.nodes import Node, brackets
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ops.operations import Kind
@@ -11,19 +14,23 @@ from kvpolicy.dsl.ops.table import OPERATIONS
 _PAIRS = {row.of_two: row.name for row in OPERATIONS.values() if row.of_two is not None}
 
 
-def written(node: Node, *, named: bool = False) -> str:
+def written(
+    node: Node, *, named: bool = False, number: Callable[[Fraction | bool], str] = shown
+) -> str:
     """The expression of a node, on one line; inner nodes that have a name are written as it.
 
     Args:
         node: of a checked, bound or lowered policy.
         named: whether the node itself is written as its name too, if it has one.
+        number: writes a literal, but for numbers of tokens.
     """
     if named and node.name is not None:
         return node.name
-    args = [written(arg, named=True) for arg in node.args]
     row = node.operation
+    number = shown if row.is_window or node.takes_an_end else number
+    args = [written(arg, named=True, number=number) for arg in node.args]
     if row.kind is Kind.LITERAL:
-        return shown(node.literal)
+        return number(node.literal)
     if row.is_window:
         return f"{node.op}({f'recent({args[0]})' if args else node.value})"
     if node.takes_an_end:
@@ -44,9 +51,10 @@ def written(node: Node, *, named: bool = False) -> str:
     return f"{_PAIRS.get(node.op, node.op)}{brackets(node.axes)}({arguments})"
 
 
-def described(node: Node) -> str:
-    """The expression of a node after its name, if it has one."""
-    return f"{node.name}: {written(node)}" if node.name else written(node)
+def described(node: Node, number: Callable[[Fraction | bool], str] = shown) -> str:
+    """The expression of a node after its name, if it has one; `number` as of `written`."""
+    text = written(node, number=number)
+    return f"{node.name}: {text}" if node.name else text
 
 
 def bare(text: str) -> str:

@@ -51,7 +51,7 @@ def difference(
     words = [decode_words(bound) for bound in (first, second)]
     yield from _section("While decoding", _change(words))
     sizes = [config.kv_size(max_entries(bound, length)) for bound in (first, second)]
-    yield from _section("KV cache, at most", _change(sizes, shown=size_text))
+    yield from _section("KV cache, at most", _change(sizes, as_text=size_text))
     yield from _section("Overlap on a sample", _overlap(programs, config.shape, length))
 
 

@@ -103,11 +103,12 @@ class Tuned:
         if kernel not in self.choices:
             return _NOTHING
         key = (kernel, where)
-        if key not in self.remembered:
-            if len(self.remembered) == _REMEMBERED:  # prompts are of any length
+        choice = self.remembered.get(key)
+        if choice is None:
+            if len(self.remembered) >= _REMEMBERED:  # prompts are of any length
                 self.remembered.clear()
-            self.remembered[key] = self._nearest(kernel, where)
-        return self.remembered[key]
+            choice = self.remembered[key] = self._nearest(kernel, where)
+        return choice
 
     def _nearest(self, kernel: str, where: tuple) -> Mapping[str, Any]:
         exact, near = KERNELS[kernel].exact, KERNELS[kernel].near

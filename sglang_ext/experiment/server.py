@@ -59,14 +59,12 @@ class FrontEnd:
         if not self._began:
             self._began = True
             await self._begin(manager)
-        try:
-            # SGLang's warm-up takes no part.
-            draws = not compat.is_starting(manager)
-            await self.traffic.choose(manager, obj, request, draws=draws)
-        except ValueError:  # the client's matter
-            raise
-        except Exception as error:
-            self._note("a request was not assigned and gets the server's default", error)
+        draws = await self.traffic.choose(manager, obj, request)
+        if draws and self.live is not None and not compat.is_starting(manager):  # SGLang's warm-up
+            try:
+                await self.traffic.draw(self.live, manager, obj, request)
+            except Exception as error:
+                self._note("a request was not assigned and gets the server's default", error)
 
     def _note(self, what: str, error: Exception) -> None:
         """Log an error of an experiment, which fails no request, once for each kind."""

@@ -10,7 +10,7 @@ gets full KV.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -20,7 +20,7 @@ from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served
-from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY, Policy
+from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
 from kvpolicy.sglang_ext.serving.allowed import Allowed
 from kvpolicy.sglang_ext.serving.prepared import Prepared
 
@@ -57,14 +57,18 @@ class Traffic:
         self._allowed, self._labels = allowed, labels
         self._prepared = Prepared()
 
-    async def choose(self, manager: Any, obj: Any, request: Any, *, draws: bool = True) -> None:
-        """Write the policy of a request into it, unless the client named it or it is the default.
+    async def choose(self, manager: Any, obj: Any, request: Any) -> bool:
+        """Write the policy that a client names, or that policies are off, into a request.
+
+        If it sets parameters, wait until the schedulers have its variant.
 
         Args:
             manager: SGLang's tokenizer manager.
             obj: SGLang's request, as its route has made it; a single one or a batch.
             request: the HTTP request; None for one that a program makes.
-            draws: whether it may take part in the experiment.
+
+        Returns:
+            Whether the experiment decides for parts of it: then `draw`.
 
         Raises:
             ValueError: the client asks for what it may not have; the message is for the client.
@@ -79,7 +83,7 @@ class Traffic:
             compat.set_labels(obj, self.live.labels(None), self._labels)
         if not self.enabled:
             write(parts, NO_POLICY, {"reason": AssignmentReason.DISABLED.value})
-            return
+            return False
         header = None if request is None else request.headers.get(HEADER)
         outer_policy = alias if header is None else header
         naming_parts: list[dict[str, Any]] = []
@@ -95,41 +99,43 @@ class Traffic:
             )
             if not self.is_policy(outer_policy):
                 raise not_served(f"header {HEADER}", outer_policy, self._policies)
-        for policy, values in await self._values(customs, outer_policy):
-            await self._prepared.wait(manager, policy, values)
+        if await self._prepare(manager, customs, outer_policy, _rids(obj)):  # that took some time
+            if request is not None and await request.is_disconnected():
+                raise ValueError("the client has gone")
+            if not self.enabled:
+                write(parts, NO_POLICY, {"reason": AssignmentReason.DISABLED.value})
+                return False
         if naming_parts or outer_policy is not None:
             note = {} if self.live is None else self.live.named_itself()
             write(naming_parts, None, note)
             if outer_policy is not None:
                 write(other_parts, outer_policy, note)
-        if other_parts and outer_policy is None and self.live is not None and draws:
-            arm = await self._draw(self.live, other_parts, obj, request, write)
-            if arm is not None and len(other_parts) == len(parts):  # they share their labels
-                compat.set_labels(obj, self.live.labels(arm), self._labels)
+        return bool(other_parts) and outer_policy is None and self.live is not None
 
-    async def _draw(
-        self,
-        live: Live,
-        parts: Sequence[dict[str, Any]],
-        obj: Any,
-        request: Any,
-        write: Callable[..., None],
-    ) -> str | None:
-        """Write the policy of its arm into parts of a request.
+    async def draw(self, live: Live, manager: Any, obj: Any, request: Any) -> None:
+        """Write the policy of its arm into the parts of a request that name none.
 
-        Returns:
-            The arm, if all parts are in it.
+        Args:
+            manager, obj, request: as of `choose`.
         """
-        drawn_parts = [part for part in parts if part.get("max_new_tokens") != 0]
-        silent_parts = [part for part in parts if part.get("max_new_tokens") == 0]
+        parts = _parts(obj)
+        write = partial(_write, obj, compat.preferred_custom_params(manager))
+        other_parts = [part for part in parts if POLICY not in (_custom(part) or {})]
+        drawn_parts = [part for part in other_parts if part.get("max_new_tokens") != 0]
+        silent_parts = [part for part in other_parts if part.get("max_new_tokens") == 0]
         if silent_parts:
             write(silent_parts, *live.generates_nothing())
         if not drawn_parts:
-            return None
+            return
         place, key = await self._key(obj, request, live.experiment.targeting_key)
         policy, assigned = live.assign(place, key, time.time())
         write(drawn_parts, policy, assigned)
-        return None if silent_parts else assigned.get("arm")
+        if len(drawn_parts) == len(parts) and assigned.get("arm") is not None:  # they share labels
+            compat.set_labels(obj, live.labels(assigned["arm"]), self._labels)
+
+    def abort(self, rid: str, *, all_requests: bool) -> None:
+        """End requests that SGLang does not know yet, as they wait for their policy."""
+        self._prepared.abort(rid, all_requests=all_requests)
 
     def is_policy(self, name: str) -> bool:
         """Whether a name stands for a served policy or for none."""
@@ -166,15 +172,23 @@ class Traffic:
                 f"KV on demand (--kv-policy-override listed); it has {names}"
             )
 
-    async def _values(
-        self, customs: Sequence[dict[str, Any]], outer_policy: str | None
-    ) -> list[tuple[Policy, Mapping[str, Any]]]:
-        """Policies whose parameters the request sets, with the values.
+    async def _prepare(
+        self,
+        manager: Any,
+        customs: Sequence[dict[str, Any]],
+        outer_policy: str | None,
+        rids: Collection[str],
+    ) -> bool:
+        """Check the parameters that a request sets, and wait for its variants.
+
+        Returns:
+            Whether it sets any.
 
         Raises:
-            ValueError: it may not set them; the message is for the client.
+            ValueError: it may not set them, or a variant cannot be made; the message is for the
+                client.
         """
-        values = []
+        sets = False
         for custom in customs:
             if SET not in custom:
                 continue
@@ -184,10 +198,14 @@ class Traffic:
                     f"custom_params.{SET} sets parameters, but the server chooses the policy of "
                     f"this request; name one in custom_params.{POLICY}"
                 )
-            if self._allowed is not None:
+            sets = True
+            while self._allowed is not None:
                 policy = await self._allowed.check(name, custom[SET])
-                values.append((policy, custom[SET]))
-        return values
+                if custom[SET]:
+                    await self._prepared.wait(manager, policy, custom[SET], rids)
+                if self._policies.get(policy.name) is policy:
+                    break  # else replaced meanwhile, and other values may be allowed
+        return sets
 
     async def _key(
         self, obj: Any, request: Any, keys: Sequence[KeySource]
@@ -218,6 +236,12 @@ def _field(body: Any, path: str) -> Any:
     for name in path.split("."):
         body = body.get(name) if isinstance(body, Mapping) else None
     return body
+
+
+def _rids(obj: Any) -> list[str]:
+    """Ids of a request's parts, where the client has given them."""
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    return [rid for rid in rids if isinstance(rid, str)]
 
 
 def _custom(part: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ LOG_REQUEST = (
 EXPORT_REQUEST = (
     "sglang.srt.observability.request_metrics_exporter.RequestMetricsExporterManager.write_record"
 )
+ABORT_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 RELEASE_MEMORY = f"{CONTROLS}.release_memory_occupation"
 RESUME_MEMORY = f"{CONTROLS}.resume_memory_occupation"
 WANT_IDLE = (  # they, or what follows a pause, fail while the scheduler has a request
@@ -92,6 +93,14 @@ PREFETCH = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 QUEUED_LIMIT = "sglang.srt.managers.scheduler.Scheduler._abort_on_queued_limit"
 TOUCH_WAITING = "sglang.srt.managers.schedule_policy.SchedulePolicy._touch_waiting_prefixes"
 CONTROL = "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control"
+RELEASE_POOL = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.release_memory_occupation"
+)
+RESUME_POOL = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.resume_memory_occupation"
+)
 POSITIONS = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 CAN_RUN_GRAPH = (
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner."
@@ -1179,6 +1188,11 @@ async def change_policies(manager: Any, body: dict[str, Any]) -> list[dict[str, 
 
     answers = await manager.dumper_control(DumperControlReqInput(method=CHANGE, body=body))
     return [answer.response[0] for answer in answers]
+
+
+def has_released_memory(manager: Any) -> bool:
+    """Whether memory is given up, by a scheduler's `SchedulerWeightUpdaterManager`."""
+    return bool(manager.offload_tags)
 
 
 def answer_change(scheduler: Any, request: Any, answer: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Allowed:
             values: of the parameters, by name, as the client sent them.
 
         Returns:
-            The policy.
+            The policy that was checked; another may have taken its place meanwhile.
 
         Raises:
             ValueError: it may not; the message is for the client.
@@ -68,11 +68,12 @@ class Allowed:
                 raise ValueError(
                     f"custom_params.{SET}.{key} is {shown(value)}; expected a number, true or false"
                 )
+        checked = policies[name]
         # Other requests do not wait while a policy is bound and its cost is counted.
-        problem = await asyncio.to_thread(self._check, policies[name], texts_of(values))
+        problem = await asyncio.to_thread(self._check, checked, texts_of(values))
         if problem is not None:
             raise ValueError(f"custom_params.{SET} of `{name}`: {problem}")
-        return policies[name]
+        return checked
 
     def _problem(self, policy: Policy, values: Texts) -> str | None:
         catalog, max_percent = self._catalog, options.max_cost()

@@ -78,9 +78,10 @@ class Changes:
         """Answer the front end, between two batches; returns at once.
 
         Args:
-            body: `action`; for `vary` the `name` of a policy, and `values` of parameters, by name.
-                For changes `ticket`, by which the front end knows its own; for `prepare` also
-                `name`, `text` and `settings` of the policy, for `withdraw` its `name`.
+            body: `action`; for `vary` the `name` of a policy, `values` of parameters, by name, and
+                the asking `front_end`. For changes `ticket`, by which the front end knows its own;
+                for `prepare` also `name`, `text` and `settings` of the policy, for `withdraw` its
+                `name`.
 
         Returns:
             `state`; `problem` if that is `failed`; `dp_rank` of this scheduler.
@@ -98,7 +99,8 @@ class Changes:
         if self._services.stages.size > 1:  # they handle this message at different times
             return {"state": READY}
         try:
-            ready = self._policies.has_variant(body["name"], body["values"])
+            arguments = (body["name"], body["values"], body["front_end"])
+            ready = self._policies.has_variant(*arguments)
         except ValueError as error:
             return {"state": FAILED, "problem": str(error)}
         return {"state": READY if ready else PREPARING}

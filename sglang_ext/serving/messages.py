@@ -11,4 +11,5 @@ PREPARING, READY, FAILED, DONE = "preparing", "ready", "failed", "done"
 LOOK_EVERY = 0.1  # seconds between two looks whether all schedulers are ready
 PATIENCE = 600.0  # seconds for compiling
 
-MOST_VARIANTS = 64  # that a scheduler keeps and the front end knows of
+MOST_VARIANTS = 64  # that a front end takes to be there, those that it asked for last
+MOST_PENDING = 8  # that a front end has made at a time; operators' changes wait for them too

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import SET
@@ -19,6 +20,7 @@ from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.serving.messages import (
     FAILED,
     LOOK_EVERY,
+    MOST_PENDING,
     MOST_VARIANTS,
     PATIENCE,
     PREPARING,
@@ -27,49 +29,92 @@ from kvpolicy.sglang_ext.serving.messages import (
 
 
 class Prepared:
-    """The variants that schedulers have made, or are making, for this process; the latest ones."""
+    """The variants that schedulers have made, or are making, for this process.
+
+    It asks for a variant anew once it has asked for `MOST_VARIANTS` others; schedulers keep twice
+    as many for each front end.
+    """
 
     def __init__(self) -> None:
+        self._name = uuid4().hex  # by which schedulers know this front end
         self._tasks: OrderedDict[tuple[Policy, Texts], asyncio.Task[None]] = OrderedDict()
+        self._turns = asyncio.Semaphore(MOST_PENDING)
+        self._aborts: dict[asyncio.Future[None], Collection[str]] = {}  # -> ids of the requests
 
-    async def wait(self, manager: Any, policy: Policy, values: Mapping[str, Any]) -> None:
+    async def wait(
+        self, manager: Any, policy: Policy, values: Mapping[str, Any], rids: Collection[str] = ()
+    ) -> None:
         """Wait until every scheduler has a policy with these values.
 
         Args:
             manager: SGLang's tokenizer manager.
+            rids: ids of the requests that wait, for `abort`.
 
         Raises:
-            ValueError: a scheduler cannot make it; the message is for the client.
+            ValueError: a scheduler cannot make it, or the request is aborted; the message is for
+                the client.
         """
-        key = (policy, texts_of(values))
+        loop, key = asyncio.get_running_loop(), (policy, texts_of(values))
         if key not in self._tasks:
-            task = asyncio.get_running_loop().create_task(_ask(manager, policy.name, values))
-            self._tasks[key] = task
+            self._tasks[key] = task = loop.create_task(self._ask(manager, policy.name, values))
             task.add_done_callback(partial(self._ended, key))
-            while len(self._tasks) > MOST_VARIANTS and next(iter(self._tasks.values())).done():
-                self._tasks.popitem(last=False)
-        self._tasks.move_to_end(key)
-        # A client that goes away does not end what others may wait for.
-        await asyncio.shield(self._tasks[key])
+            self._forget_oldest()
+        # What a client does does not end what others may wait for.
+        variant, aborted = asyncio.shield(self._tasks[key]), loop.create_future()
+        self._aborts[aborted] = rids
+        try:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait((variant, aborted), timeout=PATIENCE, return_when=first)
+        finally:
+            del self._aborts[aborted]
+            variant.add_done_callback(_take_error)
+        if aborted.done():
+            raise ValueError("aborted while the kernels of the request's parameters were compiled")
+        if not variant.done():
+            raise _late(policy.name)
+        variant.result()
+
+    def abort(self, rid: str, *, all_requests: bool) -> None:
+        """Let requests that wait end with an error; as SGLang, those whose id begins with `rid`."""
+        for aborted, rids in self._aborts.items():
+            named = bool(rid and rids) and all(each.startswith(rid) for each in rids)
+            if (all_requests or named) and not aborted.done():
+                aborted.set_result(None)
+
+    def _forget_oldest(self) -> None:
+        surplus = len(self._tasks) - MOST_VARIANTS
+        done = [key for key, task in self._tasks.items() if task.done()]
+        for key in done[: max(0, surplus)]:
+            del self._tasks[key]
 
     def _ended(self, key: tuple[Policy, Texts], task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._tasks.pop(key, None)  # the next request asks again
 
+    async def _ask(self, manager: Any, name: str, values: Mapping[str, Any]) -> None:
+        body = {"action": VARY, "name": name, "values": dict(values), "front_end": self._name}
+        async with self._turns:
+            deadline = time.monotonic() + PATIENCE
+            while True:
+                answers = await compat.change_policies(manager, body)
+                for answer in answers:
+                    if answer["state"] == FAILED:
+                        raise ValueError(answer["problem"])
+                if not any(answer["state"] == PREPARING for answer in answers):
+                    return
+                if time.monotonic() > deadline:
+                    raise _late(name)
+                await asyncio.sleep(LOOK_EVERY)
 
-async def _ask(manager: Any, name: str, values: Mapping[str, Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        body = {"action": VARY, "name": name, "values": dict(values)}
-        answers = await compat.change_policies(manager, body)
-        if not any(answer["state"] == PREPARING for answer in answers):  # else more may fail
-            for answer in answers:
-                if answer["state"] == FAILED:
-                    raise ValueError(answer["problem"])
-            return
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"custom_params.{SET}: the kernels of `{name}` with these values were not compiled "
-                f"within {PATIENCE:.0f} s"
-            )
-        await asyncio.sleep(LOOK_EVERY)
+
+def _take_error(variant: asyncio.Future[None]) -> None:
+    """Look at an error that nobody waits for any more, which asyncio would log."""
+    if not variant.cancelled():
+        variant.exception()
+
+
+def _late(name: str) -> ValueError:
+    return ValueError(
+        f"custom_params.{SET}: the kernels of `{name}` with these values were not compiled within "
+        f"{PATIENCE:.0f} s"
+    )

@@ -34,7 +34,7 @@ class ServedPolicies:
         values = wanted.get(asked.SET)
         return served if served is None or not values else self._variants.of(served, values)
 
-    def has_variant(self, name: str, values: Mapping[str, Any]) -> bool:
+    def has_variant(self, name: str, values: Mapping[str, Any], front_end: str) -> bool:
         """Whether a policy's variant is there; see `Variants.is_ready`.
 
         Raises:
@@ -43,7 +43,7 @@ class ServedPolicies:
         """
         if name not in self._served:
             raise asked.not_served(f"custom_params.{asked.POLICY}", name, self._served)
-        return self._variants.is_ready(self._served[name], values)
+        return self._variants.is_ready(self._served[name], values, front_end)
 
     @property
     def _default(self) -> str:

@@ -3,8 +3,11 @@
 The front end has checked the values, and asks all schedulers for the variant before it sends them
 the first request that needs it (prepared.py): it is bound, and its kernels compiled, while the
 scheduler's loop goes on. A request whose variant is not there makes everybody wait for it. That
-happens if the variant was dropped meanwhile, whose kernels are still there; and in stages, which
-handle a message at different times. The variants used last are kept.
+happens if its policy has been replaced since the front end looked, and in stages, which handle a
+message at different times.
+
+A scheduler keeps twice as many variants for each front end as that one takes to be there, so that
+an order that differs a little between them does not matter.
 
 What a server reserves at its start depends on a policy's text, not on its parameters, so a variant
 needs no more.
@@ -21,18 +24,25 @@ from typing import Any
 
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.asked import SET
-from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
 from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.serving.background import Background
-from kvpolicy.sglang_ext.serving.messages import MOST_VARIANTS
+from kvpolicy.sglang_ext.serving.messages import MOST_PENDING, MOST_VARIANTS
 
 logger = logging.getLogger(__name__)
 
 
+_MOST_KEPT = 2 * MOST_VARIANTS  # for one front end
+_MOST_FRONT_ENDS = 32  # whose variants are kept; there are more only after some have ended
+_MOST_BEGUN = 8 * MOST_PENDING  # and not asked for again yet
+
+Key = tuple[str, Texts]
+
+
 class Variants:
-    """The variants of a scheduler's policies; those used last are kept."""
+    """The variants of a scheduler's policies; those that front ends asked for last are kept."""
 
     def __init__(
         self,
@@ -50,8 +60,9 @@ class Variants:
         """
         self._shape, self._make, self._ranks = shape, make, ranks
         self._background = background
-        self._kept: OrderedDict[tuple[str, Texts], Served] = OrderedDict()
-        self._begun: dict[tuple[str, Texts], Future[Served]] = {}
+        self._kept: dict[Key, Served] = {}
+        self._wanted: OrderedDict[str, OrderedDict[Key, None]] = OrderedDict()  # by front end
+        self._begun: OrderedDict[Key, Future[Served]] = OrderedDict()
 
     def of(self, base: Served, values: Mapping[str, Any]) -> Served:
         """A policy with other values of some parameters; made now if it is not there.
@@ -61,46 +72,68 @@ class Variants:
         """
         key = (base.name, texts_of(values))
         if key not in self._kept:
-            self._keep(base, values)
-        self._kept.move_to_end(key)
+            self._keep(base, values, "")
         return self._kept[key]
 
-    def is_ready(self, base: Served, values: Mapping[str, Any]) -> bool:
+    def is_ready(self, base: Served, values: Mapping[str, Any], front_end: str) -> bool:
         """Begin to make a variant in the background, if that has not begun; whether it is there.
 
         All ranks ask at the same point, and it is there on all of them or on none.
+
+        Args:
+            front_end: name of the front end that asks.
 
         Raises:
             ValueError: as of `of`.
         """
         key = (base.name, texts_of(values))
         if key in self._kept:
+            self._want(key, front_end)
             return True
         if key not in self._begun:
             self._begun[key] = self._background.begin(partial(self._variant, base, key[1]))
+            while len(self._begun) > _MOST_BEGUN:
+                self._begun.popitem(last=False)[1].cancel()
         (waits,) = self._ranks.worst([not self._begun[key].done()])
         if not waits:
-            self._keep(base, values)
+            self._keep(base, values, front_end)
         return not waits
 
-    def _keep(self, base: Served, values: Mapping[str, Any]) -> None:
+    def _keep(self, base: Served, values: Mapping[str, Any], front_end: str) -> None:
         key = (base.name, texts_of(values))
         future = self._begun.pop(key, None)
-        make = partial(self._variant, base, key[1]) if future is None else future.result
+        # What waits behind other variants in the background is made here and now instead.
+        begun = future is not None and not future.cancel()
+        make = future.result if future and begun else partial(self._variant, base, key[1])
         variant = self._on_all_ranks(base, make)
         variant.standing = base.standing
         variant.set = dict(values)
         self._kept[key] = variant
-        while len(self._kept) > MOST_VARIANTS:
-            self._kept.popitem(last=False)
+        self._want(key, front_end)
+
+    def _want(self, key: Key, front_end: str) -> None:
+        """Note that a front end wants a variant; drop those that it and others want no longer."""
+        keys = self._wanted.setdefault(front_end, OrderedDict())
+        self._wanted.move_to_end(front_end)
+        keys[key] = None
+        keys.move_to_end(key)
+        dropped = [keys.popitem(last=False)[0]] if len(keys) > _MOST_KEPT else []
+        if len(self._wanted) > _MOST_FRONT_ENDS:
+            dropped += self._wanted.popitem(last=False)[1]
+        for other in dropped:
+            if not any(other in wanted for wanted in self._wanted.values()):
+                del self._kept[other]
 
     def _on_all_ranks(self, base: Served, make: Callable[[], Served]) -> Served:
         """The variant, if every rank can make it: otherwise one of them would serve another."""
         outcome: Served | ValueError
         try:
             outcome = make()
+        except NotCompiled:
+            outcome = _failed(base)
         except Refused as error:
-            outcome = ValueError(f"custom_params.{SET}: {error}")
+            problem = str(error).removeprefix(f"{base.policy.option}: ").splitlines()[0]
+            outcome = ValueError(f"custom_params.{SET} of `{base.name}`: {problem}")
         except Exception:
             logger.exception("A variant of KV-cache policy %s cannot be served.", base.name)
             outcome = _failed(base)
@@ -118,9 +151,12 @@ class Variants:
 
     def forget(self, name: str) -> None:
         """Drop the variants of a policy that has changed or is gone."""
-        for by_key in (self._kept, self._begun):
-            for key in [key for key in by_key if key[0] == name]:
-                del by_key[key]
+        for key in [key for key in self._begun if key[0] == name]:
+            self._begun.pop(key).cancel()
+        for key in [key for key in self._kept if key[0] == name]:
+            del self._kept[key]
+            for keys in self._wanted.values():
+                keys.pop(key, None)
 
 
 def _failed(base: Served) -> ValueError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,8 @@ import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.tools.show import sources
 from kvpolicy.kernels.scoring import generated
 from shipped_policies import shipped_program
@@ -69,6 +73,32 @@ def test_writers_at_once(tmp_path):
 def texts(name: str, shape: ModelShape = LLAMA, **given: str) -> list[str]:
     """Sources of the prefill, then those of decode steps."""
     return list(sources(bind(shipped_program(name), shape, given)))
+
+
+def _continuous() -> list[tuple[str, str]]:
+    """Policies and those of their parameters that may have any number within a range."""
+    return [
+        (name, param.name)
+        for name in shipped()
+        for param in shipped_program(name).params.values()
+        if param.kind == "number" and not (param.choices or param.whole or param.odd)
+        if param.unit not in ("tokens", "layers")
+    ]
+
+
+@pytest.mark.parametrize(("name", "parameter"), _continuous())
+def test_a_parameter_with_any_value_has_no_text_for_each(name, parameter):
+    """Clients may set such parameters; a compiled kernel stays as long as the process."""
+    param, rng = shipped_program(name).params[parameter], random.Random(5)
+    low, high = (
+        float(bound if bound is not None else other)
+        for bound, other in ((param.minimum, 0), (param.maximum, 1))
+    )
+    found = set()
+    for _ in range(8):
+        with contextlib.suppress(PolicyError):  # `require` refuses a part of the range
+            found.add(tuple(texts(name, **{parameter: f"{rng.uniform(low, high):.9f}"})))
+    assert len(found) <= 1
 
 
 def test_one_text_serves_all_lengths_and_layers():

@@ -23,7 +23,6 @@ from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
-from kvpolicy.sglang_ext.serving import background
 from kvpolicy.sglang_ext.serving import catalog as catalogs
 from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.catalog import Catalog
@@ -346,9 +345,9 @@ def test_a_policy_is_compiled_on_the_schedulers_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "stream", within)
     device = torch.device("cuda", 1)
-    with background.side_stream(device):
-        assert now[0] == device
-        assert len(now) == 2
-    assert made == waited == [device]
-    with background.side_stream(torch.device("cpu")):
-        assert now == []
+    thread = Background(device)
+    for _ in range(2):  # on one stream
+        assert thread.begin(now.copy).result(10) == [device, thread._stream]
+    assert made == [device]
+    assert waited == [device, device]
+    assert Background(torch.device("cpu")).begin(now.copy).result(10) == []

@@ -29,6 +29,7 @@ from kvpolicy.sglang_ext.experiment.shadow import Budget
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.serving.allowed import Allowed
 
 EXPERIMENT = Experiment(
     name="trial",
@@ -55,22 +56,34 @@ def live(tmp_path):
     return Live(EXPERIMENT, file, served)
 
 
-def request(headers=None, body=None):
+def request(headers=None, body=None, gone=()):
     async def json():
         return body
 
-    return SimpleNamespace(headers=headers or {}, json=json)
+    async def is_disconnected():
+        return bool(gone)
+
+    return SimpleNamespace(headers=headers or {}, json=json, is_disconnected=is_disconnected)
 
 
-def choose(traffic, params=None, *, headers=None, body=None, adapters=(), preferred=None, **fields):
-    """A request after its policy was chosen."""
+def choose(
+    traffic, params=None, *,
+    headers=None, body=None, gone=(), adapters=(), preferred=None, **fields,
+):  # fmt: skip
+    """A request after its policy was chosen; its client has gone once `gone` holds something."""
     fields = {"rid": None, "session_id": None, "session_params": None, "lora_path": None} | fields
     obj = SimpleNamespace(**{"sampling_params": params, "custom_labels": None} | fields)
     registry = SimpleNamespace(get_all_adapters=lambda: adapters)
     manager = SimpleNamespace(
         enable_lora=bool(adapters), lora_registry=registry, preferred_sampling_params=preferred
     )
-    asyncio.run(traffic.choose(manager, obj, request(headers, body)))
+    sent = request(headers, body, gone)
+
+    async def arrive():
+        if await traffic.choose(manager, obj, sent):
+            await traffic.draw(traffic.live, manager, obj, sent)
+
+    asyncio.run(arrive())
     return obj
 
 
@@ -636,6 +649,93 @@ def test_the_budget_of_shadows():
     assert not budget.take(1, 100)
     now[0] = 4.5
     assert budget.take(1, 100)
+
+
+class Settable:
+    """A policy with a parameter; equal only to itself."""
+
+    def __init__(self, name):
+        self.name, self.program = name, SimpleNamespace(params={"capacity": 0})
+
+
+class Setting:
+    """A front end whose clients may set `capacity`; `during` happens while a request waits."""
+
+    def __init__(self, monkeypatch, check=lambda policy: None, vary=lambda: None):
+        self.policies = {name: Settable(name) for name in ("snapkv", "lava")}
+        self.asked = []
+        catalog = SimpleNamespace(policies=self.policies, default="snapkv")
+        allowed = Allowed(catalog, ["snapkv.capacity", "lava.capacity"])
+        allowed._check = lambda policy, values: check(policy)
+        self.traffic = Traffic(self.policies, allowed=allowed)
+
+        async def ready(manager, body):
+            self.asked.append(body["name"])
+            vary()
+            return [{"state": "ready"}]
+
+        monkeypatch.setattr(compat, "change_policies", ready)
+
+    def send(self, values, **fields):
+        params = {"custom_params": {"kv_policy_set": values}}
+        return custom(choose(self.traffic, params, headers={"x-kv-policy": "lava"}, **fields))
+
+
+def test_parameters_are_those_of_the_policy_that_was_checked(monkeypatch):
+    """A policy that is replaced while a request waits is checked again."""
+    checked = []
+
+    def check(policy):
+        checked.append(policy)
+        if len(checked) == 1:
+            setting.policies["lava"] = Settable("lava")
+
+    setting = Setting(monkeypatch, check)
+    sent = setting.send({"capacity": 77})
+    assert sent == {"kv_policy": "lava", "kv_policy_set": {"capacity": 77}}
+    assert len(set(checked)) == 2
+    assert checked[-1] is setting.policies["lava"]
+    assert setting.asked == ["lava", "lava"]
+
+
+def test_a_policy_that_is_withdrawn_while_a_request_waits_fails_it(monkeypatch):
+    """Its values would otherwise be set in the default policy."""
+    setting = Setting(monkeypatch, lambda policy: setting.policies.pop("lava", None) and None)
+    with pytest.raises(ValueError, match="sets parameters of `lava`"):
+        setting.send({"capacity": 77})
+
+
+def test_policies_that_are_disabled_while_a_request_waits_are_not_applied(monkeypatch):
+    setting = Setting(monkeypatch, vary=lambda: setattr(setting.traffic, "enabled", False))
+    assert setting.send({"capacity": 77})["kv_policy"] == "none"
+
+
+def test_a_client_that_goes_while_its_request_waits_takes_it_along(monkeypatch):
+    setting = Setting(monkeypatch, vary=lambda: gone.append(True))
+    gone = []
+    with pytest.raises(ValueError, match="the client has gone"):
+        setting.send({"capacity": 77}, gone=gone)
+
+
+def test_no_parameters_need_no_variant(monkeypatch):
+    setting = Setting(monkeypatch)
+    assert setting.send({})["kv_policy"] == "lava"
+    assert setting.asked == []
+
+
+def test_an_error_in_what_a_client_asks_for_fails_the_request(monkeypatch):
+    """Only an experiment's own errors fail none."""
+
+    def check(policy):
+        raise RuntimeError("on purpose")
+
+    setting = Setting(monkeypatch, check)
+    server = FrontEnd(setting.traffic, context=99)
+    obj = compat.scoring_request([1, 2], start=0, top=1, custom={}, namespace={})
+    obj.sampling_params = {"custom_params": {"kv_policy": "lava", "kv_policy_set": {"capacity": 7}}}
+    manager = SimpleNamespace(enable_lora=False, enable_metrics=False, preferred_sampling_params={})
+    with pytest.raises(RuntimeError, match="on purpose"):
+        asyncio.run(server.arrived(manager, obj, request({})))
 
 
 def test_an_experiment_that_fails_fails_nobodys_request(live, monkeypatch, caplog):

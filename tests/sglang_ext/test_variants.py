@@ -1,7 +1,10 @@
 """Variants of policies, with parameters that requests set, on several ranks and schedulers."""
 
 import asyncio
+import random
+import re
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +13,19 @@ import torch
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
+from kvpolicy.sglang_ext.face.options import texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.serving import prepared
 from kvpolicy.sglang_ext.serving.background import Background
-from kvpolicy.sglang_ext.serving.messages import FAILED, MOST_VARIANTS, PREPARING, READY, VARY
+from kvpolicy.sglang_ext.serving.messages import (
+    FAILED,
+    MOST_PENDING,
+    MOST_VARIANTS,
+    PREPARING,
+    READY,
+    VARY,
+)
 from kvpolicy.sglang_ext.serving.prepared import Prepared
 from kvpolicy.sglang_ext.serving.variants import Variants
 
@@ -44,7 +55,10 @@ class OneOfTwo(Ranks):
 
 
 def base(name="snapkv"):
-    policy = SimpleNamespace(with_settings=lambda texts: SimpleNamespace(bind=lambda shape: texts))
+    policy = SimpleNamespace(
+        with_settings=lambda texts: SimpleNamespace(bind=lambda shape: texts),
+        option=f"--kv-policy {name}=/srv/{name}.yaml",
+    )
     return SimpleNamespace(name=name, policy=policy, standing="standing")
 
 
@@ -72,7 +86,7 @@ def test_no_rank_serves_a_variant_that_another_cannot_make(here, elsewhere, ahea
 
     ranks = OneOfTwo(elsewhere)
     variants = variants_of(make, ranks)
-    of = (lambda *given: until(lambda: variants.is_ready(*given))) if ahead else variants.of
+    of = (lambda *given: until(lambda: variants.is_ready(*given, ""))) if ahead else variants.of
     for number in (1, 2):
         if here or elsewhere:
             with pytest.raises(ValueError, match=FAILURE):
@@ -95,12 +109,12 @@ def test_nobody_waits_for_what_is_made_in_the_background():
 
     variants = variants_of(make)
     slow, quick = {"window": 24}, {"window": 1}
-    assert not variants.is_ready(base(), slow)
-    assert not variants.is_ready(base(), slow)
+    assert not variants.is_ready(base(), slow, "worker")
+    assert not variants.is_ready(base(), slow, "worker")
     assert variants.of(base(), quick).set == quick  # another request goes on
     assert made == [(("window", "1"),)]
     goes_on.set()
-    until(lambda: variants.is_ready(base(), slow))
+    until(lambda: variants.is_ready(base(), slow, "worker"))
     assert variants.of(base(), slow).set == slow
     assert made == [(("window", "1"),), (("window", "24"),)]  # each is made once
 
@@ -114,17 +128,17 @@ def test_a_request_that_does_not_wait_takes_what_has_been_begun():
         return SimpleNamespace()
 
     variants = variants_of(make)
-    assert not variants.is_ready(base(), {"window": 24})
+    assert not variants.is_ready(base(), {"window": 24}, "worker")
     threading.Timer(0.05, goes_on.set).start()
     assert variants.of(base(), {"window": 24}).set == {"window": 24}
-    assert variants.is_ready(base(), {"window": 24})
+    assert variants.is_ready(base(), {"window": 24}, "worker")
     assert len(made) == 1
 
 
 def test_a_variant_is_there_when_the_slowest_rank_has_it():
     variants = variants_of(lambda policy, bound: SimpleNamespace(), OneOfTwo(False, looks=3))
     asked = 0
-    while not variants.is_ready(base(), {"window": 24}):
+    while not variants.is_ready(base(), {"window": 24}, "worker"):
         asked += 1
         until(lambda: all(each.done() for each in variants._begun.values()))
     assert asked == 3
@@ -141,10 +155,10 @@ def test_nothing_is_served_of_a_policy_that_was_replaced_meanwhile():
     variants = variants_of(make)
     old, new = base(), base()
     new.policy.with_settings = lambda texts: SimpleNamespace(bind=lambda shape: "new")
-    assert not variants.is_ready(old, {"window": 24})
+    assert not variants.is_ready(old, {"window": 24}, "worker")
     variants.forget("snapkv")
     goes_on.set()
-    until(lambda: variants.is_ready(new, {"window": 24}))
+    until(lambda: variants.is_ready(new, {"window": 24}, "worker"))
     assert variants.of(new, {"window": 24}).bound == "new"
 
 
@@ -197,7 +211,7 @@ def test_a_variant_that_a_scheduler_cannot_make_is_the_clients_error(monkeypatch
             with pytest.raises(ValueError, match=r"^it cannot be served$"):
                 await known.wait(None, policy, {"window": 24})
             found.left.clear()
-            assert len(found.asked) == 3 * number
+            assert len(found.asked) == number
 
     asyncio.run(requests())
 
@@ -217,21 +231,196 @@ def test_a_client_that_goes_away_ends_nothing_for_others(monkeypatch):
     assert len(found.asked) == 3
 
 
+def test_a_failure_is_told_at_once(monkeypatch):
+    """Another scheduler may be busy for long; asked meanwhile, the first would begin again."""
+    failed = {"state": FAILED, "problem": "it cannot be served"}
+    found = Schedulers(monkeypatch, {"state": READY}, failed, looks=10**9)
+    with pytest.raises(ValueError, match=r"^it cannot be served$"):
+        asyncio.run(Prepared().wait(None, Named(), {"window": 24}))
+    assert len(found.asked) == 1
+
+
+class Scheduler:
+    """Makes variants in a real background; counts those that a request had to wait for."""
+
+    def __init__(self, make=lambda policy, bound: SimpleNamespace()):
+        self.variants, self.base, self.waited = variants_of(make), base(), 0
+
+    def vary(self, body):
+        assert body["action"] == VARY
+        ready = self.variants.is_ready(self.base, body["values"], body["front_end"])
+        return {"state": READY if ready else PREPARING}
+
+    def serve(self, values):
+        self.waited += (self.base.name, texts_of(values)) not in self.variants._kept
+        assert self.variants.of(self.base, values).set == values
+
+
+@pytest.mark.parametrize(("front_ends", "schedulers"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_no_request_waits_for_a_variant_in_the_schedulers_loop(front_ends, schedulers, monkeypatch):
+    """Front ends and schedulers keep their variants apart, and never disagree on what is there."""
+    monkeypatch.setattr(prepared, "LOOK_EVERY", 0.0)
+    replicas = [Scheduler() for _ in range(schedulers)]
+
+    async def answer(manager, body):
+        await asyncio.sleep(0)
+        return [replica.vary(body) for replica in replicas]
+
+    monkeypatch.setattr(compat, "change_policies", answer)
+    rng, policy = random.Random(7), Named()
+
+    async def requests(known, spread):
+        for _ in range(120):
+            batch = [{"window": int(rng.paretovariate(spread))} for _ in range(rng.randint(1, 12))]
+            await asyncio.gather(*(known.wait(None, policy, values) for values in batch))
+            for values in batch:
+                rng.choice(replicas).serve(values)
+
+    async def all_front_ends():
+        await asyncio.gather(*(requests(Prepared(), 0.3 + 0.2 * i) for i in range(front_ends)))
+
+    asyncio.run(all_front_ends())
+    for replica in replicas:
+        assert replica.waited == 0
+        assert MOST_VARIANTS < len(replica.variants._kept) <= 2 * MOST_VARIANTS * front_ends
+        assert not replica.variants._begun
+
+
+def test_a_request_makes_what_waits_behind_others():
+    made, goes_on = [], threading.Event()
+
+    def make(policy, bound):
+        if dict(bound)["window"] == "1":
+            assert goes_on.wait(10)
+        made.append(dict(bound)["window"])
+        return SimpleNamespace()
+
+    variants = variants_of(make)
+    assert not variants.is_ready(base(), {"window": 1}, "worker")
+    assert not variants.is_ready(base(), {"window": 2}, "worker")
+    assert variants.of(base(), {"window": 2}).set == {"window": 2}  # 1 is still being made
+    assert made == ["2"]
+    goes_on.set()
+    until(lambda: variants.is_ready(base(), {"window": 1}, "worker"))
+    assert made == ["2", "1"]
+
+
+def test_what_nobody_asks_for_again_is_dropped():
+    variants = variants_of(lambda policy, bound: SimpleNamespace())
+    for window in range(1000):
+        variants.is_ready(base(), {"window": window}, "worker")
+    assert len(variants._begun) <= 8 * MOST_PENDING
+    assert len(variants._kept) <= 2 * MOST_VARIANTS
+
+
+def test_a_front_end_asks_for_few_variants_at_a_time(monkeypatch):
+    pending, most = set(), []
+
+    async def answer(manager, body):
+        window = body["values"]["window"]
+        looked = window in pending
+        pending.add(window)
+        most.append(len(pending))
+        await asyncio.sleep(0)
+        if looked:
+            pending.remove(window)
+        return [{"state": READY if looked else PREPARING}]
+
+    monkeypatch.setattr(compat, "change_policies", answer)
+    monkeypatch.setattr(prepared, "LOOK_EVERY", 0.001)
+    policy = Named()
+
+    async def requests():
+        known = Prepared()
+        await asyncio.gather(*(known.wait(None, policy, {"window": i}) for i in range(50)))
+
+    asyncio.run(requests())
+    assert max(most) == MOST_PENDING
+
+
+def test_a_request_that_waits_can_be_aborted(monkeypatch):
+    """SGLang does not know it yet. Who waits for the same variant goes on."""
+    found, policy = Schedulers(monkeypatch, {"state": READY}, looks=5), Named()
+    groups = [["a-1"], ["a-2"], ["b"], ["a-3", "b-2"], []]
+
+    async def requests(aborts):
+        known = Prepared()
+        waits = [
+            asyncio.create_task(known.wait(None, policy, {"window": 24}, rids)) for rids in groups
+        ]
+        await asyncio.sleep(0)
+        for rid, all_requests in aborts:
+            known.abort(rid, all_requests=all_requests)
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert not known._aborts
+        found.left.clear()
+        for result in filter(None, results):
+            assert str(result).startswith("aborted while")
+        return [rids for rids, result in zip(groups, results, strict=True) if result]
+
+    assert asyncio.run(requests([("", False), ("c", False)])) == []
+    assert asyncio.run(requests([("a", False), ("a-1", False)])) == [["a-1"], ["a-2"]]
+    assert asyncio.run(requests([("", True)])) == groups
+
+
+def test_schedulers_that_do_not_answer_are_not_awaited_for_ever(monkeypatch):
+    monkeypatch.setattr(prepared, "PATIENCE", 0.01)
+    monkeypatch.setattr(compat, "change_policies", lambda *_: asyncio.Event().wait())
+    with pytest.raises(ValueError, match="were not compiled within"):
+        asyncio.run(Prepared().wait(None, Named(), {"window": 24}))
+
+
+def test_nothing_is_made_while_memory_is_given_up():
+    made, first, second = [], threading.Event(), threading.Event()
+    background = Background(torch.device("cpu"))
+
+    def make(name, begun, goes_on):
+        begun.set()
+        assert goes_on.wait(10)
+        made.append(name)
+
+    background.begin(partial(make, "first", first, second))
+    background.begin(partial(make, "second", second, second))
+    assert first.wait(10)
+    threading.Timer(0.05, second.set).start()
+    background.pause()  # waits for what is being made
+    assert made == ["first"]
+    background.pause()  # other memory is given up too
+    threading.Event().wait(0.05)
+    assert made == ["first"]
+    background.resume()
+    background.resume()
+    until(lambda: made == ["first", "second"])
+
+
 def test_the_front_end_knows_of_no_more_variants_than_schedulers_keep(monkeypatch):
     found, policy = Schedulers(monkeypatch, {"state": READY}, looks=0), Named()
 
     async def requests():
         known = Prepared()
-        for number in [*range(MOST_VARIANTS), 0, MOST_VARIANTS, 0, 1]:
+        for number in [*range(MOST_VARIANTS), 0, MOST_VARIANTS, 1, 0]:
             await known.wait(None, policy, {"window": number})
 
     asyncio.run(requests())
-    assert len(found.asked) == MOST_VARIANTS + 2  # 1 is asked for again
+    assert len(found.asked) == MOST_VARIANTS + 2  # 0 is asked for again
 
 
-def test_a_scheduler_refuses_what_cannot_be_bound():
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            Refused("--kv-policy snapkv=/srv/snapkv.yaml: `capacity` is too small"),
+            "custom_params.kv_policy_set of `snapkv`: `capacity` is too small",
+        ),
+        (
+            NotCompiled("--kv-policy snapkv=/srv/snapkv.yaml: OutOfMemoryError: 80 GiB"),
+            f"custom_params.kv_policy_set: {FAILURE}'s log says why",
+        ),
+    ],
+)
+def test_a_client_is_told_what_concerns_it(error, message):
     def make(policy, bound):
-        raise Refused("it does not fit")
+        raise error
 
-    with pytest.raises(ValueError, match=r"^custom_params\.kv_policy_set: it does not fit$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         variants_of(make).of(base(), {"window": 24})
