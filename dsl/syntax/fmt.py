@@ -129,9 +129,9 @@ class _PolicyWriter:
         if block_keys is not None:
             assert isinstance(value, Mapping)
             side_comment = self._beside(name.span.end, value.entries[0][0].span.start)
-            value_end = self._end_of(value, stop)
             entry.lines = [f"{pad}{name.text}:{side_comment}"]
-            entry.lines += self.block(value, block_keys, indent + 2, value_end)
+            entry.lines += self.block(value, block_keys, indent + 2, stop)
+            entry.lines += [f"{pad}  {text}" for text in self._deeper(name, stop)]
             return entry
         entry.lines = self.inline(f"{pad}{name.text}: ", value, key, indent)
         comments = self.comments[self.taken : self._until(self._line_end(value.span.end, stop))]
@@ -142,7 +142,21 @@ class _PolicyWriter:
         elif comments:
             line = 0 if entry.lines[0].endswith(": |") else -1
             entry.lines[line] += f"  {comments[-1].text}"
+        entry.above += [pad + text for text in self._deeper(name, stop)]
         return entry
+
+    def _deeper(self, name: Scalar, stop: int) -> Iterator[str]:
+        """The next comments before an offset that are indented more than a key."""
+        column = self._column(name.span.start)
+        while self.taken < self._until(stop):
+            comment = self.comments[self.taken]
+            if not comment.alone or self._column(comment.start) <= column:
+                return
+            self.taken += 1
+            yield comment.text
+
+    def _column(self, offset: int) -> int:
+        return offset - 1 - self.source.text.rfind("\n", 0, offset)
 
     def _beside(self, start: int, end: int) -> str:
         """A comment on the line of a key whose value stands below."""
@@ -156,9 +170,6 @@ class _PolicyWriter:
     def _line_end(self, offset: int, stop: int) -> int:
         newline = self.source.text.find("\n", offset)
         return min(stop, newline if newline >= 0 else stop)
-
-    def _end_of(self, node: Mapping, stop: int) -> int:
-        return min(stop, max(node.span.end, node.entries[-1][1].span.end))
 
     def _blank_before(self, name: Scalar) -> bool:
         """Whether the author left an empty line above the key and the comments on top of it."""

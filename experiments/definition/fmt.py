@@ -144,14 +144,18 @@ class _ExperimentWriter:
         entry = _Entry(name, self.blank_before(start), self.above(start, pad))
         flow = f"{head} {self.flow(value, field)}"
         if not isinstance(value, Mapping | NodeList) or self.fits(value, field, len(flow)):
-            entry.lines.append(flow + self.beside(value.span.end, stop))
+            line = flow + self.beside(value.span.end, stop)
+            entry.lines += [*self.deeper(start, stop, pad), line]
         elif name:
             entry.lines.append(head + self.beside(start, _start(value)))
             entry.lines += self.block(value, field, indent + 2, stop)
+            entry.lines += self.deeper(start, stop, f"{pad}  ")
         else:
             above = self.above(_start(value), pad)
             first, *rest = self.block(value, field, indent + 2, stop)
             entry.lines += [*above, f"{head} {first.lstrip()}", *rest]
+            dash = self.source.text.rfind("-", 0, start)
+            entry.lines += self.deeper(dash, stop, f"{pad}  ")
         return entry
 
     def fits(self, value: Mapping | NodeList, field: Field, width: int) -> bool:
@@ -168,6 +172,21 @@ class _ExperimentWriter:
             lines.append(pad + self.comments[self.taken].text)
             self.taken += 1
         return lines
+
+    def deeper(self, start: int, stop: int, pad: str) -> list[str]:
+        """The next comments before `stop` that are indented more than what begins at `start`."""
+        lines: list[str] = []
+        column = self.column(start)
+        while self.taken < len(self.comments):
+            comment = self.comments[self.taken]
+            if comment.start >= stop or not comment.alone or self.column(comment.start) <= column:
+                break
+            lines.append(pad + comment.text)
+            self.taken += 1
+        return lines
+
+    def column(self, offset: int) -> int:
+        return offset - 1 - self.source.text.rfind("\n", 0, offset)
 
     def beside(self, offset: int, stop: int) -> str:
         """The next comment, if it is on the line of `offset` and before `stop`; else empty."""

@@ -195,3 +195,40 @@ def test_a_comment_before_what_braces_hold_goes_behind_it():
     written = formatted(text)
     assert "  n: {default: 4, min: 1}  # one\n" in written
     assert formatted(written) == written
+
+
+def test_a_comment_stays_in_the_section_in_which_it_is_indented():
+    text = """\
+policy: x
+language: 1
+params:
+  big:
+    default: 3
+    # of big
+  small: 4
+  # of params
+budget: big
+let:
+  a: position
+  # of let
+# of the score
+score: a
+"""
+    formatted = """\
+policy: x
+language: 1
+params:
+  big:
+    default: 3
+    # of big
+  small: 4
+  # of params
+let:
+  a: position
+  # of let
+# of the score
+score: a
+budget: big
+"""
+    assert format_policy(Source("x", text)) == formatted
+    assert format_policy(Source("x", formatted)) == formatted

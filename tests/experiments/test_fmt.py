@@ -117,3 +117,29 @@ def test_comments_anywhere_are_kept(data):
         once = format_text(text)
         assert format_text(once) == once
         assert all(f"# c{n}" in once for n in range(4) if f"# c{n}" in text)
+
+
+def test_a_comment_stays_where_it_is_indented():
+    text = """\
+experiment: trial
+arms:
+  control: {policy: none}
+  lava-25:
+    policy: lava
+    # of lava-25
+  # of arms
+coverage: 10 %
+metrics:
+  - metric: error_rate
+    role: guardrail
+    margin: 0.1
+    # of the error rate
+default: none
+"""
+    first, arms, rest = (
+        "experiment: trial\n", text[text.index("arms:") : text.index("coverage")],
+        text[text.index("metrics") : text.index("default")],
+    )  # fmt: skip
+    formatted = f"{first}coverage: 10 %\ndefault: none\n{arms}{rest}"
+    assert format_text(text, "x") == formatted
+    assert format_text(formatted, "x") == formatted
