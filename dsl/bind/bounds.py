@@ -1,11 +1,12 @@
 """How many entries a policy may keep, proven before any tensor is seen.
 
-Budgets known before the prefill are counted exactly. For budgets that depend on data, three facts
+Budgets known before the prefill are counted exactly. For budgets that depend on data, four facts
 bound their sums although each of them may be large:
 
     x / sum[layer](x), x >= 0       adds up to 1 over the layers (LAVa)
     split[layer](total, ...)        adds up to the total (DynamicKV, CAKE, exact PyramidKV)
     count(top[kv, token](x, n))     adds up to n over the KV heads (AdaKV)
+    x / sum[kv](x), x >= 0          adds up to 1 over the KV heads
 
 Intervals say which values are not negative and bound the rest.
 """
@@ -284,7 +285,9 @@ class Bounds:
         return all(self._numbers.of(node, i)[0] >= 0 for i in range(self._layers))
 
     def _wins(self, node: Node, layer: int) -> Number:
-        """Upper bound on `count(top[kv, token](x, n))` summed over KV heads, or inf."""
+        """Upper bound that the operation itself sets on a sum over KV heads, or inf."""
+        if node.op == "divide" and "kv" in node.args[1].axes and self._numbers.normalises(node):
+            return 1
         if node.op != "count" or node.args[0].op != "top":
             return math.inf
         top = node.args[0]

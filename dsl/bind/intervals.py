@@ -126,6 +126,8 @@ class Intervals:
         return (min(low for low, _ in intervals), max(high for _, high in intervals))
 
     def _count(self, node: Node, layer: int) -> Number:
+        if node.op == "index":
+            return max(0, self._size(node.axes[0], layer) - 1)
         if node.op != "count":
             return self._prompt if node.operation.of_tokens_there else math.inf
         most = math.prod(self._size(axis, layer) for axis in node.axes)

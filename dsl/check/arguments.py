@@ -243,6 +243,8 @@ def check_has_axes(
     help = None
     if missing[0] == "token" and "dropped" in node.type.axes:
         help = "inside `merge` the axis of the dropped entries is called `dropped`"
+    elif missing == ["group"] and "kv" in node.type.axes:
+        help = "its heads are KV heads: write `kv`"
     raise typer.error("axis", message, call.span, help)
 
 

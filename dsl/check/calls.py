@@ -21,6 +21,7 @@ from kvpolicy.dsl.check.arguments import (
     written_axes,
 )  # fmt: skip
 from kvpolicy.dsl.check.expressions import UNIT_WORDS, Typer
+from kvpolicy.dsl.check.instead import INSTEAD
 from kvpolicy.dsl.check.names import Expansion, Wrong, all_sound, sound
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.nodes import Extent, Node
@@ -134,7 +135,8 @@ def _unknown_function(typer: Typer, call: Call) -> Wrong:
         help = "write it without brackets and parentheses"
     else:
         message = f"unknown function `{call.name}`"
-        help = did_you_mean(call.name, FUNCTIONS) or "`kvpolicy docs` lists the functions"
+        close = INSTEAD.get(call.name) or did_you_mean(call.name, FUNCTIONS)
+        help = close or "`kvpolicy docs` lists the functions"
     return typer.error("name", message, call.name_span, help)
 
 

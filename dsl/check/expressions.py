@@ -32,6 +32,11 @@ _WHERE_NOT = {
     "tensors": "is not known before the prefill",
     "layer": "has no value here: this holds for the whole model",
 }
+_ELSEWHERE = {
+    "length": "`cached` counts a head's entries in decode",
+    "cached": "`length` counts a layer's tokens in the prefill",
+    "generated": "use it under `decode`",
+}
 UNIT_WORDS = {"tokens": "a number of tokens", "layers": "a number of layers", "ratio": "a ratio"}
 _KINDS = {"number": "a number", "truth": "a truth value"}
 
@@ -199,9 +204,7 @@ class Typer:
         if not exists:
             static = context.phase == "static" and where != "layer"
             reason = _WHERE_NOT["tensors" if static else where]
-            help = (
-                "`cached` counts a head's entries in decode" if builtin.name == "length" else None
-            )
+            help = _ELSEWHERE.get(builtin.name)
             code = "merge" if where == "merge" else "phase"
             raise self.error(code, f"`{builtin.name}` {reason}", expr.span, help)
         if builtin.unserved:

@@ -62,7 +62,7 @@ def _share(param: Param, value: object) -> str | None:
     """Help if the value is a share but the parameter is a number of tokens; else None."""
     if param.unit != "tokens" or not isinstance(value, Fraction) or not 0 < value < 1:
         return None
-    return f"a share of the prompt is written `{param.name} * prompt` where it is used"
+    return f"a share has `unit: ratio`, and is written `{param.name} * prompt` where it is used"
 
 
 def _default(scope: Scope, default: object, span: Span) -> Node:

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvpolicy.dsl.check.calls import type_call
 from kvpolicy.dsl.check.expressions import Typer
+from kvpolicy.dsl.check.instead import INSTEAD
 from kvpolicy.dsl.check.names import SECTIONS, Context, Definition, Key, Names, Uses, Wrong, sound
 from kvpolicy.dsl.check.states import States
 from kvpolicy.dsl.ir.nodes import Node, When
@@ -118,7 +119,7 @@ class Scope(Names):
                     n for n, what in RESERVED.items() if what not in ("an axis", "a function")
                 ]
                 policy_names = (n for names in self.definitions.values() for n in names)
-                help = did_you_mean(name, [*values, *policy_names])
+                help = INSTEAD.get(name) or did_you_mean(name, [*values, *policy_names])
         return self.error("name", message, expr.span, help)
 
     def _unknown_default(self, expr: Name) -> Wrong:

@@ -29,7 +29,8 @@ def _is_inline(value: Fraction | float | bool) -> bool:
 
     A parameter that may have any value must not have a kernel for each: compiled ones stay.
     """
-    return value in (math.inf, -math.inf) or (abs(value) <= 64 and 2 * value == int(2 * value))
+    x = float(value)
+    return math.isinf(x) or (abs(x) <= 64 and (2 * x).is_integer())
 
 
 @dataclass

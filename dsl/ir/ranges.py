@@ -40,7 +40,7 @@ def accepted(param: Param) -> str:
         parts.append("odd")
     if param.above is not None:
         parts.append(f"above {shown(param.above)}")
-    if param.minimum is not None:
+    if param.minimum is not None and (param.above is None or param.minimum > param.above):
         parts.append(f"at least {shown(param.minimum)}")
     if param.maximum is not None:
         parts.append(f"at most {shown(param.maximum)}")

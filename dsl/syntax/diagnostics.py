@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvpolicy.dsl.syntax.source import Source, Span
 
@@ -91,10 +92,16 @@ def render_all(diagnostics: Iterable[Diagnostic], source: Source) -> str:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:
-    """A help line naming the candidate closest to `name`, if one is close."""
+    """A help line naming the candidate closest to `name`, if one is close or begins alike."""
     from difflib import get_close_matches  # only when something is wrong already
 
-    close = get_close_matches(name, sorted(set(candidates)), n=1, cutoff=0.6)
+    def begins_alike(candidate: str) -> bool:  # `minimum` and `min`, `errors` and `error_rate`
+        pairs = zip(name, candidate, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return shared >= max(3, 0.8 * min(len(name), len(candidate)))
+
+    names = sorted(set(candidates))
+    close = get_close_matches(name, names, n=1, cutoff=0.7) or [*filter(begins_alike, names)]
     return f"did you mean `{close[0]}`?" if close else None
 
 

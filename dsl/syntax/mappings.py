@@ -110,7 +110,8 @@ def read_block(
         if key.required and key.name not in block:
             location = f"`{path}`" if path else "the file"
             message = f"{location} needs the key `{key.name}`"
-            report(Diagnostic("key", message, place, f"{key.name}: {key.meaning}"))
+            help = f"add `{key.name}: {'1' if key.form == 'version' else '...'}`, {key.meaning}"
+            report(Diagnostic("key", message, place, help))
     return block
 
 

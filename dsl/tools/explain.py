@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from kvpolicy.dsl.bind.bind import Bound, bind
@@ -201,7 +202,8 @@ def _plan(checked: Checked, bound: Bound) -> Iterator[str]:
     for node in nodes_of([*decides, *propagate_roots(bound.folded.propagate)]):
         if node.name is not None and bound.static.needs(node) != frozenset():
             by_phase[_phase(bound, phases, node)].append((node.name, node))
-    by_phase[phases.of(keep_of(bound.lowered.prefill))].append(("keep", keep_of(rules)))
+    keep = keep_of(bound.lowered.prefill)  # whose type has the axes of the budget that it fills
+    by_phase[phases.of(keep)].append(("keep", replace(keep_of(rules), type=keep.type)))
     width = max(len(name) for pairs in by_phase.values() for name, _ in pairs)
     for phase, pairs in by_phase.items():
         if pairs:

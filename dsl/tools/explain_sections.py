@@ -80,11 +80,15 @@ def decode(
     if rules.when is not None:
         when = written(rules.when)
     yield f"  {'when':<8} {when}"
-    if rules.keep is not None:
-        yield f"  {'keep':<8} {written(rules.keep)}"
+    sections = {"score": rules.score, "budget": rules.budget, "keep": rules.keep}
+    for name, node in sections.items():
+        if node is not None:
+            yield f"  {name:<8} {written(node)}"
     for name, state in rules.states.items():
         if state.next is not None:
             yield f"  {'state':<8} {name}: {written(state.next)}  : {state.type}"
+            if state.start is not None:
+                yield f"  {'':<8} at the first step from {written(state.start)}"
     if bound.folded.prefill.merge is None and rules.merge is not None:
         yield from merging(rules.merge, written)
     states, queries = memory_of_decode(bound, length, config.element_bytes)

@@ -129,9 +129,11 @@ def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
         )
     except PolicyError as error:
         message = str(error)
-        if case.refused is not None and case.refused in message:
+        if case.refused is None:
+            return [f"refused: {message}"]
+        if case.refused in message:
             return []
-        return [f"refused: {message}"]
+        return [f"should be refused with `{case.refused}`, but is refused otherwise: {message}"]
     output = {**report(result), **propagation(result)}
     add_merged(output, result, inputs)
     if result.budgets is None:
@@ -236,9 +238,14 @@ def _seeded(seed: Seed, size: tuple[int, ...]) -> np.ndarray:
 def _written(name: str, numbers: Numbers | None, size: tuple[int, ...]) -> np.ndarray:
     try:
         values = np.asarray(0.0 if numbers is None else numbers, dtype=np.float32)
+    except ValueError:
+        raise refused(name, "test", f"lists in `{name}` differ in their lengths") from None
+    try:
         return np.ascontiguousarray(np.broadcast_to(values, size))
     except ValueError:
-        message = f"`{name}` does not have the sizes {list(size)}, nor the last of them"
+        message = (
+            f"`{name}` has the sizes {list(values.shape)}, not {list(size)} or the last of them"
+        )
         raise refused(name, "test", message) from None
 
 

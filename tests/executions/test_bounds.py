@@ -214,3 +214,19 @@ def test_a_count_is_exact_where_every_score_is_there():
             budget = "" if ", 3" in keep else "budget: 4\n"
             bound = written(f"score: {score}\n{budget}keep: {keep}\n")
             assert Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill)) == exact, keep
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("budget", "most"),
+    [
+        ("floor(6 * normalize[kv](max[token, dim](abs(key))))", lambda kv: 6),
+        ("2 + floor(6 * normalize[kv](mean[token](score)))", lambda kv: 2 * kv + 6),
+        ("1 + index[kv](score)", lambda kv: kv * kv),  # of 1 to kv each
+    ],
+)
+def test_what_adds_up_over_heads_or_counts_them(shape, budget, most):
+    bound = written(f"{SCORE}budget: {budget}\nkeep: top(score)\n", shape)
+    assert max_entries(bound, 40) == shape[0] * most(shape[2])
+    for seed in range(6):
+        assert kept(bound, 40, seed, ties=seed % 2 == 0) <= max_entries(bound, 40)
