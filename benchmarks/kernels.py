@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> dict:
     facts = {
         "command": report.command(),
         "machine": report.machine(*PACKAGES),
-        "kernels": tuned.load(model.device).said,
+        "kernels": tuned.load(model.device).summary,
         "model": {**asdict(model.shape), "dtype": str(model.dtype).removeprefix("torch.")},
         "copy": bandwidth,
         "cases": [],

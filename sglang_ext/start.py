@@ -51,7 +51,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     refusals.check_added_heads(runner.model_config, shape, services.ranks.size)
     attention = compat.attention_layers(runner.model)
     rank_shape = refusals.shape_of_rank(shape, services.ranks.size)
-    refusals.check_layers(attention, rank_shape, services.stages.own)
+    refusals.check_layers(attention, rank_shape, services.stages.span)
     if services.arena.scales is not None:
         backend_names = compat.attention_backends(compat.resolved(scheduler.server_args))
         refusals.check_scales(attention, backend_names)

@@ -17,7 +17,7 @@ def remembered(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     memory.land()
     found, place = memory.block
     block, there = (
-        (found.block, found.staying) if isinstance(found, Folded) else (found, found.there)
+        (found.block, found.staying) if isinstance(found, Folded) else (found, found.held_mask)
     )
     own = block.part(there, place, layer)
     positions = block.positions[place * block.layers + layer, block.width - own.shape[1] :]

@@ -40,7 +40,7 @@ def _frame(bench: Bench, entries: int) -> Frame:
     q = model.random(shape.heads, STEPS, shape.head_dim, seed=4)
     return Frame(
         bound, entries, model.device, shape.kv_heads, entries,
-        vectors={"query": q, "key": Entries(pool, ids)}, positions=positions, there=there,
+        vectors={"query": q, "key": Entries(pool, ids)}, positions=positions, held_mask=there,
         step=Step(STEPS, positions[-STEPS:], STEPS),
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def _plain(frame: Frame) -> torch.Tensor:
     q = queries.reshape(frame.kv, heads // frame.kv * STEPS, size)
     logits = (q @ keys.transpose(1, 2) * size**-0.5).view(frame.kv, -1, STEPS, frame.tokens)
     seen = frame.positions <= frame.step.places[:, None]
-    seen = (seen & frame.there[:, None])[:, None]
+    seen = (seen & frame.held_mask[:, None])[:, None]
     return logits.float().masked_fill(~seen, float("-inf")).softmax(-1).sum((1, 2))
 
 
@@ -82,10 +82,10 @@ def _states(bench: Bench, entries: int) -> Case:
         calls[PROGRAM] = _advanced(frame, REFERENCE)
 
     def check() -> str:
-        mine = _advanced(frame, watched := Watched())()[frame.there] - 1
+        mine = _advanced(frame, watched := Watched())()[frame.held_mask] - 1
         assert watched.asked, "no kernel was generated for these states"
         assert bool(frame.finite_checks.here(frame.kv).all()), "tensors are said not to be finite"
-        exact = _advanced(frame, REFERENCE)()[frame.there] - 1
+        exact = _advanced(frame, REFERENCE)()[frame.held_mask] - 1
         vectors = (frame.vectors["query"], frame.vectors["key"].pool)
         longest = math.prod(float(x.double().norm(dim=-1).max()) for x in vectors)
         single, size = torch.finfo(torch.float32).eps, shape.head_dim
@@ -98,7 +98,7 @@ def _states(bench: Bench, entries: int) -> Case:
 
     return Case(
         "decode steps", f"states of {STEPS} steps, one layer of h2o", entries, 1, calls, check,
-        counted=int(frame.there.sum()) * bench.model.entry_bytes,
+        counted=int(frame.held_mask.sum()) * bench.model.entry_bytes,
         note="KV heads hold three of four entries, in no order",
     )  # fmt: skip
 

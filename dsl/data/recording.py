@@ -56,16 +56,16 @@ class Recording:
             raise refused(self.path, "data", message)
 
 
-def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, there: int) -> None:
+def check_layer_queries(bound: Bound, prompt: int, layer: int, known: int, tokens: int) -> None:
     """Refuses a recording without the last queries of the tokens that reached a layer.
 
     Args:
         prompt: N tokens.
         layer: from 0.
         known: number of the layer's last queries that were recorded.
-        there: number of tokens that reached it.
+        tokens: number of tokens that reached it.
     """
-    needed = min(bound.queries(prompt), there)
+    needed = min(bound.queries(prompt), tokens)
     if known < needed:
         message = f"layer {layer} needs its last {needed} queries, `q` has {known} of them"
         raise refused(bound.program.name, "data", message, "give the queries of all tokens")

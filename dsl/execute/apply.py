@@ -196,7 +196,7 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
     if report and rules.score is not None:
         scores = []
         for layer, x in enumerate(run.result(rules.score)):
-            places = run.there(layer)
+            places = run.reached(layer)
             layer_scores = _spread(x, ("kv", "token"), (kv, len(places)))
             scores.append(_on_prompt(layer_scores, chosen[places], tokens, np.nan))
     merged = None
@@ -352,13 +352,13 @@ def _follow(
         cache.leave(layer, choice.kept, k, v)
 
 
-def in_one_pool(rows: Vectors, there: torch.Tensor) -> tuple[Entries, Entries]:
+def in_one_pool(rows: Vectors, held: torch.Tensor) -> tuple[Entries, Entries]:
     """Keys and values [G, m, D] of every layer as entries of one pool.
 
     Args:
-        there: bool [L * G, M], entries of each list; the m rows of a layer are its last m columns.
+        held: bool [L * G, M], entries of each list; the m rows of a layer are its last m columns.
     """
-    ids = torch.zeros(there.shape, dtype=torch.int64)
+    ids = torch.zeros(held.shape, dtype=torch.int64)
     first_row = 0
     for layer_ids, (k, _) in zip(ids.split(len(rows[0][0])), rows, strict=True):
         heads, number = k.shape[:2]

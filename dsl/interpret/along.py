@@ -70,7 +70,7 @@ def _pool(e: Values, node: Node, layer: int, absent_value: float, of: Pool) -> A
     Where KV heads hold different entries, neighbours are a head's own.
     """
     width = max(1, counts.whole(e.number(node.args[1], layer), 2**31))
-    x, masks = e.value(node.args[0], layer), e.layers[layer].there
+    x, masks = e.value(node.args[0], layer), e.layers[layer].held
     token_dim = x.axes.index("token")
     data, present = np.moveaxis(x.data, token_dim, -1), np.moveaxis(x.present, token_dim, -1)
     filled = np.where(present, data, absent_value)

@@ -50,7 +50,7 @@ class Cache:
             positions=entries.positions[kept_by_any],
             keys=np.where(kept[..., None], entries.keys, 0)[:, kept_by_any],
             values=np.where(kept[..., None], entries.values, 0)[:, kept_by_any],
-            there=kept[:, kept_by_any],
+            held=kept[:, kept_by_any],
         )
         for name, state_layer in self.states:
             state = self.states[name, state_layer]
@@ -71,7 +71,7 @@ class Cache:
             np.concatenate([entries.values, v[:, None].astype(entries.values.dtype)], 1),
             queries[:, first:],
             np.concatenate([entries.query_positions, position])[first:],
-            np.concatenate([entries.there, np.ones((len(k), 1), np.bool_)], 1),
+            np.concatenate([entries.held, np.ones((len(k), 1), np.bool_)], 1),
         )
 
 
@@ -133,7 +133,7 @@ def _step(
         named.setdefault(name, []).append(reported(value))
     if not leaves or rules.keep is None:
         return
-    held = cache.layers[layer].there
+    held = cache.layers[layer].held
     kept = e.spread(e.truth(rules.keep, layer), ("kv", "token"), layer).data & held
     if (kept == held).all():
         return
@@ -173,8 +173,8 @@ def turned(keys: np.ndarray, shift: np.ndarray, inv_freq: np.ndarray) -> np.ndar
 def _result(cache: Cache, names: np.ndarray, named: dict[str, list[LayerValue]]) -> StepResult:
     kept, vectors = [], []
     for entries in cache.layers:
-        kept.append([names[entries.positions[held]].tolist() for held in entries.there])
-        rows = zip(entries.keys, entries.values, entries.there, strict=True)
+        kept.append([names[entries.positions[held]].tolist() for held in entries.held])
+        rows = zip(entries.keys, entries.values, entries.held, strict=True)
         vectors.append([(k[held].astype(float), v[held].astype(float)) for k, v, held in rows])
     rules = None if cache.bound.folded.decode is None else cache.bound.program.decode
     section = None if rules is None else rules.merge

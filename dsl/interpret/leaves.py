@@ -38,7 +38,7 @@ def newest(e: Values, node: Node, layer: int) -> Array:
 
 def size(e: Values, node: Node, layer: int) -> Array:
     """`cached`; all other sizes the host knows."""
-    return Array.of(("kv",), e.layers[layer].there.sum(-1))
+    return Array.of(("kv",), e.layers[layer].held.sum(-1))
 
 
 def key(e: Values, node: Node, layer: int) -> Array:
@@ -74,7 +74,7 @@ def logits(e: Values, node: Node, layer: int) -> Array:
     q = q.reshape(e.kv, heads // e.kv, window, width)
     data = np.einsum("grwd,gnd->grwn", q, entries.keys.astype(np.float64)) / math.sqrt(width)
     seen = entries.query_positions[total - window :, None] >= entries.positions
-    present = seen & entries.there[:, None, None]
+    present = seen & entries.held[:, None, None]
     return Array.of(("kv", "group", "query", "token"), data, np.broadcast_to(present, data.shape))
 
 

@@ -60,7 +60,7 @@ class _MergeValues(Values):
         )  # fmt: skip
         self.states = {**e.states, **rules.states}
         self.merge, self.layer, self.kept = rules, layer, kept
-        dropped = [np.flatnonzero(row) for row in e.layers[layer].there & ~kept]
+        dropped = [np.flatnonzero(row) for row in e.layers[layer].held & ~kept]
         most = max(len(row) for row in dropped)
         # Per head the places of its dropped entries in order, padded with places that are not real.
         self.places = np.array([np.pad(row, (0, most - len(row))) for row in dropped])

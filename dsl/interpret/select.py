@@ -58,7 +58,7 @@ def _fill(e: Values, best: Node, prefix: tuple[Node, ...], layer: int) -> Array:
     layers = list(e.every_layer) if "layer" in best.axes else [layer]
     sets = [e.spread(_prefix(e, prefix, i), ("kv", "token"), i) for i in layers]
     taken_counts = np.stack([x.data.sum(-1) for x in sets])  # [layers that compete, G]
-    held_counts = np.stack([e.layers[i].there.sum(-1) for i in layers])
+    held_counts = np.stack([e.layers[i].held.sum(-1) for i in layers])
     budgets = np.stack([e.spread(whole_budget(e, i), ("kv",), i).data for i in layers])
     missing, remaining = np.maximum(budgets - taken_counts, 0), held_counts - taken_counts
     for axis, name in enumerate(("layer", "kv")):

@@ -36,7 +36,7 @@ class Layer:
         keys, values: [G, M, D].
         queries: [H, T, D], the last ones of this layer.
         query_positions: int64 [T].
-        there: bool [G, M]: which KV head holds which entry.
+        held: bool [G, M]: which KV head holds which entry.
     """
 
     positions: np.ndarray
@@ -44,12 +44,12 @@ class Layer:
     values: np.ndarray
     queries: np.ndarray
     query_positions: np.ndarray
-    there: np.ndarray
+    held: np.ndarray
 
     @property
     def ragged(self) -> bool:
         """Whether KV heads hold different entries."""
-        return not self.there.all()
+        return not self.held.all()
 
 
 def name_of(node: Node) -> str:
@@ -158,7 +158,7 @@ class Values:
             return x
         if not {"kv", "token"} <= set(x.axes):
             return x
-        held = self.layers[layer].there
+        held = self.layers[layer].held
         mask = held.reshape([n if axis in ("kv", "token") else 1 for axis, n in _sizes(x)])
         return Array.of(x.axes, x.data, x.present & mask)
 

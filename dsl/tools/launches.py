@@ -388,7 +388,7 @@ class _Counting:
             k, v = (self._tensor(shape.kv_heads, run.size) for _ in range(2))
             for layer in range(shape.layers):
                 with self._counted(layer_counts):
-                    run.merged(layer, k[layer], v[layer], len(run.there(layer)))
+                    run.merged(layer, k[layer], v[layer], len(run.reached(layer)))
         return Asked(), layer_counts
 
     def _fold(self, memory: Memory) -> Asked:

@@ -125,7 +125,7 @@ class Tuned:
         return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else _NOTHING
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """For the log: whether the kernels are tuned, and if not how to tune them."""
         if self.path is None:
             return f"not tuned for {self.device}; run `{COMMAND}`"

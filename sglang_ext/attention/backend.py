@@ -124,7 +124,7 @@ def _forward_extend(
             with step.reading():
                 attention.overwrite(self, step, heads, out, layer, batch)
         if graphs.notes_queries(services):
-            services.queries.write(layer, heads, services.arena.own)
+            services.queries.write(layer, heads, services.arena.span)
 
     return forward_extend
 
@@ -142,7 +142,7 @@ def _forward_decode(
             out = stock.forward_decode(*arguments, **options)
         if graphs.notes_queries(services):
             heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            services.queries.write(layer, heads, services.arena.own)
+            services.queries.write(layer, heads, services.arena.span)
         return out
 
     return forward_decode

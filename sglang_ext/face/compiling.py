@@ -27,12 +27,12 @@ def compiling(what: str) -> Iterator[None]:
     if compilations is None:
         yield
         return
-    started = said = time.monotonic()
+    started = logged = time.monotonic()
 
     def progress(kernels: Made) -> None:
-        nonlocal said
-        if time.monotonic() - said > _EVERY:
-            said = time.monotonic()
+        nonlocal logged
+        if time.monotonic() - logged > _EVERY:
+            logged = time.monotonic()
             logger.info("%s: %d kernels ready so far.", what, len(kernels.names))
 
     with compilations.expected(progress) as kernels:

@@ -78,7 +78,7 @@ def _tuned(device: str) -> str:
         Refused: they exist and cannot be used.
     """
     try:
-        return tuned.load(torch.device(device)).said
+        return tuned.load(torch.device(device)).summary
     except tuned.TunedError as error:
         raise Refused(f"--kv-policy: {error}") from None
 

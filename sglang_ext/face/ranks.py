@@ -113,29 +113,29 @@ class Stages:
 
     Attributes:
         spans: layers of each stage, in order.
-        own: layers of this stage.
+        span: layers of this stage.
     """
 
     def __init__(self, layers: range) -> None:
         self.spans: tuple[range, ...] = (layers,)
-        self.own = layers
+        self.span = layers
 
     @property
     def size(self) -> int:
         """Number of stages."""
         return len(self.spans)
 
-    def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def send(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send what a forward has found here, as all stages do after the same batch's forward.
 
         Args:
-            found: int64, at least 0, of one shape on all ranks of all stages; may be overwritten.
+            numbers: int64, at least 0, of one shape on all ranks of all stages; may be overwritten.
 
         Returns:
             A function that waits for the others and returns each number's maximum over all ranks of
             all stages.
         """
-        return lambda: found
+        return lambda: numbers
 
 
 class PipelineStages(Stages):
@@ -143,24 +143,24 @@ class PipelineStages(Stages):
 
     Args:
         group: SGLang's.
-        own: layers of this stage.
+        span: layers of this stage.
     """
 
-    def __init__(self, group: StageGroup, own: range) -> None:
+    def __init__(self, group: StageGroup, span: range) -> None:
         # A separate group of all processes of the model, so that SGLang's messages do not mix with
         # the plugin's.
         self._group = torch.distributed.new_group(backend="gloo")
-        ends = torch.zeros((group.size, 2), dtype=torch.int64)
-        ends[group.stage] = torch.tensor([own.start, own.stop])
-        torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, group=self._group)
-        self.spans, self.own = tuple(range(*span) for span in ends.tolist()), own
+        all_ends = torch.zeros((group.size, 2), dtype=torch.int64)
+        all_ends[group.stage] = torch.tensor([span.start, span.stop])
+        torch.distributed.all_reduce(all_ends, torch.distributed.ReduceOp.MAX, group=self._group)
+        self.spans, self.span = tuple(range(*ends) for ends in all_ends.tolist()), span
 
-    def send(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def send(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
         greatest = torch.distributed.ReduceOp.MAX
-        work = torch.distributed.all_reduce(found, greatest, group=self._group, async_op=True)
+        work = torch.distributed.all_reduce(numbers, greatest, group=self._group, async_op=True)
 
         def received() -> torch.Tensor:
             work.wait()
-            return found
+            return numbers
 
         return received

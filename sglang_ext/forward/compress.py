@@ -104,15 +104,15 @@ def copy_kept(
     pages = arena.pages(private.slots)
     leaving = [0] * len(layout.layer_starts)
     if bound.folded.prefill.merge is not None:
-        held_counts = [run.there(layer).numel() for layer in arena.own]
+        held_counts = [run.reached(layer).numel() for layer in arena.span]
         leaving = [
-            n - int(counts[layer].min()) for n, layer in zip(held_counts, arena.own, strict=True)
+            n - int(counts[layer].min()) for n, layer in zip(held_counts, arena.span, strict=True)
         ]
     for place, most in enumerate(leaving):
         if most and run.merges_need_ranks:
-            run.begin_merge(arena.own[place], *_numbers(arena, place, slots), most)
+            run.begin_merge(arena.span[place], *_numbers(arena, place, slots), most)
     for place, (start, most) in enumerate(zip(layout.layer_starts, leaving, strict=True)):
-        layer = arena.own[place]
+        layer = arena.span[place]
         if most:
             merged = run.merged(layer, *_numbers(arena, place, slots), most)
             k, v = arena.unscaled(place, *merged)

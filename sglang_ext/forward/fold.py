@@ -59,9 +59,9 @@ class Left:
         return cls(landed.counts_after, landed.left, landed.fewest)
 
     @classmethod
-    def between(cls, there: torch.Tensor, kept: torch.Tensor) -> Left:
+    def between(cls, before: torch.Tensor, kept: torch.Tensor) -> Left:
         """From int64 [L, G] entries before and after the fold, on the host."""
-        leaving = there - kept
+        leaving = before - kept
         return cls(kept, int(leaving.sum()), int(leaving.min()))
 
 
@@ -206,7 +206,7 @@ class Fold:
             choice = choices.pop(0)  # so that its merged rows are freed
             k, v = choice.rows
             if k is None or v is None:
-                read_k, read_v = self._read(layer, choice.there)
+                read_k, read_v = self._read(layer, choice.held_mask)
                 k, v = read_k if k is None else k, read_v if v is None else v
             if choice.shift is not None:
                 rotate = self._state.served.kernels.rotate

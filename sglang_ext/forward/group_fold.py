@@ -282,7 +282,7 @@ class GroupFold:
         """Merge entries of some requests; return their rows, lengths, kept, holds and proceed."""
         group, staying = self._group, self._staying
         number = len(self.members)
-        tensors = [group._rows, group._lengths, staying.kept, staying.there, proceed]
+        tensors = [group._rows, group._lengths, staying.kept, staying.held_mask, proceed]
         if len(places) < number:
             index = to_device(places, torch.int64, staying.kept.device)
             tensors = [

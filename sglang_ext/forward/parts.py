@@ -44,24 +44,24 @@ class Part(ABC):
     finite: bool
 
     @abstractmethod
-    def said(self) -> torch.Tensor:
+    def stage_numbers(self) -> torch.Tensor:
         """What other stages are told: int64 [l, `numbers_of_layer`], none negative, on the host."""
 
     @abstractmethod
-    def counts(self, said: torch.Tensor) -> torch.Tensor:
+    def counts(self, model_numbers: torch.Tensor) -> torch.Tensor:
         """int64 [L, G] entries that each list keeps, on the host.
 
         `Run.settle` has been told whether the model's tensors were finite.
 
         Args:
-            said: int64 [L, `numbers_of_layer`] of all stages.
+            model_numbers: int64 [L, `numbers_of_layer`] of all stages.
         """
 
     @abstractmethod
     def choose(self) -> tuple[torch.Tensor, Known]:
         """bool [l, g, N] kept here, and what the host knows of it; called after `counts`."""
 
-    def positions(self, said: torch.Tensor) -> torch.Tensor | None:
+    def positions(self, model_numbers: torch.Tensor) -> torch.Tensor | None:
         """bool [L, G, N] kept in all layers; None if the answer does not say it."""
         return None
 
@@ -72,32 +72,33 @@ class Chosen(Part):
 
     Attributes:
         kept: bool [l, g, N].
-        own: int64 [l, G] entries that each list of the stage keeps, on the host.
+        counts_here: int64 [l, G] entries that each list of the stage keeps, on the host.
         known: what the host knows of `kept`, for a policy that goes on.
-        shown: bool [l, G, N] kept on all ranks; None if the answer does not say it.
+        all_kept: bool [l, G, N] kept on all ranks; None if the answer does not say it.
     """
 
     kept: torch.Tensor
-    own: torch.Tensor
+    counts_here: torch.Tensor
     known: Known
-    shown: torch.Tensor | None
+    all_kept: torch.Tensor | None
 
-    def said(self) -> torch.Tensor:
-        if self.shown is None:
-            return self.own
-        return torch.cat([self.own, self.shown.cpu().flatten(1).long()], 1)
+    def stage_numbers(self) -> torch.Tensor:
+        if self.all_kept is None:
+            return self.counts_here
+        return torch.cat([self.counts_here, self.all_kept.cpu().flatten(1).long()], 1)
 
-    def counts(self, said: torch.Tensor) -> torch.Tensor:
-        counts = said[:, : self.own.shape[1]]
+    def counts(self, model_numbers: torch.Tensor) -> torch.Tensor:
+        counts = model_numbers[:, : self.counts_here.shape[1]]
         return torch.full_like(counts, self.state.prompt) if self.run.not_finite else counts
 
     def choose(self) -> tuple[torch.Tensor, Known]:
         return self.kept, self.known
 
-    def positions(self, said: torch.Tensor) -> torch.Tensor | None:
-        if self.shown is None:
+    def positions(self, model_numbers: torch.Tensor) -> torch.Tensor | None:
+        if self.all_kept is None:
             return None
-        return said[:, self.own.shape[1] :].view(len(said), -1, self.state.prompt).bool()
+        kept = model_numbers[:, self.counts_here.shape[1] :]
+        return kept.view(len(kept), -1, self.state.prompt).bool()
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,12 @@ class Comparing(Part):
     numbers: torch.Tensor
     kv_heads: int
 
-    def said(self) -> torch.Tensor:
+    def stage_numbers(self) -> torch.Tensor:
         return self.numbers.flatten(1)
 
-    def counts(self, said: torch.Tensor) -> torch.Tensor:
+    def counts(self, model_numbers: torch.Tensor) -> torch.Tensor:
         run = self.run
-        run.take_layer_numbers(said.view(len(said), -1, PARTS))
+        run.take_layer_numbers(model_numbers.view(len(model_numbers), -1, PARTS))
         return torch.tensor(run.entries_kept())[:, None].expand(-1, self.kv_heads).contiguous()
 
     def choose(self) -> tuple[torch.Tensor, Known]:

@@ -342,14 +342,14 @@ class PrefillStep:
             scored.state, scored.run, all_finite, numbers, self._services.store.kv_heads
         )
 
-    def carry_out(self, request: Any, said: torch.Tensor, *, finite: bool) -> None:
+    def carry_out(self, request: Any, model_numbers: torch.Tensor, *, finite: bool) -> None:
         """Compress a request's prompt by what all stages have found.
 
         If that fails here, the request holds as many slots as on other stages and reads only its
         newest token, until all stages know.
 
         Args:
-            said: int64 [L, `numbers_of_layer`] of all stages' layers, on the host.
+            model_numbers: int64 [L, `numbers_of_layer`] of all stages' layers, on the host.
             finite: whether the model's tensors were finite on all stages.
         """
         failures, part = self._services.failures, self.parts[id(request)]
@@ -361,7 +361,7 @@ class PrefillStep:
         counts = chosen = None
         with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
             scored.run.settle(finite=finite)
-            counts = part.counts(said)
+            counts = part.counts(model_numbers)
         if not state.broken:
             with failures.contained(request, CHOOSING, whole=False, joint=True), timed(state):
                 chosen = part.choose()
@@ -374,7 +374,7 @@ class PrefillStep:
         if state.broken or counts is None:
             return
         with failures.contained(request, COMPACTION, whole=False):
-            positions = part.positions(said)
+            positions = part.positions(model_numbers)
             if positions is not None and state.private is not None and not state.reported.counted:
                 state.reported.kept = described(positions, None, state.prompt)
             self._note(scored, int(counts.sum()))

@@ -35,11 +35,11 @@ class EntryReader:
         slots = table[request.kv.req_pool_idx, :length].to(torch.int64)
         return SlotReader(arena, kernels, slots)
 
-    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, layer: int, held: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values of a layer, [G, M, D].
 
         Args:
-            there: bool [G, M], which entries each head holds; None: all.
+            held: bool [G, M], which entries each head holds; None: all.
         """
         raise NotImplementedError
 
@@ -50,10 +50,10 @@ class ListReader(EntryReader):
 
     lists: Lists
 
-    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, layer: int, held: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `EntryReader`."""
         lists = self.lists.of(0, layer)
-        return self.kernels.gather(self.arena.entries, self.arena.values, *lists, there)
+        return self.kernels.gather(self.arena.entries, self.arena.values, *lists, held)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class SlotReader(EntryReader):
 
     slots: torch.Tensor
 
-    def gathered(self, layer: int, there: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, layer: int, held: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `EntryReader`."""
-        if there is not None:
+        if held is not None:
             raise RuntimeError("entries have left a request that has no private pages")
         k, v = self.arena.storage[layer][:, self.slots].transpose(1, 2)
         return k, v

@@ -160,7 +160,7 @@ class Services:
             start = req.kv.cache_protected_len
             if private.borrowed:  # they are the first of the prompt's own slots
                 start += private.borrowed
-                self.store.own(private)
+                self.store.take_over(private)
             tree.free_kv_row(req.kv, [(start, end)])
             req.kv.cache_protected_len = end
         tree.unlock(req.lock)

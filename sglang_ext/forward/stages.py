@@ -89,11 +89,11 @@ class Outcome:
         self._services.reports.finished(self._finishing)
 
     def _numbers_of_prompt(self, req: Any, state: RequestState) -> torch.Tensor:
-        """int64 [1 + L * size] of a request whose prompt ends: not finite, and `Part.said`."""
+        """int64 [1 + L * size] of a request whose prompt ends: not finite, then its layers."""
         part = self._part(req)
         not_finite = torch.tensor([part is not None and not part.finite])
         size = numbers_of_layer(state, self._services.store.kv_heads)
-        layer_numbers = self._of_model(None if part is None else part.said(), size)
+        layer_numbers = self._of_model(None if part is None else part.stage_numbers(), size)
         return torch.cat([not_finite, layer_numbers])
 
     def _lists_of(self, landed: Landed | None) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Outcome:
         arena = self._services.arena
         model_numbers = torch.zeros((arena.model_layers, size), dtype=torch.int64)
         if stage_numbers is not None:
-            model_numbers[arena.own.start : arena.own.stop] = stage_numbers
+            model_numbers[arena.span.start : arena.span.stop] = stage_numbers
         return model_numbers.flatten()
 
     def _part(self, req: Any) -> Part | None:

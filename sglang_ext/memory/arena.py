@@ -46,13 +46,13 @@ class Arena:
         return self.storage.shape[0]
 
     @property
-    def own(self) -> range:
+    def span(self) -> range:
         """Layers of the model that are here."""
         return self.spans[self.stage]
 
     def place_of(self, layer: int) -> int:
         """Index of a layer of the model among those that are here."""
-        return layer - self.own.start
+        return layer - self.span.start
 
     @property
     def model_layers(self) -> int:

@@ -119,7 +119,7 @@ class Store:
         self.by_row[row] = private
         return private
 
-    def own(self, private: Private) -> None:
+    def take_over(self, private: Private) -> None:
         """Count borrowed slots as private: the rest of the request's row has been given up."""
         self._count(private.policy, private.borrowed)
         private.borrowed = 0
@@ -182,7 +182,7 @@ class Store:
 
     def here(self, counts: torch.Tensor) -> torch.Tensor:
         """[l, g] entries of the lists that are here, of [L, G]."""
-        span = self.arena.own
+        span = self.arena.span
         return self._heads.part(counts[span.start : span.stop], 1)
 
     def _pages(self, counts: np.ndarray) -> np.ndarray:

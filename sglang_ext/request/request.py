@@ -70,7 +70,7 @@ class Served:
         self.policy, self.name = policy, policy.name
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
-        table, layers = self.kernels.table, arena.own
+        table, layers = self.kernels.table, arena.span
         self.program = TorchProgram(
             bound, kernels=table, heads=heads, layers=layers, keys_stay=self.kernels.read_the_pool
         )

@@ -120,7 +120,7 @@ class Store:
         """Stores the entries of a layer that stay; all of them if `choice` is None."""
         if choice is None:
             return
-        k, v = in_columns(self.rows[layer], choice.there, self.poison)
+        k, v = in_columns(self.rows[layer], choice.held_mask, self.poison)
         k, v = (
             x if merged is None else merged.float()
             for x, merged in zip((k, v), choice.rows, strict=True)
@@ -252,7 +252,7 @@ def states_of(memory: Memory, layer: int) -> dict[str, torch.Tensor]:
     folded = isinstance(remembered, Folded)
     block = remembered.block if folded else remembered
     heads, first = block.where(place, layer)
-    stays = (remembered.staying if folded else block.there)[heads, first:]
+    stays = (remembered.staying if folded else block.held_mask)[heads, first:]
     made = {}
     for name, x in block.states.items():
         data = x.tensor[heads]

@@ -188,7 +188,7 @@ def test_what_landed():
         for layer, ((positions, own), choice) in enumerate(zip(before, choices, strict=True)):
             assert landed.counts_before[layer].tolist() == (own.sum(-1) + number).tolist()
             assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
-            assert (choice.there is None) == bool(own.all())
+            assert (choice.held_mask is None) == bool(own.all())
             assert choice.kept.shape[1] == len(positions) + number
     assert not before[0][1].all()
     store.follow(1, leaves=False)

@@ -170,7 +170,7 @@ def decoding(bound, heads, n, steps, ragged):
     there = tensor(heads, n, dtype=torch.bool) if ragged else None
     return Frame(
         bound, n, q.device, heads, n, layer=3, vectors={"query": q, "key": pool, "value": pool},
-        positions=tensor(n), there=there, step=Step(steps, tensor(steps), steps),
+        positions=tensor(n), held_mask=there, step=Step(steps, tensor(steps), steps),
     )
 
 def compute(made, frame):

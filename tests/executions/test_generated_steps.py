@@ -113,7 +113,7 @@ class Case:
         k, v = (self.rows(x, there, seed + i) for i, x in enumerate((k, v)))
         return Frame(
             bound, self.entries, torch.device(DEVICE), self.kv, 2 * self.entries, layer=1,
-            vectors={"query": q, "key": k, "value": v}, positions=positions, there=there,
+            vectors={"query": q, "key": k, "value": v}, positions=positions, held_mask=there,
             step=Step(7, asked, self.queries if steps else 1),
         )  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_not_finite(score, wrong):
     made = Generated.of(Fusion(bound, [node], steps=True), TABLE)
     for row, column in ((5, 3), (129, 40)):
         frame = case.frame(bound, 3)
-        frame.there[1, row] = True
+        frame.held_mask[1, row] = True
         x = frame.vectors["value" if "value" in score else "key"]
         for number, finite in ((0.5, True), (wrong, False)):
             x.pool[x.ids[1, row]] = 0.5

@@ -193,7 +193,7 @@ def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path)
         return counting
 
     def begun(run, layer, k, v):
-        return begin(run, layer, k, v, len(run.there(layer)))  # a server knows how many leave
+        return begin(run, layer, k, v, len(run.reached(layer)))  # a server knows how many leave
 
     begin, ranks = Run.begin_merge, 2
     monkeypatch.setattr(Divided, "_all", exchanged)

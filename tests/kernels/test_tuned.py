@@ -52,11 +52,11 @@ def write(folder, *choices, **facts):
 
 def test_without_a_file_nothing_is_chosen_and_the_log_says_so(folder):
     assert tuned.choice("compact_layers", DEVICE, 128, 1000) == {}
-    assert tuned.load(DEVICE).said == (
+    assert tuned.load(DEVICE).summary == (
         f"not tuned for {NAME}; run `python benchmarks/kernels.py --topics tuning --write`"
     )
     path = write(folder)
-    assert tuned.load(DEVICE).said == f"tuned for {NAME} by {path}"
+    assert tuned.load(DEVICE).summary == f"tuned for {NAME} by {path}"
 
 
 def test_no_file_of_a_gpu_is_shipped_that_cannot_be_read():

@@ -197,7 +197,7 @@ class _Graphs:
         tape.replay()
         if self.graphs.notes_queries(self.services):
             heads = q.view(len(q), layer.tp_q_head_num, -1)
-            self.services.queries.write(layer, heads, self.services.arena.own)
+            self.services.queries.write(layer, heads, self.services.arena.span)
         return out[: len(q)].clone().view(q.shape)
 
 

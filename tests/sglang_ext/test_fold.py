@@ -136,7 +136,7 @@ class World:
             everywhere = bool(there.all())
             rows = (k, v) if changed else (None, None)
             there = None if everywhere else there
-            choices.append(Choice(kept, there=there, merged=partial(tuple, rows)))
+            choices.append(Choice(kept, held_mask=there, merged=partial(tuple, rows)))
             wanted.append(own)
         return choices, wanted
 
@@ -171,11 +171,11 @@ class World:
         private, whole = self.state.private, [torch.ones_like(each.kept) for each in choices]
         same = kept if private is None else private.counts
         held = [
-            all_held if each.there is None else each.there
+            all_held if each.held_mask is None else each.held_mask
             for each, all_held in zip(choices, whole, strict=True)
         ]
         staying = SimpleNamespace(
-            kept=side_by_side([each.kept for each in choices]), there=side_by_side(held),
+            kept=side_by_side([each.kept for each in choices]), held_mask=side_by_side(held),
             proceed=(kept == same).all(1)[None] & finite, checks_counts=True,
             in_place=all(each.rows[0] is None for each in choices),
             merge=lambda proceed: None, choices=lambda place, read, slots: choices,
@@ -412,7 +412,7 @@ def folded(world, counts, monkeypatch, fails=None, *, changed=False):
         note=lambda request, stage, error: setattr(state, "failure_code", 1),
     )  # fmt: skip
     world.grow(30)
-    own, wanted = world.arena.own, None
+    own, wanted = world.arena.span, None
     for number, kept in enumerate(counts, 1):
         last = number == len(counts)
         rows = kept[own.start : own.stop].tolist()

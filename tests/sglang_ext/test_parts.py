@@ -94,12 +94,12 @@ def prompt():
 
 def carried_out(name, finite=True, before=lambda stages: None, **given):
     stages = [Stage(i, name, **given) for i in range(len(SPANS))]
-    said = torch.cat([each.part.said() for each in stages])
-    assert said.shape == (5, numbers_of_layer(stages[0].state, 2))
-    assert (said >= 0).all()
+    numbers = torch.cat([each.part.stage_numbers() for each in stages])
+    assert numbers.shape == (5, numbers_of_layer(stages[0].state, 2))
+    assert (numbers >= 0).all()
     before(stages)
     for each in stages:
-        each.step.carry_out(each.request, said, finite=finite)
+        each.step.carry_out(each.request, numbers, finite=finite)
     return stages
 
 

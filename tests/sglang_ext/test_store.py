@@ -146,7 +146,7 @@ def test_slots_borrowed_of_a_row_are_given_back_with_it(ends):
     assert (store.held, private.borrowed, store.allocator.available_size()) == (3, 6, 64 - 23)
     store.check_integrity(store.allocator.free_slots)
     if ends == "given up":
-        store.own(private)
+        store.take_over(private)
         store.allocator.free(row[6:])
         store.check_integrity(store.allocator.free_slots)
         assert (store.held, private.borrowed) == (9, 0)

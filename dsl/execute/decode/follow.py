@@ -84,7 +84,7 @@ class StepInputs:
         if not by_node:
             return {}
         data = sent(
-            torch.tensor(list(by_node.values()), dtype=torch.float64), self.block.there.device
+            torch.tensor(list(by_node.values()), dtype=torch.float64), self.block.held_mask.device
         )
         pairs = zip(by_node, data.repeat_interleave(self.block.kv, 1).unbind(0), strict=True)
         return {
@@ -111,7 +111,7 @@ class ListsAtOnce:
 
     def __init__(self, inputs: StepInputs, request: int = 0, layer: int | None = None) -> None:
         self.inputs, self.request, self.layer = inputs, request, layer
-        self.heads, self.first = slice(0, len(inputs.block.there)), 0
+        self.heads, self.first = slice(0, len(inputs.block.held_mask)), 0
         if layer is not None:
             self.heads, self.first = inputs.block.where(request, layer)
         self.cut = False
@@ -183,7 +183,7 @@ class ListsAtOnce:
 
     def _then(self, node: Node, evaluation: Evaluation) -> Value | None:
         """The operations `or` and `fill`, where they are a `KeepStage`."""
-        stage, held = KeepStage.of(node), self.inputs.block.there
+        stage, held = KeepStage.of(node), self.inputs.block.held_mask
         if stage is None:
             return None
         selected = evaluation.tensor(stage.taken, OF_LISTS)
@@ -210,7 +210,7 @@ class ListsAtOnce:
         """A score per list and column, and where it is present; None: at all entries."""
         x = evaluation.value(node)
         score = spread(x, OF_LISTS, evaluation.frame)
-        if x.mask is None or x.mask is self.inputs.block.there:
+        if x.mask is None or x.mask is self.inputs.block.held_mask:
             return score, None
         return score, aligned(x.mask, x.mask_axes, OF_LISTS).expand(score.shape)
 
@@ -230,7 +230,12 @@ class ListsAtOnce:
     def _chosen(self, kept: torch.Tensor) -> Value:
         """The set of kept entries as a value."""
         return Value(
-            kept, OF_LISTS, self.inputs.block.there, OF_LISTS, zero_where_absent=True, finite=True
+            kept,
+            OF_LISTS,
+            self.inputs.block.held_mask,
+            OF_LISTS,
+            zero_where_absent=True,
+            finite=True,
         )
 
     def _by_place(
@@ -251,7 +256,7 @@ class ListsAtOnce:
         if node not in block.ends:
             block.ends[node] = self._limits(rules, evaluation)
         limits, kernel = block.ends[node], self.inputs.steps.kernels["best"]
-        kept: torch.Tensor = kernel(score, present, block.there, limits)
+        kept: torch.Tensor = kernel(score, present, block.held_mask, limits)
         return kept
 
     def _limits(self, rules: Sequence[Ends], evaluation: Evaluation) -> torch.Tensor:
@@ -263,10 +268,10 @@ class ListsAtOnce:
             all_rows = [rows if len(rows) > 1 else rows * block.layers for rows in all_rows]
         rows = [row for request_rows in all_rows for row in request_rows]
         rows = rows[:1] if all(row == rows[0] for row in rows) else rows
-        limits = sent(torch.tensor(rows), block.there.device)
+        limits = sent(torch.tensor(rows), block.held_mask.device)
         data_nodes = rules[0].of_data(inputs.bound)
         if data_nodes:
-            limits = limits.repeat_interleave(len(block.there) // len(rows), 0)
+            limits = limits.repeat_interleave(len(block.held_mask) // len(rows), 0)
         for place, node in data_nodes.items():
             data_limits = inputs.steps.kernels["whole"](evaluation.value(node).tensor.double())
             # Where the rule does not hold, the row says that all entries stay.
@@ -322,10 +327,11 @@ class ListsAtOnce:
         columns = slice(self.first, block.width - newer)
         tokens = columns.stop - columns.start
         uncut = self.layer is None and not newer  # keeps the tensor: masks are told by identity
-        held: torch.Tensor | None = block.there if uncut else block.there[self.heads, columns]
+        whole = block.held_mask
+        held: torch.Tensor | None = whole if uncut else whole[self.heads, columns]
         if self.layer is None:
             # Columns stand for positions: only the order of entries and queries matters.
-            positions = inputs.steps.places(block.width, block.there.device)[columns]
+            positions = inputs.steps.places(block.width, block.held_mask.device)[columns]
         else:
             row = self.request * block.layers + self.layer
             positions = block.positions[row, columns]
@@ -346,9 +352,9 @@ class ListsAtOnce:
             vectors["query"] = q
         places = positions[-number:] if places is None else places
         return Frame(
-            inputs.bound, tokens, block.there.device, self.number, prompt,
+            inputs.bound, tokens, block.held_mask.device, self.number, prompt,
             layer=inputs.steps.layers[self.layer or 0], layered=self.layer is None,
-            vectors=vectors, positions=positions, there=held,
+            vectors=vectors, positions=positions, held_mask=held,
             step=Step(inputs.generated[self.request] - newer, places, steps or 1),
             kernels=inputs.steps.kernels, finite_checks=self.finite_checks, heads=inputs.heads,
         )  # fmt: skip
@@ -395,7 +401,7 @@ class ListsAtOnce:
     def _uniform(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `uniform`."""
         block, seed = self.inputs.block, counts.seed(evaluation.frame.number(node.args[0]))
-        generated = sent(torch.tensor(list(self.inputs.generated)), block.there.device)
+        generated = sent(torch.tensor(list(self.inputs.generated)), block.held_mask.device)
         steps, total = self.inputs.steps, self.inputs.bound.shape.kv_heads
         arguments = (seed, block.positions, generated, total, steps.layers.start)
         data = steps.heads.part(steps.kernels["draws"](*arguments), 0)

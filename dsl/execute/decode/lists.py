@@ -224,7 +224,7 @@ class RequestBlock:
         alike: [B * L], whether each KV head of a layer holds all of these.
         widest: [B], number of positions of a request's longest layer, on any rank.
         positions: int64 [B * L, M], -1 in front of a layer's first.
-        there: bool [B * L * G, M], which entries a list holds.
+        held_mask: bool [B * L * G, M], which entries a list holds.
         states: name -> float64 value whose axis `kv` runs over lists, and `token` over columns.
         merge_states: the same for states of the merge; NaN at layers that have not merged.
         decided: name -> the prefill's value of a `let` that decode reads, per list or one number.
@@ -247,7 +247,7 @@ class RequestBlock:
     alike: list[bool]
     widest: list[int]
     positions: torch.Tensor
-    there: torch.Tensor
+    held_mask: torch.Tensor
     states: dict[str, Value]
     merge_states: dict[str, Value] = field(default_factory=dict)
     decided: dict[str, Value] = field(default_factory=dict)
@@ -268,7 +268,7 @@ class RequestBlock:
     @property
     def width(self) -> int:
         """M."""
-        return self.there.shape[1]
+        return self.held_mask.shape[1]
 
     def broad(self, request: int) -> int:
         """Number of cached positions of a request's longest layer, on any rank."""
@@ -294,13 +294,13 @@ class RequestBlock:
         """`lengths` on the device, int64 [B * L]."""
         if self.used is not None:
             return self.used
-        return sent(torch.tensor(self.lengths), self.there.device)
+        return sent(torch.tensor(self.lengths), self.held_mask.device)
 
     def select(self, places: Sequence[int]) -> RequestBlock:
         """The requests at `places`, in this order."""
         if list(places) == list(range(self.requests)):
             return self
-        index = sent(torch.tensor(places), self.there.device)
+        index = sent(torch.tensor(places), self.held_mask.device)
 
         def of(x: torch.Tensor) -> torch.Tensor:
             by_request: torch.Tensor = x.unflatten(0, (self.requests, -1))
@@ -316,7 +316,7 @@ class RequestBlock:
             _listed(self.lengths, self.requests, places),
             _listed(self.alike, self.requests, places),
             [self.widest[place] for place in places],
-            of(self.positions), of(self.there),
+            of(self.positions), of(self.held_mask),
             _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
             last_queries=None if queries is None else queries.select(self.requests, places, of),
@@ -355,7 +355,7 @@ class Folded:
             lengths=[n for request in landed for n in request.positions],
             alike=[alike for request in landed for alike in request.alike],
             widest=[request.widest for request in landed],
-            there=self.staying, used=self.counts.numbers[:, 0], columns=self.columns,
+            held_mask=self.staying, used=self.counts.numbers[:, 0], columns=self.columns,
         )  # fmt: skip
 
 
@@ -385,9 +385,9 @@ def joined_block(parts: Sequence[tuple[Remembered, int]]) -> RequestBlock:
 def _joined(blocks: list[RequestBlock]) -> RequestBlock:
     """The requests of several blocks, with all newest entries in the last columns."""
     first, width = blocks[0], max(block.width for block in blocks)
-    device = first.there.device
+    device = first.held_mask.device
     pad = partial(padded, width=width)
-    lists = [len(block.there) for block in blocks]
+    lists = [len(block.held_mask) for block in blocks]
 
     def joined(parts: list[dict[str, Value]]) -> dict[str, Value]:
         return {name: listed([part[name] for part in parts], lists, device) for name in parts[0]}
@@ -399,7 +399,7 @@ def _joined(blocks: list[RequestBlock]) -> RequestBlock:
     finite = [block.finite for block in blocks]
     if any(x is not None for x in finite):  # where nothing was read, all is finite
         finite = [
-            x if x is not None else block.there.new_ones(len(block.there))
+            x if x is not None else block.held_mask.new_ones(len(block.held_mask))
             for x, block in zip(finite, blocks, strict=True)
         ]
     used = None
@@ -415,7 +415,7 @@ def _joined(blocks: list[RequestBlock]) -> RequestBlock:
         [n for block in blocks for n in block.alike],
         [n for block in blocks for n in block.widest],
         torch.cat([pad(block.positions, 1, nothing=-1) for block in blocks]),
-        torch.cat([pad(block.there, 1, nothing=False) for block in blocks]),
+        torch.cat([pad(block.held_mask, 1, nothing=False) for block in blocks]),
         joined([block.states for block in blocks]),
         joined([block.merge_states for block in blocks]),
         joined([block.decided for block in blocks]),

@@ -199,7 +199,7 @@ def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
     held_masks, positions, states = [], [], []
     per_layer = zip(layers, run.finish(), run.columns(), known.held, strict=True)
     for layer, kept, columns, held in per_layer:
-        places = run.there(layer)
+        places = run.reached(layer)
         kept_here = kept[:, places]
         # The positions in order; `nonzero` would wait for the device.
         indices = (~columns[places]).to(torch.uint8).argsort(stable=True)[: held.positions]
@@ -274,7 +274,7 @@ def _last_queries(run: Run) -> LastQueries | None:
     if not queries:
         return None
     lengths = [x.shape[1] for x in queries]
-    positions = [run.there(layer)[-n:] for layer, n in zip(layers, lengths, strict=True)]
+    positions = [run.reached(layer)[-n:] for layer, n in zip(layers, lengths, strict=True)]
     width = max(lengths)
     return LastQueries(
         torch.cat([padded(x, 1, width, 0.0) for x in queries]),

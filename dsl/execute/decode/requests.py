@@ -47,7 +47,7 @@ from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], the entries of each list, to the keys and values of all lists.
 Read = Callable[[torch.Tensor], tuple[Entries, Entries]]
-# From a layer and `there` [G, M] or None to its keys and values [G, M, D].
+# From a layer and `held` [G, M] or None to its keys and values [G, M, D].
 ReadLayer = Callable[[int, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -143,7 +143,7 @@ class Staying:
 
     @property
     def kept(self) -> torch.Tensor:
-        """bool [B * L * G, M], the entries of `there` that stay."""
+        """bool [B * L * G, M], the entries of `held_mask` that stay."""
         return self.folded.staying
 
     @property
@@ -152,9 +152,9 @@ class Staying:
         return self.folded.block
 
     @property
-    def there(self) -> torch.Tensor:
+    def held_mask(self) -> torch.Tensor:
         """bool [B * L * G, M], all entries before some leave."""
-        return self.block.there
+        return self.block.held_mask
 
     def merge(self, proceed: torch.Tensor) -> None:
         """Adds leaving entries to staying ones in the pool; to be called before any entry moves.
@@ -169,13 +169,13 @@ class Staying:
         """What stays of a request at each layer; its entries in the pool must not have changed.
 
         Args:
-            read: from a layer and `there` [G, M] or None to its keys and values [G, M, D]; called
+            read: from a layer and `held` [G, M] or None to its keys and values [G, M, D]; called
                 when merged rows are read.
             slots: whether keys turn to their positions in the cache.
         """
         block, choices = self.block, []
         for layer in range(block.layers):
-            kept, entries = (block.part(x, request, layer) for x in (self.kept, self.there))
+            kept, entries = (block.part(x, request, layer) for x in (self.kept, self.held_mask))
             shift = shift_of(kept, entries) if slots else None
             held = None if block.alike[request * block.layers + layer] else entries
             choice = Choice(kept, shift, held)
@@ -267,17 +267,17 @@ class _Following:
 
     def _extended(self, block: RequestBlock) -> RequestBlock:
         """The block without the entries that have left, and with those of the steps."""
-        number, rows = self.number, len(block.there)
+        number, rows = self.number, len(block.held_mask)
         width = max(block.lengths) + number
         plain = {name: x for name, x in block.states.items() if x.axes in (OF_LISTS, OF_HEADS)}
         others = {name: x for name, x in block.states.items() if name not in plain}
         old_states = [x.tensor for x in plain.values()]
         initial = [self.steps.initial_values[name] for name in plain]
         if others:  # states that are gathered from the entries' old columns
-            places = self.steps.places(block.width, block.there.device)
+            places = self.steps.places(block.width, block.held_mask.device)
             old_states, initial = [*old_states, places.double().expand(rows, -1)], [*initial, 0.0]
         positions, held, new_states = self.steps.kernels["carry"](
-            block.there, block.columns, block.positions, block.on_device, self.newest,
+            block.held_mask, block.columns, block.positions, block.on_device, self.newest,
             old_states, initial, steps=number, width=width,
         )  # fmt: skip
         states = {
@@ -292,7 +292,7 @@ class _Following:
             lengths=lengths,
             widest=[n + number for n in block.widest],
             positions=positions,
-            there=held,
+            held_mask=held,
             states=states,
             used=None,
             columns=positions >= 0 if self.steps.columns_of_all_ranks else None,
@@ -302,7 +302,7 @@ class _Following:
     def _inputs(self, block: RequestBlock) -> StepInputs:
         steps, k, v, q, last_queries = self.steps, None, None, None, None
         if (self.advances and steps.advancing_reads) or (self.leaves and steps.leaving_reads):
-            k, v = self.read(block.there)
+            k, v = self.read(block.held_mask)
         if (
             self.window > 1
             or (self.advances and steps.advancing_reads_queries)
@@ -351,7 +351,7 @@ class _Following:
             for name, x in frame.vectors.items()
             if isinstance(x, Entries)
         }
-        k, v, held = stored["key"], stored["value"], frame.there
+        k, v, held = stored["key"], stored["value"], frame.held_mask
         if held is None:
             held = torch.ones_like(k.ids, dtype=torch.bool)
         # A merge reads keys and values, even if nothing else does.
@@ -368,7 +368,7 @@ class _Following:
         if all(check is None for check in checks):
             return
         parts = [
-            block.there.new_ones(lists.number) if check is None else check
+            block.held_mask.new_ones(lists.number) if check is None else check
             for lists, check in zip(all_lists, checks, strict=True)
         ]
         finite = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -423,12 +423,12 @@ class _Following:
             last_numbers: those of the last fold; None at the first.
         """
         self._note(block, all_lists)
-        arguments = (kept, block.there, block.finite, last_numbers, block.kv)
+        arguments = (kept, block.held_mask, block.finite, last_numbers, block.kv)
         block.numbers, good = self.steps.kernels["tally"](*arguments)
         alike = self.steps.ranks_alike and all(lists.finite_checks.all_asked for lists in all_lists)
         columns = None
         if self.steps.columns_of_all_ranks:
-            columns = (kept & block.there).unflatten(0, (-1, block.kv)).any(1)
+            columns = (kept & block.held_mask).unflatten(0, (-1, block.kv)).any(1)
         return tally_gathered_later(self.heads, block.numbers, good, columns, alike=alike)
 
     def _merges(
@@ -502,7 +502,7 @@ def _together(all_lists: list[ListsAtOnce], values: list[Value]) -> Value:
     if len(all_lists) == 1 and all_lists[0].layer is None:
         return values[0]
     return listed(
-        values, [lists.number for lists in all_lists], all_lists[0].inputs.block.there.device
+        values, [lists.number for lists in all_lists], all_lists[0].inputs.block.held_mask.device
     )
 
 

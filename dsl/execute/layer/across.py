@@ -209,7 +209,7 @@ class Layers(Evaluation):
         )  # fmt: skip
         if not alike:
             token_counts = [x.frame.tokens for x in evaluations]
-            frame.held = Value(
+            frame.held_counts = Value(
                 sent(torch.tensor(token_counts, device=HOST), first.device), ("layer",)
             )
         super().__init__(frame, unheld_nodes=unheld_nodes if alike else frozenset(), whole=False)

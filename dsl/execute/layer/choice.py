@@ -12,16 +12,16 @@ from functools import cached_property
 import torch
 
 
-def shift_of(kept: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+def shift_of(kept: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     """Number of dropped entries after each kept one.
 
     Args:
-        kept, there: bool [G, n], in order of position: the entries that stay, and all entries.
+        kept, held: bool [G, n], in order of position: the entries that stay, and all entries.
 
     Returns:
         int64 [G, n]; 0 where the entry is not kept.
     """
-    dropped = (there & ~kept).long()
+    dropped = (held & ~kept).long()
     dropped_after = dropped.flip(-1).cumsum(-1).flip(-1)
     return dropped_after * kept
 
@@ -61,13 +61,13 @@ class Choice:
         kept: bool [G, M], over the entries before any left.
         shift: int64 [G, M]: by how many positions each kept key moves forward, for `positions:
             slots`; None otherwise.
-        there: bool [G, M], the entries that each KV head held before; None if all held all.
+        held_mask: bool [G, M], the entries that each KV head held before; None if all held all.
         merged: makes `rows`.
     """
 
     kept: torch.Tensor
     shift: torch.Tensor | None = None
-    there: torch.Tensor | None = None
+    held_mask: torch.Tensor | None = None
     merged: Callable[[], Rows] = lambda: (None, None)
 
     @cached_property

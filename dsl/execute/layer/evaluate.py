@@ -124,7 +124,7 @@ class Evaluation:
             x = self.frame.causal(x) if {"query", "token"} <= set(x.axes) else x
         if self.dropped is not None and {"kv", "dropped"} <= set(x.axes):
             return self._of_dropped(x, self.dropped)
-        if self.frame.there is None or not {"kv", "token"} <= set(x.axes):
+        if self.frame.held_mask is None or not {"kv", "token"} <= set(x.axes):
             return x
         return self.frame.present(x)
 
@@ -169,7 +169,7 @@ class Evaluation:
         branch = self._branch(node)
         if branch is not None or node.op == "broadcast":
             return self.broadcast(self.value(branch or node.args[0]), node.type)
-        if node.left_over and self.frame.there is not None:
+        if node.left_over and self.frame.held_mask is not None:
             return self._rest(node)
         if node.across_layers or reduces_past(node):
             return self.others(node, self)

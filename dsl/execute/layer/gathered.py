@@ -32,7 +32,7 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
         masked = [x.along("token", partial(_some, wanted)) for x in masked]
     held = None
     if frame.step is not None and selects:
-        held = frame.there
+        held = frame.held_mask
         if held is None:
             held = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
     parts = [part for x in masked for part in _parts(x)]
@@ -58,7 +58,7 @@ def _of_all(frame: Frame, wanted: slice | None, held: torch.Tensor | None) -> Fr
     """The frame with all KV heads of the model and the wanted tokens only."""
     kv = frame.kv // frame.heads.number(frame.bound.shape.kv_heads) * frame.bound.shape.kv_heads
     return replace(
-        frame, kv=kv, kv_start=0, vectors={}, there=held, heads=ALL, fixed={}, memo={},
+        frame, kv=kv, kv_start=0, vectors={}, held_mask=held, heads=ALL, fixed={}, memo={},
         tokens=frame.tokens if wanted is None else wanted.stop - wanted.start,
     )  # fmt: skip
 

@@ -171,7 +171,7 @@ def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) ->
         vectors[name] = Entries(x.pool[0].view(-1, x.shape[2]), ids, x.scale)
     step_frame = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
     held = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
-    return [step_frame, replace(step_frame, there=held)]
+    return [step_frame, replace(step_frame, held_mask=held)]
 
 
 def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
@@ -208,10 +208,10 @@ def _given(bundle: Bundle, frame: Frame, ordered: bool) -> tuple[object, ...]:
         query_positions = None if step is None else _last(step.places, -1, window).contiguous()
     values = rows(vectors["value"]) if bundle.reads_values else (None, None, None)
     holds = ranks = order = None
-    if step is not None and frame.there is not None:
-        holds = frame.there.contiguous().view(torch.int8)
+    if step is not None and frame.held_mask is not None:
+        holds = frame.held_mask.contiguous().view(torch.int8)
         if ordered:
-            ranks = frame.there.cumsum(-1, dtype=torch.int32)
+            ranks = frame.held_mask.cumsum(-1, dtype=torch.int32)
             if any(node.operation.kind is Kind.POOL for node in bundle.tail):
                 sorted_holds = holds.sort(dim=-1, descending=True, stable=True)
                 order = sorted_holds.indices.int()

@@ -37,15 +37,15 @@ class Receivers:
 
     Attributes:
         index: int64 [G, P, S], columns among the n candidates; 0 where there is no receiver.
-        there: bool [G, P, S], whether there is one.
+        present: bool [G, P, S], whether there is one.
     """
 
     index: torch.Tensor
-    there: torch.Tensor
+    present: torch.Tensor
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """`index` and `there` [G, P] of every entry's first receiver, then of its second, ..."""
-        return zip(self.index.unbind(2), self.there.unbind(2), strict=True)
+        return zip(self.index.unbind(2), self.present.unbind(2), strict=True)
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Merging:
 
     def _find(self, most: int) -> None:
         frame, into = self.evaluation.frame, self.merge.into
-        held = torch.ones_like(self.kept) if frame.there is None else frame.there
+        held = torch.ones_like(self.kept) if frame.held_mask is None else frame.held_mask
         steps = 0
         if into.op == "next":
             steps = counts.whole(self.evaluation.number(into.args[0]), frame.tokens)
@@ -251,7 +251,9 @@ class Merging:
         places = places.expand([*shape[:dim], index.shape[1], *shape[dim + 1 :]])
         data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(dim, places)
         aligned_present = aligned(present, _DROPPED, dropped_axes)
-        if x.mask is None or x.mask is frame.there:  # entries that are dropped or receive are there
+        if (
+            x.mask is None or x.mask is frame.held_mask
+        ):  # entries that are dropped or receive are there
             return Value(data, dropped_axes, present, _DROPPED, finite=x.finite), aligned_present
         mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(dim, places)
         mask = mask & aligned_present
@@ -265,11 +267,11 @@ class Merging:
         """The mean over the receivers of each dropped entry."""
         x, receivers = evaluation.value(node.args[0]), self._receivers
         frame = evaluation.frame
-        complete = x.mask is None or x.mask is frame.there
+        complete = x.mask is None or x.mask is frame.held_mask
         if x.axes == _TOKENS and complete:
-            data = frame.kernels["target"](x.tensor.double(), receivers.index, receivers.there)
+            data = frame.kernels["target"](x.tensor.double(), receivers.index, receivers.present)
             return Value(data, _DROPPED, self._present, _DROPPED, finite=x.finite)
-        parts = [(receivers.index, receivers.there)]
+        parts = [(receivers.index, receivers.present)]
         if receivers.index.shape[2] > 1 and not set(x.axes) <= {"kv", "token"}:
             # Vectors of one receiver at a time, so that P * S of them are never held.
             parts = [(index[..., None], present[..., None]) for index, present in receivers]
@@ -319,7 +321,7 @@ class Merging:
         weight = Value(1.0) if merge.weight is None else self.evaluation.value(merge.weight)
         receivers = self._receivers
         weights = self._of_each(weight, _DROPPED, self._present)
-        arguments = (self._index, receivers.index, receivers.there, accepted, weights)
+        arguments = (self._index, receivers.index, receivers.present, accepted, weights)
         self._links = frame.kernels["links"](*arguments, frame.tokens)
         self._own = self._of_kept(merge.own)
         self._divide = self._of_kept(merge.divide)  # may name `mass`, which `own` is part of
@@ -327,7 +329,7 @@ class Merging:
     def _of_kept(self, node: Node | None) -> torch.Tensor | None:
         if node is None:
             return None
-        return self._of_each(self.evaluation.value(node), _TOKENS, self.evaluation.frame.there)
+        return self._of_each(self.evaluation.value(node), _TOKENS, self.evaluation.frame.held_mask)
 
     def _of_each(
         self, x: Value, axes: tuple[str, ...], present: torch.Tensor | None

@@ -181,7 +181,7 @@ def _heads(frame: Frame, size: int) -> Iterator[Frame]:
             kv=end - start,
             kv_start=frame.kv_start + start,
             vectors=vectors,
-            there=None if frame.there is None else frame.there[start:end],
+            held_mask=None if frame.held_mask is None else frame.held_mask[start:end],
         )
 
 

@@ -33,8 +33,8 @@ def newest(node: Node, frame: Frame) -> Value:
 
 def size(node: Node, frame: Frame) -> Value:
     """`cached`, the entries of each KV head: the only size that the host does not know."""
-    if frame.held is None and frame.there is not None:
-        return Value(frame.there.sum(-1, dtype=torch.float64), ("kv",), finite=True)
+    if frame.held_counts is None and frame.held_mask is not None:
+        return Value(frame.held_mask.sum(-1, dtype=torch.float64), ("kv",), finite=True)
     number = frame.candidates()
     if isinstance(number.data, torch.Tensor):
         return Value(number.data.double(), number.axes, finite=True)
@@ -101,10 +101,10 @@ def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor
     def make() -> torch.Tensor:
         return frame.places <= positions[:, None]
 
-    if frame.there is not None or frame.step is not None:
+    if frame.held_mask is not None or frame.step is not None:
         seen = make()
-        if frame.there is not None:
-            seen = seen & frame.there[:, None]
+        if frame.held_mask is not None:
+            seen = seen & frame.held_mask[:, None]
         axes = ("kv", "query", "token") if seen.ndim == 3 else ("query", "token")
         logits.masked_fill_(~(seen[:, None] if seen.ndim == 3 else seen), -math.inf)
         return logits, seen, axes

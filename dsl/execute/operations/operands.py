@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpolicy.dsl.execute.operations.table import TORCH_FORMS, layer_by_layer
-from kvpolicy.dsl.execute.tensors.values import Frame, Value, there_of
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, mask_of
 from kvpolicy.dsl.ir.nodes import Node
 
 # Axes reduced elsewhere: in generated kernels or blocks, across layers, in merges.
@@ -49,6 +49,6 @@ def entropy(node: Node, frame: Frame, x: Value) -> Value:
     def compute(frame: Frame, x: Value) -> Value:
         dims = [x.axes.index(axis) for axis in over]
         axes = tuple(axis for axis in x.axes if axis not in over)
-        return Value(frame.kernels["entropy"](x.tensor.double(), there_of(x), dims), axes)
+        return Value(frame.kernels["entropy"](x.tensor.double(), mask_of(x), dims), axes)
 
     return layer_by_layer(over, frame, x, compute)

@@ -24,12 +24,12 @@ def pool(node: Node, frame: Frame, x: Value, width: Value) -> Value:
     data = filled(x, -math.inf if largest else 0.0)
     dim = x.axes.index("token")
     data = data.transpose(-1, dim)
-    if frame.there is None or "kv" not in x.axes:
+    if frame.held_mask is None or "kv" not in x.axes:
         pooled = _pooled(data, size, largest)
     else:
         rest = tuple(axis for axis in x.axes if axis != "token")
         # Each head's own entries first, in order.
-        order = frame.there.logical_not().long().argsort(dim=-1, stable=True)
+        order = frame.held_mask.logical_not().long().argsort(dim=-1, stable=True)
         order = aligned(order, ("kv", "token"), (*rest, "token")).expand(data.shape)
         ordered = _pooled(data.gather(-1, order), size, largest)
         pooled = torch.empty_like(ordered).scatter_(-1, order, ordered)

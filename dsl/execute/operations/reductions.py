@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from kvpolicy.dsl.execute.tensors.values import Frame, Value, aligned, filled, sizes_of, there_of
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, aligned, filled, mask_of, sizes_of
 from kvpolicy.dsl.ir.nodes import Node
 
 
@@ -20,7 +20,7 @@ def total(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
 
 def averaged(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
     """`mean` or `var`, by the kernel of that name."""
-    data: torch.Tensor = frame.kernels[node.op](x.tensor.double(), there_of(x), dims)
+    data: torch.Tensor = frame.kernels[node.op](x.tensor.double(), mask_of(x), dims)
     return data
 
 

@@ -14,9 +14,9 @@ from kvpolicy.dsl.execute.tensors.values import (
     Value,
     aligned,
     as_tensor,
+    mask_of,
     of_layer,
     sizes_of,
-    there_of,
     union,
 )
 from kvpolicy.dsl.ir import counts
@@ -34,7 +34,7 @@ def _competing(
     """
     rest = [i for i, axis in enumerate(x.axes) if axis not in axes]
     permutation = rest + [x.axes.index(axis) for axis in axes]
-    data, present = x.tensor.double().permute(permutation), there_of(x)
+    data, present = x.tensor.double().permute(permutation), mask_of(x)
     keys = frame.kernels["keys"](data, None if present is None else present.permute(permutation))
     shape = list(data.shape)
     rows = math.prod(shape[: len(rest)])
@@ -50,7 +50,7 @@ def _back(data: torch.Tensor, permutation: list[int], shape: list[int]) -> torch
 def top(node: Node, frame: Frame, x: Value, count: Value) -> Value:
     """The `count` highest along `node.axes`."""
     number = count.data
-    if node.takes_an_end and frame.there is None and not isinstance(number, torch.Tensor):
+    if node.takes_an_end and frame.held_mask is None and not isinstance(number, torch.Tensor):
         return _ends(node, frame, counts.whole(number, frame.tokens))
     return _top(frame, x, count, node.axes)
 
@@ -116,7 +116,7 @@ def _set_size(node: Node, x: Value, frame: Frame) -> Value:
 
     The host knows how many the first or last entries are, if it knows how many are asked for.
     """
-    alike = x.axes == ("token",) and frame.there is None and frame.held is None
+    alike = x.axes == ("token",) and frame.held_mask is None and frame.held_counts is None
     if alike and node.takes_an_end and frame.bound.static.needs(node.args[1]) is not None:
         return Value(counts.whole(frame.number(node.args[1]), frame.tokens))
     x = frame.present(x) if "token" in x.axes else x

@@ -626,7 +626,7 @@ class Run:
             self._columns = columns
         return self._columns
 
-    def there(self, layer: int) -> torch.Tensor:
+    def reached(self, layer: int) -> torch.Tensor:
         """int64 [n]: positions of the tokens that reached a layer."""
         return self._evaluations[layer].frame.places
 

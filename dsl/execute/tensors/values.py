@@ -115,12 +115,12 @@ class Frame:
             them); in a prefill `lse`, float32 [H, T], the log-sum-exp of each query's logits over
             the tokens that it sees, if attention has given it. Empty after the last layer.
         positions: int64 [n] original positions, ascending; None: 0 to n - 1.
-        there: bool [G, n]: which KV head holds which candidate; None: all hold all.
+        held_mask: bool [G, n]: which KV head holds which candidate; None: all hold all.
         step: the decode step; None in a prefill, whose queries are those of the last T tokens.
         rows: the window's queries that are computed now; None: all.
         last: number of queries that `all` and `new` mean now; None: one per token.
         kernels: by name, see `execute/tensors/kernels.py`; those of torch, if none are given.
-        held: number of candidates per KV head, where that is not `tokens`.
+        held_counts: number of candidates per KV head, where that is not `tokens`.
         wanted: tokens that are read of values gathered from other ranks; None: all.
         heads: the model's KV heads that are here, and exchange with ranks that hold others.
         fixed: tensors that live as long as the plan, by id; masks made of these are made once.
@@ -138,12 +138,12 @@ class Frame:
     layered: bool = False
     vectors: Mapping[str, Keys] = field(default_factory=dict)
     positions: torch.Tensor | None = None
-    there: torch.Tensor | None = None
+    held_mask: torch.Tensor | None = None
     step: Step | None = None
     rows: slice | None = None
     last: int | None = None
     kernels: Kernels = field(default_factory=installed)
-    held: Value | None = None
+    held_counts: Value | None = None
     wanted: slice | None = None
     heads: Heads = ALL
     fixed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -154,10 +154,10 @@ class Frame:
         """`vectors[name]` as a dense tensor; gathered from a pool once."""
         x = self.vectors[name]
         tensor = dense(x)
-        if x is tensor or self.there is None:
+        if x is tensor or self.held_mask is None:
             return tensor
         # Entries that a KV head does not hold are 0: their rows of the pool may hold NaN.
-        return tensor.masked_fill(~self.there[..., None], 0)
+        return tensor.masked_fill(~self.held_mask[..., None], 0)
 
     @property
     def places(self) -> torch.Tensor:
@@ -204,9 +204,9 @@ class Frame:
 
     def present(self, x: Value) -> Value:
         """A value per token, absent (a set: false) where a KV head does not hold the token."""
-        if self.there is None or (x.zero_where_absent and x.mask is self.there):
+        if self.held_mask is None or (x.zero_where_absent and x.mask is self.held_mask):
             return x
-        return self._within(x, self.there, ("kv", "token"))
+        return self._within(x, self.held_mask, ("kv", "token"))
 
     def causal(self, x: Value) -> Value:
         """A value per query and token, absent (a set: false) where the token is after the query."""
@@ -229,11 +229,11 @@ class Frame:
 
     def candidates(self) -> Value:
         """Number of candidates, per KV head where these differ."""
-        if self.held is not None:
-            return self.held
-        if self.there is None:
+        if self.held_counts is not None:
+            return self.held_counts
+        if self.held_mask is None:
             return Value(self.tokens)
-        return Value(self.there.sum(-1), ("kv",), finite=True)
+        return Value(self.held_mask.sum(-1), ("kv",), finite=True)
 
     def both(self, a: Value, b: Value) -> tuple[torch.Tensor | None, tuple[str, ...]]:
         """The mask of places where both values are present, and its axes."""
@@ -342,7 +342,7 @@ def filled(x: Value, filler: Scalar) -> torch.Tensor:
     return mask & x.tensor if filler is False else torch.where(mask, x.data, filler)
 
 
-def there_of(x: Value) -> torch.Tensor | None:
+def mask_of(x: Value) -> torch.Tensor | None:
     """The mask of a value with a dimension per axis, to broadcast; None: present everywhere."""
     if x.mask is None:
         return None
