@@ -506,6 +506,40 @@ def test_nobody_waits_for_the_kernels_of_anothers_parameters(workers):
         assert ask(own)["set"] == {"heavy": 40}
 
 
+def with_own_parameters(server, heavy, **fields):
+    custom = {"kv_policy": "more", "kv_policy_set": {"heavy": heavy}}
+    sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": custom}
+    return server.post(
+        "/generate", {"input_ids": prompt(0, 200), "sampling_params": sampling, **fields}
+    )
+
+
+def test_a_request_that_waits_for_its_kernels_can_be_aborted(workers):
+    """SGLang does not know it yet; another one with the same parameters goes on."""
+    with ThreadPoolExecutor() as pool:
+        aborted = pool.submit(with_own_parameters, workers, 41, rid="mine-1")
+        other = pool.submit(with_own_parameters, workers, 41, rid="yours")
+        while not aborted.done():
+            workers.post("/abort_request", {"rid": "mine"})  # to either worker
+            time.sleep(0.05)
+        assert not other.done()
+    assert aborted.result().status_code == 400
+    assert "aborted while the kernels" in aborted.result().text
+    assert other.result().json()["meta_info"]["kv_policy"]["set"] == {"heavy": 41}
+
+
+def test_kernels_wait_while_memory_is_given_up(workers):
+    """They would read the pool. What is asked meanwhile is answered later."""
+    assert workers.post("/release_memory_occupation", {}).status_code == 200
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(with_own_parameters, workers, 42)
+        time.sleep(2 * SECONDS)
+        assert not waiting.done()
+        assert workers.post("/resume_memory_occupation", {}).status_code == 200
+        facts = waiting.result().json()["meta_info"]["kv_policy"]
+    assert facts["set"] == {"heavy": 42}
+
+
 def test_inspection_is_refused_where_the_operator_did_not_allow_it(workers):
     assert internal_state(workers)["kv_policy_inspection"] is False
     for custom in ({"kv_policy_kept": True}, {"kv_policy_force": [5]}):
