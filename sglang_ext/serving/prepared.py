@@ -88,8 +88,9 @@ class Prepared:
             del self._tasks[key]
 
     def _ended(self, key: tuple[Policy, Texts], task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._tasks.pop(key, None)  # the next request asks again
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._tasks.get(key) is task:
+            del self._tasks[key]  # the next request asks again
 
     async def _ask(self, manager: Any, name: str, values: Mapping[str, Any]) -> None:
         body = {"action": VARY, "name": name, "values": dict(values), "front_end": self._name}

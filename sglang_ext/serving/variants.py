@@ -34,11 +34,12 @@ from kvpolicy.sglang_ext.serving.messages import MOST_PENDING, MOST_VARIANTS
 logger = logging.getLogger(__name__)
 
 
+_NOBODY = ""  # the front end of variants that were made for a request at hand
 _MOST_KEPT = 2 * MOST_VARIANTS  # for one front end
 _MOST_FRONT_ENDS = 32  # whose variants are kept; there are more only after some have ended
 _MOST_BEGUN = 8 * MOST_PENDING  # and not asked for again yet
 
-Key = tuple[str, Texts]
+VariantKey = tuple[str, Texts]
 
 
 class Variants:
@@ -60,9 +61,11 @@ class Variants:
         """
         self._shape, self._make, self._ranks = shape, make, ranks
         self._background = background
-        self._kept: dict[Key, Served] = {}
-        self._wanted: OrderedDict[str, OrderedDict[Key, None]] = OrderedDict()  # by front end
-        self._begun: OrderedDict[Key, Future[Served]] = OrderedDict()
+        self._kept: dict[VariantKey, Served] = {}
+        self._wanted: OrderedDict[str, OrderedDict[VariantKey, None]] = (
+            OrderedDict()
+        )  # by front end
+        self._begun: OrderedDict[VariantKey, Future[Served]] = OrderedDict()
 
     def of(self, base: Served, values: Mapping[str, Any]) -> Served:
         """A policy with other values of some parameters; made now if it is not there.
@@ -72,7 +75,9 @@ class Variants:
         """
         key = (base.name, texts_of(values))
         if key not in self._kept:
-            self._keep(base, values, "")
+            self._keep(base, values, _NOBODY)
+        elif key in self._wanted.get(_NOBODY, ()):
+            self._wanted[_NOBODY].move_to_end(key)
         return self._kept[key]
 
     def is_ready(self, base: Served, values: Mapping[str, Any], front_end: str) -> bool:
@@ -111,7 +116,7 @@ class Variants:
         self._kept[key] = variant
         self._want(key, front_end)
 
-    def _want(self, key: Key, front_end: str) -> None:
+    def _want(self, key: VariantKey, front_end: str) -> None:
         """Note that a front end wants a variant; drop those that it and others want no longer."""
         keys = self._wanted.setdefault(front_end, OrderedDict())
         self._wanted.move_to_end(front_end)

@@ -305,6 +305,19 @@ def test_a_request_makes_what_waits_behind_others():
     assert made == ["2", "1"]
 
 
+def test_of_variants_that_no_front_end_asked_for_those_used_last_are_kept():
+    """With several stages, requests alone bring them."""
+    made = []
+    variants = variants_of(lambda policy, bound: made.append(bound) or SimpleNamespace())
+    for window in range(3 * MOST_VARIANTS):
+        variants.of(base(), {"window": window})
+        variants.of(base(), {"window": 0})
+    assert len(made) == 3 * MOST_VARIANTS
+    variants.of(base(), {"window": 1})
+    assert len(made) == 3 * MOST_VARIANTS + 1
+    assert len(variants._kept) == 2 * MOST_VARIANTS
+
+
 def test_what_nobody_asks_for_again_is_dropped():
     variants = variants_of(lambda policy, bound: SimpleNamespace())
     for window in range(1000):
