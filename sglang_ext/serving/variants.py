@@ -33,7 +33,6 @@ from kvpolicy.sglang_ext.serving.messages import MOST_PENDING, MOST_VARIANTS
 
 logger = logging.getLogger(__name__)
 
-
 _NOBODY = ""  # the front end of variants that were made for a request at hand
 _MOST_KEPT = 2 * MOST_VARIANTS  # for one front end
 _MOST_FRONT_ENDS = 32  # whose variants are kept; there are more only after some have ended
