@@ -71,7 +71,8 @@ def assignment(count: int) -> list[float]:
                 sampling_params={"temperature": 0.7}, lora_path=None, custom_labels=None, rid=None
             )
             begun = time.perf_counter()
-            await traffic.choose(manager, obj, request)
+            if await traffic.choose(manager, obj, request):
+                await traffic.draw(live, manager, obj, request)
             seconds = time.perf_counter() - begun
             if "arm" not in obj.sampling_params["custom_params"]["kv_policy_assigned"]:
                 raise SystemExit("experiment_overhead: a request got no arm")
