@@ -98,7 +98,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:
     def begins_alike(candidate: str) -> bool:  # `minimum` and `min`, `errors` and `error_rate`
         pairs = zip(name, candidate, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return shared >= max(3, 0.8 * min(len(name), len(candidate)))
+        return len(name) > 3 and shared >= max(3, 0.8 * min(len(name), len(candidate)))
 
     names = sorted(set(candidates))
     close = get_close_matches(name, names, n=1, cutoff=0.7) or [*filter(begins_alike, names)]
