@@ -81,9 +81,8 @@ def test_prompts_are_short_and_lose_entries(path):
     last = tried[-1]
     entries = last.bound.shape.layers * last.bound.shape.kv_heads * last.tokens
     # Of these only data, or the first new token, decide whether anything leaves.
-    undecided = {
-        *("minicache", "roco", "simlayerkv", "simlayerkv-prefill", "d2o-code", "streaming-heads"),
-    }
+    undecided = {"minicache", "roco", "simlayerkv", "simlayerkv-prefill", "d2o-code",
+                 "streaming-heads"}  # fmt: skip
     assert (max_entries(last.bound, last.tokens) < entries) == (path.stem not in undecided)
 
 
