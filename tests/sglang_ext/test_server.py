@@ -519,9 +519,8 @@ def test_a_request_that_waits_for_its_kernels_can_be_aborted(workers):
     with ThreadPoolExecutor() as pool:
         aborted = pool.submit(with_own_parameters, workers, 41, rid="mine-1")
         other = pool.submit(with_own_parameters, workers, 41, rid="yours")
-        while not aborted.done():
-            workers.post("/abort_request", {"rid": "mine"})  # to either worker
-            time.sleep(0.05)
+        while not aborted.done():  # a new connection is either worker's
+            requests.post(workers.url + "/abort_request", json={"rid": "mine"}, timeout=60)
         assert not other.done()
     assert aborted.result().status_code == 400
     assert "aborted while the kernels" in aborted.result().text
