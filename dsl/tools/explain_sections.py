@@ -87,7 +87,7 @@ def decode(
     for name, state in rules.states.items():
         if state.next is not None:
             yield f"  {'state':<8} {name}: {written(state.next)}  : {state.type}"
-            if state.start is not None:
+            if state.start is not None and not state.inherited:
                 yield f"  {'':<8} at the first step from {written(state.start)}"
     if bound.folded.prefill.merge is None and rules.merge is not None:
         yield from merging(rules.merge, written)

@@ -224,6 +224,23 @@ def test_states_and_queries_of_decode(model, capsys):
     )
 
 
+@pytest.mark.parametrize("place", ["file", "decode"])
+def test_where_states_begin(model, tmp_path, capsys, place):
+    """A state of the file has begun in the prefill, one of decode begins at the first step."""
+    state = "state: {heat: {start: 1, next: 'heat + sum[group, query](attn(new))'}}\n"
+    text = {
+        "file": f"{state}score: heat\nbudget: 20\nkeep: top(score)\ndecode: same\n",
+        "decode": "score: position\nbudget: 20\nkeep: top(score)\n"
+        f"decode:\n  {state}  score: heat\n",
+    }
+    policy = tmp_path / "x.yaml"
+    policy.write_text(f"policy: x\nlanguage: 1\n{text[place]}")
+    assert explain(model, str(policy)) == 0
+    lines = section(capsys.readouterr().out, "While decoding")
+    assert any(line.split() == ["score", "heat"] for line in lines)
+    assert ("at the first step from 1" in map(str.strip, lines)) == (place == "decode")
+
+
 def test_merging_and_sharing(model, capsys):
     assert explain(model, "d2o") == 0
     lines = section(capsys.readouterr().out, "What becomes of dropped entries")
