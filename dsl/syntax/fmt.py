@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from kvpolicy.dsl.syntax.comments import Comment, find_comments
+from kvpolicy.dsl.syntax.comments import Comment, Pending, find_comments
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.syntax.expression import ExpressionError, tokenize
 from kvpolicy.dsl.syntax.library import find, read_source, rewrite
@@ -84,20 +84,15 @@ class _Lines:
 class _PolicyWriter:
     def __init__(self, source: Source, comments: list[Comment], root: Mapping) -> None:
         self.source = source
-        self.comments = comments
-        self.taken = 0
+        self.comments = Pending(source, comments)
         self.first = root.entries[0][0].span.start if root.entries else 0
 
     def file(self, root: Mapping) -> str:
-        header = [self.comments[i].text for i in range(self._until(self.first))]
-        self.taken = len(header)
-        lines = header + self.block(root, FILE, 0, len(self.source.text))
-        lines += [comment.text for comment in self.comments[self.taken :]]
+        end = len(self.source.text)
+        lines = [comment.text for comment in self.comments.before(self.first)]
+        lines += self.block(root, FILE, 0, end)
+        lines += [comment.text for comment in self.comments.before(end)]
         return "\n".join(line.rstrip() for line in lines) + "\n"
-
-    def _until(self, offset: int) -> int:
-        """Number of comments that begin before an offset."""
-        return sum(1 for comment in self.comments if comment.start < offset)
 
     def block(self, node: Mapping, keys: tuple[Key, ...] | Key, indent: int, end: int) -> list[str]:
         """A mapping in block style; `keys` is a tuple, or one key for names the author chose."""
@@ -122,50 +117,28 @@ class _PolicyWriter:
         key = keys if isinstance(keys, Key) else next(k for k in keys if k.name == name.text)
         entry = _Lines(blank=self._blank_before(name))
         pad = " " * indent
-        while self.taken < self._until(name.span.start):
-            entry.above.append(pad + self.comments[self.taken].text)
-            self.taken += 1
+        entry.above += [pad + comment.text for comment in self.comments.before(name.span.start)]
         block_keys = self._expands(value, key, len(pad) + len(name.text) + 2)
         if block_keys is not None:
             assert isinstance(value, Mapping)
-            side_comment = self._beside(name.span.end, value.entries[0][0].span.start)
+            first_key = value.entries[0][0].span.start
+            side_comment = self.comments.beside(name.span.end, first_key)
             entry.lines = [f"{pad}{name.text}:{side_comment}"]
             entry.lines += self.block(value, block_keys, indent + 2, stop)
-            entry.lines += [f"{pad}  {text}" for text in self._deeper(name, stop)]
+            deeper = self.comments.deeper(name.span.start, stop)
+            entry.lines += [f"{pad}  {comment.text}" for comment in deeper]
             return entry
         entry.lines = self.inline(f"{pad}{name.text}: ", value, key, indent)
-        comments = self.comments[self.taken : self._until(self._line_end(value.span.end, stop))]
-        self.taken += len(comments)
+        comments = self.comments.before(self._line_end(value.span.end, stop))
         entry.above += [pad + comment.text for comment in comments[:-1]]
         if comments and comments[-1].alone:
             entry.above.append(pad + comments[-1].text)
         elif comments:
             line = 0 if entry.lines[0].endswith(": |") else -1
             entry.lines[line] += f"  {comments[-1].text}"
-        entry.above += [pad + text for text in self._deeper(name, stop)]
+        deeper = self.comments.deeper(name.span.start, stop)
+        entry.above += [pad + comment.text for comment in deeper]
         return entry
-
-    def _deeper(self, name: Scalar, stop: int) -> Iterator[str]:
-        """The next comments before an offset that are indented more than a key."""
-        column = self._column(name.span.start)
-        while self.taken < self._until(stop):
-            comment = self.comments[self.taken]
-            if not comment.alone or self._column(comment.start) <= column:
-                return
-            self.taken += 1
-            yield comment.text
-
-    def _column(self, offset: int) -> int:
-        return offset - 1 - self.source.text.rfind("\n", 0, offset)
-
-    def _beside(self, start: int, end: int) -> str:
-        """A comment on the line of a key whose value stands below."""
-        newline = self.source.text.find("\n", start)
-        end = min(end, newline if newline >= 0 else end)
-        if self.taken < len(self.comments) and start <= self.comments[self.taken].start < end:
-            self.taken += 1
-            return f"  {self.comments[self.taken - 1].text}"
-        return ""
 
     def _line_end(self, offset: int, stop: int) -> int:
         newline = self.source.text.find("\n", offset)
@@ -186,7 +159,7 @@ class _PolicyWriter:
             return key.item
         if key.name in ("parameter", "tensor"):
             first = value.entries[0][0].span.start  # a comment before it goes beside the key
-            has_comments = self._until(first) < self._until(value.span.end)
+            has_comments = self.comments.are_inside(first, value.span.end)
             if not has_comments and head + len(self.flow(value, key)) <= WIDTH:
                 return None
         return key.keys

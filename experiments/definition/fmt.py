@@ -7,13 +7,13 @@ again, and the file is left alone if its meaning or its comments would change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
-from kvpolicy.dsl.syntax.comments import Comment, find_comments
+from kvpolicy.dsl.syntax.comments import Comment, Pending, find_comments
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.dsl.syntax.library import rewrite
 from kvpolicy.dsl.syntax.source import Source
@@ -102,10 +102,9 @@ class _Entry:
 
 
 class _ExperimentWriter:
-    def __init__(self, source: Source, comments: Sequence[Comment]) -> None:
+    def __init__(self, source: Source, comments: list[Comment]) -> None:
         self.source = source
-        self.comments = comments
-        self.taken = 0  # number of comments written so far
+        self.comments = Pending(source, comments)
 
     def file(self, root: Mapping) -> str:
         """The whole text; comments above the first key stay on top."""
@@ -144,10 +143,10 @@ class _ExperimentWriter:
         entry = _Entry(name, self.blank_before(start), self.above(start, pad))
         flow = f"{head} {self.flow(value, field)}"
         if not isinstance(value, Mapping | NodeList) or self.fits(value, field, len(flow)):
-            line = flow + self.beside(value.span.end, stop)
+            line = flow + self.comments.beside(value.span.end, stop)
             entry.lines += [*self.deeper(start, stop, pad), line]
         elif name:
-            entry.lines.append(head + self.beside(start, _start(value)))
+            entry.lines.append(head + self.comments.beside(start, _start(value)))
             entry.lines += self.block(value, field, indent + 2, stop)
             entry.lines += self.deeper(start, stop, f"{pad}  ")
         else:
@@ -162,40 +161,16 @@ class _ExperimentWriter:
         """Whether a value is written on the line of its key, and not on lines below it."""
         if not (value.items if isinstance(value, NodeList) else value.entries):
             return True
-        inside = any(value.span.start <= c.start < value.span.end for c in self.comments)
+        inside = self.comments.are_inside(value.span.start, value.span.end)
         return not inside and width <= WIDTH and field.form != "arms" and field.name != "metrics"
 
     def above(self, offset: int, pad: str) -> list[str]:
         """The comments before an offset that are not written yet, indented by `pad`."""
-        lines = []
-        while self.taken < len(self.comments) and self.comments[self.taken].start < offset:
-            lines.append(pad + self.comments[self.taken].text)
-            self.taken += 1
-        return lines
+        return [pad + comment.text for comment in self.comments.before(offset)]
 
     def deeper(self, start: int, stop: int, pad: str) -> list[str]:
         """The next comments before `stop` that are indented more than what begins at `start`."""
-        lines: list[str] = []
-        column = self.column(start)
-        while self.taken < len(self.comments):
-            comment = self.comments[self.taken]
-            if comment.start >= stop or not comment.alone or self.column(comment.start) <= column:
-                break
-            lines.append(pad + comment.text)
-            self.taken += 1
-        return lines
-
-    def column(self, offset: int) -> int:
-        return offset - 1 - self.source.text.rfind("\n", 0, offset)
-
-    def beside(self, offset: int, stop: int) -> str:
-        """The next comment, if it is on the line of `offset` and before `stop`; else empty."""
-        newline = self.source.text.find("\n", offset)
-        end = min(stop, newline if newline >= 0 else stop)
-        if self.taken < len(self.comments) and self.comments[self.taken].start < end:
-            self.taken += 1
-            return f"  {self.comments[self.taken - 1].text}"
-        return ""
+        return [pad + comment.text for comment in self.comments.deeper(start, stop)]
 
     def blank_before(self, start: int) -> bool:
         """Whether the source has an empty line above an offset and the comments on top of it."""
