@@ -15,19 +15,28 @@ from kvpolicy.dsl.syntax.source import Source
 ROOT = Path(__file__).parents[1]
 BINARIES = Path(sys.executable).parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]*)(?:#([^)]*))?\)")
 
 
 def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.M | re.S)
 
 
+def headings(path: Path) -> set[str]:
+    """Names of a document's headings in links, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     prose = re.sub(r"^```.*?^```|`[^`]*`", "", path.read_text(), flags=re.M | re.S)
-    for target in LINK.findall(prose):
-        if "://" not in target:
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+    for target, heading in LINK.findall(prose):
+        if "://" in target:
+            continue
+        file = path.parent / target if target else path
+        assert file.exists(), f"{path.name} links to {target}"
+        assert not heading or heading in headings(file), f"{path.name}: {target}#{heading}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

@@ -295,7 +295,7 @@ def test_every_shipped_policy_is_one_or_the_other():
 
 def test_the_table_for_operators_says_the_same():
     """Of a refused policy, at least the beginning of the reason."""
-    text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
     table = text.split("\n| policies | with `--pp-size` |\n")[1].split("\n\n")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()[1:]]
     said = {name: words for names, words in rows for name in names.split(", ")}

@@ -7,7 +7,7 @@ from typing import Any
 
 from methods import METHODS, PROPAGATING
 
-OPERATORS = Path(__file__).parents[2] / "docs" / "operators.md"
+SUPPORTED = Path(__file__).parents[2] / "docs" / "supported.md"
 SLOTS = ("streamingllm", "cam")  # methods that rotate keys
 TOKENS_LEAVE = (*PROPAGATING, "gemfilter")  # between layers, or before a second prefill
 SMALL = {
@@ -92,14 +92,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def rows(title: str) -> dict[str, list[str]]:
-    """Rows of a table in docs/operators.md, by their first column."""
-    table = OPERATORS.read_text(encoding="utf-8").split(f"\n| {title} |")[1].split("\n\n")[0]
+    """Rows of a table in docs/supported.md, by their first column."""
+    table = SUPPORTED.read_text(encoding="utf-8").split(f"\n| {title} |")[1].split("\n\n")[0]
     cells = [[x.strip(" `") for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     return {first: rest for first, *rest in cells}
 
 
 def served_with(name: str) -> list[str]:
-    """Methods that an architecture is served with, by its row in docs/operators.md."""
+    """Methods that an architecture is served with, by its row in docs/supported.md."""
     *_, propagates, slots = rows("model")[name]
     without = {*(TOKENS_LEAVE if propagates == "no" else ()), *(SLOTS if slots == "no" else ())}
     return [method for method in METHODS if method not in without]

@@ -128,8 +128,8 @@ def test_each_refusal_is_one_sentence_that_names_the_option(name):
 
 
 def table_of_options():
-    """Rows of the table in docs/operators.md: option, whether it is served, and the rest."""
-    text = (ROOT / "docs" / "operators.md").read_text()
+    """Rows of the table in docs/supported.md: option, whether it is served, and the rest."""
+    text = (ROOT / "docs" / "supported.md").read_text()
     table = text.split("\n| option of SGLang |")[1].split("\n\n")[0]
     return [[x.strip(" `") for x in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
