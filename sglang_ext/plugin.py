@@ -13,9 +13,12 @@ import multiprocessing
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpolicy.sglang_ext.face.errors import Refused
+
+if TYPE_CHECKING:
+    from kvpolicy.sglang_ext.face.options import Requested
 
 WORKER_APP = "kvpolicy.sglang_ext.worker:app"
 
@@ -31,9 +34,9 @@ def register() -> None:
 
         compat.register(compat.ADD_CLI_ARGS, _add_cli_args, "after")
         compat.register(compat.FROM_CLI_ARGS, _from_cli_args, "after")
-        paths, settings = options.requested()
-        if paths or settings:
-            _install(paths, settings)
+        asked = options.requested()
+        if any(asked):
+            _install(asked)
         elif compat.in_scheduler() and multiprocessing.parent_process() is None:
             # A program that makes engines may ask for policies later; plugins are loaded once.
             compat.register(compat.PUBLISH, _after_publish, "after")
@@ -61,7 +64,7 @@ def _stop(error: Exception, *, command_line: bool) -> BaseException:
     return (SystemExit if command_line else Refused)(f"kvpolicy: {what}")
 
 
-def _install(paths: list[str], settings: list[str]) -> None:
+def _install(asked: Requested) -> None:
     from kvpolicy.sglang_ext.face import compat, options, refusals
 
     refusals.check_version()
@@ -71,7 +74,7 @@ def _install(paths: list[str], settings: list[str]) -> None:
 
         install(
             Runtime(
-                options.load_policies(paths, settings),
+                options.load_policies(*asked),
                 max_failures=options.max_failures(),
                 inspection=options.allows_inspection(),
             )
@@ -97,12 +100,12 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
     _command_line = True
     try:
         options.export(arguments)
-        paths, settings = options.requested()
-        if not paths and not settings:
+        asked = options.requested()
+        if not any(asked):
             options.refuse_experiment("there is no --kv-policy")
             return
         refusals.check_version()
-        options.load_policies(paths, settings)
+        options.load_policies(*asked)
         loading.prepare(result)
     except Refused as error:
         raise _stop(error, command_line=True) from None

@@ -13,11 +13,13 @@ from fractions import Fraction
 from functools import cached_property, partial
 
 from kvpolicy.dsl.bind.parameters import environment, parameter_values
+from kvpolicy.dsl.bind.tensors import tensors_of
 from kvpolicy.dsl.check.fit import does_not_fit
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.host import Evaluator, Value, evaluate, evaluator, truth
 from kvpolicy.dsl.ir.lower import Env, Static, fold, lower, settled
 from kvpolicy.dsl.ir.nodes import (
+    HeadTable,
     ModelShape,
     Node,
     Program,
@@ -57,6 +59,7 @@ class Bound:
     Attributes:
         program: the checked policy.
         params: value of every parameter, defaults included.
+        tensors: those that come with the model (`data`), by name.
         folded: the sections, folded (see `ir/lower.py`), with only the `states` that something
             reads and the `lets` that are reported. `decode` is None if nothing leaves while
             decoding, `propagate` if nothing is propagated.
@@ -69,6 +72,7 @@ class Bound:
     program: Program
     shape: ModelShape
     params: Mapping[str, Value]
+    tensors: Mapping[str, HeadTable]
     folded: Sections
     lowered: Sections
     static: Static
@@ -270,8 +274,10 @@ class Bound:
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the printed program, the parameter values and a fold interval in use."""
+        """Hex SHA-256 of the printed program, what it was given, and a fold interval in use."""
         values = "".join(f"{name} = {self.params[name]}\n" for name in sorted(self.params))
+        for name in sorted(self.tensors):
+            values += f"{name} = {self.tensors[name].layers}\n"
         if self.folded.decode is not None and self.folded.decode.when is None:
             values += f"fold interval {self.fold_interval}\n"
         return hashlib.sha256((print_program(self.program) + values).encode()).hexdigest()
@@ -293,9 +299,9 @@ def bind(
             `decode.when`; at least 1.
 
     Raises:
-        PolicyError: impossible sizes or fold interval, unknown parameter, value not accepted,
-            `require` false, `keep` takes more than the budget holds, or `share.when` holds at
-            layer 0 or at adjacent layers.
+        PolicyError: impossible sizes or fold interval, unknown parameter, value not accepted, a
+            tensor that is missing or not accepted, `require` false, `keep` takes more than the
+            budget holds, or `share.when` holds at layer 0 or at adjacent layers.
         MalformedProgram: no checked file gives this program.
     """
     verify(program)
@@ -303,14 +309,15 @@ def bind(
     if fold_interval < 1:
         raise refused(program.name, "range", f"a fold interval is at least 1, not {fold_interval}")
     params = parameter_values(program, shape, overrides or {})
+    tensors = tensors_of(program, shape)
     env = environment(shape, params)
     diagnostics = does_not_fit(program, None, env)
     if diagnostics:
         raise PolicyError(diagnostics, Source(program.name, ""))
     sections = Sections(program.prefill, program.decode, program.propagate, program.share)
-    folded = _needed(fold(sections, env), program.report)
+    folded = _needed(fold(sections, env, shape, tensors), program.report)
     static = Static(folded.propagate is not None)
-    bound = Bound(program, shape, params, folded, lower(folded), static, fold_interval)
+    bound = Bound(program, shape, params, tensors, folded, lower(folded), static, fold_interval)
     _check_shared(bound)
     return bound
 

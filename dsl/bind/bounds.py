@@ -90,9 +90,8 @@ class Bounds:
             is_known = self._numbers.is_static(budget) and self.is_exact(taken_set)
             return is_known and present_outside(score, taken_set)
         if node.op == "choose":
-            return self._numbers.is_static(node.args[1]) and all(
-                self.is_exact(x) for x in node.args[::2]
-            )
+            is_known = self._numbers.is_static(node.args[1]) or _differs_by_head(node)
+            return is_known and all(self.is_exact(x) for x in node.args[::2])
         if node.op == "or":
             return chooses_after(*node.args) and all(self.is_exact(x) for x in node.args)
         if node.op == "top":
@@ -144,9 +143,13 @@ class Bounds:
     def _not(self, node: Node) -> Size:
         if not self.is_exact(node):
             return self._everything(node)
-        sizes = self.size(node.args[0]).head
-        head = [n - size for (n, _), size in zip(self._lengths, sizes, strict=True)]
-        return self._bounded(head, [self._kv * n for n in head], math.inf)
+        size, tokens = self.size(node.args[0]), [n for n, _ in self._lengths]
+        layer = [self._kv * n - taken for n, taken in zip(tokens, size.layer, strict=True)]
+        # Some head may hold fewer entries than the most of one, and leave more over.
+        head = [min(n, rest) for n, rest in zip(tokens, layer, strict=True)]
+        if sum(size.layer) == self._kv * sum(size.head):
+            head = [n - taken for n, taken in zip(tokens, size.head, strict=True)]
+        return self._bounded(head, layer, math.inf)
 
     def _choose(self, node: Node) -> Size:
         a, b = self.size(node.args[0]), self.size(node.args[2])
@@ -157,12 +160,27 @@ class Bounds:
             layer_sizes = list(zip(layer, chosen, strict=True))
             sums = ((x.total, sum(n for n, size in layer_sizes if size is x)) for x in (a, b))
             return self._bounded(head, layer, sum(map(min, sums)))
+        if _differs_by_head(node):
+            return self._by_head(node.args[1], a, b)
         # If the condition differs between tokens or heads, some take one set, some the other.
         axes, union = node.args[1].type.axes, self._union(a, b)
         if "token" in axes:
             return union
         head, layer = _joined(max, a, b)
         return self._bounded(head, union.layer if "kv" in axes else layer, union.total)
+
+    def _by_head(self, table: Node, a: Size, b: Size) -> Size:
+        """Bounds on `a` at the KV heads for which a head table holds, `b` at the others."""
+        head, layer = [], []
+        for i in range(self._layers):
+            holds = self._numbers.of_heads(table, i)
+            first = sum(map(bool, holds))
+            numbers = [(a, first), (b, len(holds) - first)]
+            head.append(max(size.head[i] for size, number in numbers if number))
+            layer.append(
+                sum(min(number * size.head[i], size.layer[i]) for size, number in numbers if number)
+            )
+        return self._bounded(head, layer, a.total + b.total)
 
     def _top(self, node: Node) -> Size:
         counts = [max(0, self._numbers.of(node.args[1], i)[1]) for i in range(self._layers)]
@@ -215,6 +233,8 @@ class Bounds:
 
     @once
     def _sum_of_heads(self, node: Node, layer: int) -> Number:
+        if node.op == "head_table" and node.type.axes == ("kv",):
+            return sum(self._numbers.of_heads(node, layer))
         if node.op == "choose" and self._numbers.is_static(node.args[1]):
             chosen = node.args[0 if self._numbers.value(node.args[1], layer) else 2]
             return self._heads_sum(chosen, layer)
@@ -320,6 +340,12 @@ class Bounds:
         if heads_compete and self._positive(number):
             return product(self._total(number) / self._kv, contests)
         return math.inf
+
+
+def _differs_by_head(choose: Node) -> bool:
+    """Whether a head table says which set of a choice a KV head takes."""
+    condition = choose.args[1]
+    return condition.op == "head_table" and condition.type.axes == ("kv",)
 
 
 def max_entries(bound: Bound, prompt: int) -> int:

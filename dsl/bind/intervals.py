@@ -51,6 +51,10 @@ class Intervals:
         length = self._lengths[layer][1]
         return self._bound.number(node, self._prompt, layer, length=length)
 
+    def of_heads(self, table: Node, layer: int) -> list[Number]:
+        """The present values of a head table at a layer, one for each place along its axes."""
+        return [value for value in table.head_table.layers[layer] if value is not None]
+
     def alike(self, node: Node, layer: int) -> int:
         """The first layer at which bounds of a node are those of `layer`."""
         if self._may_differ(node):
@@ -60,7 +64,7 @@ class Intervals:
     @once
     def _may_differ(self, node: Node) -> bool:
         """Whether a node may differ between layers that are reached by equally many tokens."""
-        if node.op == "size" and node.value == "layer":
+        if node.op == "head_table" or (node.op == "size" and node.value == "layer"):
             return True
         looks = node.operation.kind is Kind.LOOK and node.when <= When.LAYER
         if looks and self._bound.propagates:  # it sees the layers so far
@@ -79,6 +83,9 @@ class Intervals:
         if self.is_static(node, layer):
             value = self.value(node, layer)
             return (value, value)
+        if node.op == "head_table":
+            values = self.of_heads(node, layer)
+            return (min(values), max(values)) if values else ANY
         row = node.operation
         if isinstance(row.interval, tuple):
             return row.interval

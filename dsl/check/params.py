@@ -106,7 +106,6 @@ def declared_data(scope: Scope) -> dict[str, Data]:
         block = definition.item.value
         if definition.kind != "tensor" or not isinstance(block, Block):
             continue
-        scope.unserved("`data`")
         axes = tuple(item.value for item in block.get("axes") or ())
         if None not in axes:
             about = (block.get("about") or "").strip()

@@ -10,6 +10,7 @@ from kvpolicy.dsl.check.expressions import UNIT_WORDS, Typer
 from kvpolicy.dsl.check.names import Context, Wrong, sound
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.check.selection import type_selection
+from kvpolicy.dsl.ir.head_tables import has_head_table
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When, brackets
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
@@ -356,6 +357,8 @@ def share(scope: Scope) -> Share | None:
     if when is None or direction is None:
         return None
     for node in nodes_of([direction, exceptions]):
+        if has_head_table(node):
+            continue
         if node.across_layers or node.operation.gone_after_layer:
             scope.unserved(f"`{'[layer]' if 'layer' in node.axes else node.op}` in `share`")
     return Share(when, direction, exceptions, _applied(block))
@@ -374,6 +377,8 @@ def read(scope: Scope) -> Node | None:
 def note_unserved(scope: Scope, decode: Rules) -> None:
     """Notes rules that read other layers: a decode step decides layer by layer."""
     for node in nodes_of([decode.keep, decode.budget, *merge_roots(decode.merge)]):
+        if has_head_table(node):
+            continue
         if "layer" in node.axes:
             scope.unserved("`[layer]` in `decode`")
         elif node.across_layers:

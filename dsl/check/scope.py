@@ -151,7 +151,7 @@ class Scope(Names):
         if definition is None:
             return None
         self.used.add((definition.section, definition.name))
-        if context.phase == "static" and definition.kind not in ("parameter", "tensor"):
+        if context.phase == "static" and definition.kind != "parameter":
             message = f"`{expr.text}` is a {definition.kind}; only parameters and model sizes "
             raise self.error("phase", message + "are known here", expr.span)
         local = definition.section == context.inside

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from kvpolicy.dsl.check.expressions import Typer
 from kvpolicy.dsl.check.names import Context, Definition, Names, Wrong
+from kvpolicy.dsl.ir.head_tables import has_head_table
 from kvpolicy.dsl.ir.nodes import Node, State, Type
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.mappings import Block
@@ -92,7 +93,7 @@ class States:
     def _note_unserved(self, nodes: list[Node]) -> None:
         """Notes what reads other layers: a state advances at every step, layer by layer."""
         for node in nodes_of(nodes):
-            if node.across_layers:
+            if node.across_layers and not has_head_table(node):
                 what = "[layer]" if "layer" in node.axes else node.op
                 self.scope.unserved(f"`{what}` in a state")
 

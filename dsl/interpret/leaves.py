@@ -100,6 +100,14 @@ def state(e: Values, node: Node, layer: int) -> Array:
     return e.before(name, layer) if name == e.updating else e.state(name, layer)
 
 
+def data(e: Values, node: Node, layer: int) -> Array:
+    """A tensor that comes with the model."""
+    tensor = e.bound.tensors[name_of(node)]
+    sizes = {"kv": e.kv, "group": e.bound.shape.group}
+    numbers = np.array(tensor.layers[layer], np.float64)
+    return Array.of(tensor.axes, numbers.reshape([sizes[axis] for axis in tensor.axes]))
+
+
 def decided(e: Values, node: Node, layer: int) -> Array:
     assert e.decided is not None  # a leaf of the rules of decode
     return e.decided(name_of(node), layer)

@@ -40,6 +40,15 @@ def index(x: Number, size: int) -> int | None:
     return int(x) if 0 <= x < size and x == int(x) else None
 
 
+def ordered(x: Number) -> Number:
+    """A number as it is compared: a computed one is rounded to float32."""
+    if not isinstance(x, float):
+        return x
+    from ctypes import c_float  # slow to import, and no check needs it
+
+    return c_float(x).value
+
+
 def split(
     total: Number,
     weights: Sequence[Number],
@@ -51,9 +60,7 @@ def split(
 
     Computed weights are rounded to float32, because they decide which layers get the odd entries.
     """
-    from ctypes import c_float  # slow to import, and no check needs it
-
-    weights = [c_float(x).value if isinstance(x, float) else x for x in weights]
+    weights = [ordered(x) for x in weights]
     caps = None if maxima is None else [whole(maximum, _LARGE) for maximum in maxima]
     divide = cascade_layers if cascade else split_layers
     return divide(whole(total, _LARGE), weights, caps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Protocol
@@ -82,6 +82,43 @@ def truth(condition: Node, known: Callable[[Node], Value | None]) -> bool | None
     return None if None in parts else not decisive
 
 
+def combined(node: Node, args: Sequence[Value | None]) -> Value | None:
+    """The value of an elementwise node, or of a `mask`, by its arguments' values; None: absent.
+
+    Raises:
+        NotStatic: the host cannot compute the operation.
+    """
+    row = node.operation
+    if node.op == "choose":
+        return args[0 if args[1] else 2]
+    if node.op == "mask":
+        return args[0] if args[1] else None
+    if row.host is None or row.is_reduction:
+        raise NotStatic(node.op)
+    if row.kind is Kind.LOGIC:
+        return bool(row.host(*(bool(arg) for arg in args)))
+    if any(arg is None for arg in args):
+        return False if node.type.kind == "truth" else None
+    if row.kind is Kind.COMPARISON:
+        args = [counts.ordered(arg) for arg in args if arg is not None]
+    return applied(row.host, args)
+
+
+def reduced(node: Node, values: Sequence[Value | None]) -> Value:
+    """The value of a reduction of some values, of which absent ones do not count.
+
+    Raises:
+        NotStatic: the host cannot compute the operation.
+    """
+    row = node.operation
+    if row.host is None or not row.is_reduction:
+        raise NotStatic(node.op)
+    numbers = [value for value in values if value is not None]
+    if any(isinstance(value, float) for value in numbers):
+        numbers = [as_float(value) for value in numbers]
+    return applied(partial(row.host, numbers), [])
+
+
 class _Evaluation:
     """One environment, or one layer of it; None stands for an absent value.
 
@@ -124,6 +161,8 @@ class _Evaluation:
         row = node.operation
         if row.kind is Kind.LITERAL:
             return node.literal
+        if node.op == "head_table":
+            return node.head_table.layers[self._given_layer()][0]
         if node.op == "size" and node.value == "pi":
             return math.pi
         if row.kind is Kind.GIVEN or node.op == "budget":
@@ -134,16 +173,7 @@ class _Evaluation:
             return self._at(node)
         if node.op == "choose":
             return self.value(node.args[0 if self.value(node.args[1]) else 2])
-        args = [self.value(arg) for arg in node.args]
-        if node.op == "mask":
-            return args[0] if args[1] else None
-        if row.host is None or row.is_reduction:
-            raise NotStatic(node.op)
-        if row.kind is Kind.LOGIC:
-            return bool(row.host(*(bool(arg) for arg in args)))
-        if any(arg is None for arg in args):
-            return False if node.type.kind == "truth" else None
-        return applied(row.host, args)
+        return combined(node, [self.value(arg) for arg in node.args])
 
     def _from_env(self, node: Node) -> Value:
         name = {"size": str(node.value), "param": f"param:{node.value}"}.get(node.op, "budget")
@@ -170,17 +200,10 @@ class _Evaluation:
         return int(self._layer)
 
     def _over_layers(self, node: Node) -> Value | None:
-        row = node.operation
-        if row.shares_out:
+        if node.operation.shares_out:
             total = _share(self.value(node.args[0]))
             return Fraction(self._of_all_layers.split(node, total)[self._given_layer()])
-        if row.host is None:
-            raise NotStatic(node.op)
-        layer_values = [layer.value(node.args[0]) for layer in self._each_layer()]
-        values = [value for value in layer_values if value is not None]
-        if any(isinstance(value, float) for value in values):
-            values = [as_float(value) for value in values]
-        return applied(partial(row.host, values), [])
+        return reduced(node, [layer.value(node.args[0]) for layer in self._each_layer()])
 
     @once
     def split(self, node: Node, total: Value) -> list[int]:

@@ -27,8 +27,9 @@ from fractions import Fraction
 from functools import cache
 
 from kvpolicy.dsl.ir.graph import in_order
+from kvpolicy.dsl.ir.head_tables import HeadTables, has_head_table
 from kvpolicy.dsl.ir.host import Value, evaluator
-from kvpolicy.dsl.ir.nodes import Node, Type, When
+from kvpolicy.dsl.ir.nodes import HeadTable, ModelShape, Node, Type, When
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import Sections, rewritten
 from kvpolicy.dsl.ops.operations import Kind
@@ -66,6 +67,8 @@ class Phases:
             or (node.op == "broadcast" and "token" in node.type.axes)
         ):
             return Phase.LAYER
+        if node.op == "head_table":
+            return Phase.PLAN
         if not node.args or row.reads_queries:
             return Phase.PLAN if row.known_to_host or row.of_tokens_there else Phase.LAYER
         phase = max(self.of(argument) for argument in node.args)
@@ -102,6 +105,8 @@ class Static:
             if node.value == "cached":
                 return None
             return frozenset({self._names[node.symbol]} if node.symbol in self._names else ())
+        if node.op == "head_table":
+            return None if node.type.axes or node.type.absent else frozenset({"layer"})
         if node.operation.known_to_host:
             return frozenset()
         if not node.operation.elementwise or node.op == "mask":
@@ -116,19 +121,30 @@ class Static:
         return needs is not None and needs <= {*names}
 
 
-def fold(sections: Sections, env: Env) -> Sections:
-    """The sections with what `env` decides replaced: scalars by exact values, choices by a branch.
+def fold(
+    sections: Sections, env: Env, shape: ModelShape, tensors: Mapping[str, HeadTable]
+) -> Sections:
+    """The sections with what is known replaced: scalars by exact values, choices by a branch.
+
+    What the model's tensors decide is replaced by head tables.
 
     Args:
         sections: of a checked program.
         env: values of parameters and model sizes, keyed as for `host.evaluate`.
+        shape: of the model.
+        tensors: those that come with the model, by name.
     """
     static, evaluate = Static(), evaluator(env)
+    tables = HeadTables(shape, evaluate, tensors)
 
     @cache
     def visit(node: Node) -> Node:
         if node.operation.kind is Kind.LITERAL:
             return node
+        if has_head_table(node):
+            return Node(
+                "head_table", value=tables.of(node), type=node.type, span=node.span, name=node.name
+            )
         if static.follows(node):
             value = evaluate(node)
             if not isinstance(value, float):

@@ -11,7 +11,7 @@ W window, B requests.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property
@@ -87,13 +87,29 @@ class Type:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadTable:
+    """Numbers or conditions that the host knows for every layer and head.
+
+    Attributes:
+        axes: what a layer's values run along: `kv`, `group`, both or nothing.
+        layers: [L], each layer's values with the last of `axes` running fastest; None: absent.
+    """
+
+    axes: tuple[str, ...]
+    layers: tuple[tuple[Fraction | float | bool | None, ...], ...]
+
+    def __str__(self) -> str:
+        return "; ".join(" ".join(map(str, values)) for values in self.layers)
+
+
+@dataclass(frozen=True, eq=False)
 class Node:
     """One value. Nodes are compared by identity; sharing an object means computing it once."""
 
     op: str
     args: tuple[Node, ...] = ()
     axes: tuple[str, ...] = ()
-    value: Fraction | bool | str | None = None
+    value: Fraction | bool | str | HeadTable | None = None
     type: Type = field(default=Type("number"), kw_only=True)
     when: When = field(default=When.LOAD, kw_only=True)
     span: Span | None = field(default=None, kw_only=True)
@@ -128,6 +144,17 @@ class Node:
         return self.value
 
     @property
+    def head_table(self) -> HeadTable:
+        """The head table that `value` holds.
+
+        Raises:
+            TypeError: `value` is none.
+        """
+        if not isinstance(self.value, HeadTable):
+            raise TypeError(f"`{self.op}` of {self.value} is no head table")
+        return self.value
+
+    @property
     def takes_an_end(self) -> bool:
         """Whether it is `recent(n)` or `sinks(n)`: the last or first n tokens."""
         return self.op == "top" and self.origin in ("recent", "sinks")
@@ -145,11 +172,16 @@ class Node:
     @cached_property
     def counts_layers(self) -> bool:
         """Whether the value of a number that the host knows depends on the layer's number."""
-        if (self.op == "size" and self.value == "layer") or self.op == "at":
+        if (self.op == "size" and self.value == "layer") or self.op in ("at", "head_table"):
             return True
         if self.operation.shares_out:  # to each layer its part
             return True
         return "layer" not in self.axes and any(arg.counts_layers for arg in self.args)
+
+    @cached_property
+    def reads_data(self) -> bool:
+        """Whether it follows from tensors that come with the model."""
+        return self.op == "data" or any(arg.reads_data for arg in self.args)
 
     def walk(self, seen: set[Node] | None = None) -> Iterator[Node]:
         """Every node below and including this one, once, arguments before users."""
@@ -300,6 +332,13 @@ class Program:
     positions: str = "original"  # or "slots"
     report: tuple[str, ...] = ()  # names of lets
     file: Source | None = field(default=None, repr=False)  # what it was checked from
+    # Tensors that came with the model, by name, as lists of lists; see `bind/tensors.py`.
+    delivered: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+    def given(self, tensors: Mapping[str, object]) -> Program:
+        """The policy with those of some tensors that it declares under `data`."""
+        delivered = {name: x for name, x in tensors.items() if name in self.data}
+        return replace(self, delivered=delivered)
 
     def refused(self, code: str, message: str, span: Span | None, help: str) -> PolicyError:
         """The error to raise about it; `span` is its place in the file, if there is a file."""

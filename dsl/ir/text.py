@@ -15,6 +15,7 @@ from dataclasses import fields
 from kvpolicy.dsl.ir.nodes import Data, Merge, Node, Param, Program, Propagate, Rules, Share, State
 
 _SKIPPED = ("span", "about", "lets")
+_DECIDE_NOTHING = ("name", "about", "source", "file", "report", "delivered")
 
 
 def print_nodes(roots: Iterable[tuple[str, Node]]) -> str:
@@ -25,11 +26,11 @@ def print_nodes(roots: Iterable[tuple[str, Node]]) -> str:
 
 
 def print_program(program: Program) -> str:
-    """The whole program but `about`, `source` and `report`, which decide nothing."""
+    """The whole program but what decides nothing, or is no part of the file."""
     printer = _Printer()
     ends = [f"policy {program.name}"]
     for field in fields(program):
-        if field.name not in ("name", "about", "source", "file", "report"):
+        if field.name not in _DECIDE_NOTHING:
             ends.extend(printer.section(field.name, getattr(program, field.name)))
     return "\n".join([*printer.lines, *ends]) + "\n"
 

@@ -79,7 +79,11 @@ ROWS = (
         _name("generated", "decode", "decode steps, this one included", unit="tokens"),
         _name("cached", "decode", "entries of each KV head, the new one included", ("kv",),
               "tokens"))),
-    Operation("data", Kind.MODEL, meaning="delivered with the model", value="tensor"),
+    Operation("data", Kind.MODEL, meaning="delivered with the model", value="tensor",
+              interpret="leaves.data"),
+    Operation("head_table", Kind.MODEL, meaning="what `data` decides, at each layer and head",
+              value="head_table", made_by_lowering=True, keeps_present=True,
+              torch="leaves.head_table"),
     Operation("state", Kind.REMEMBERED, meaning="before this step's update inside its own `next`, "
               "after it elsewhere", value="state", per_head=True, gone_after_layer=True,
               interpret="leaves.state"),

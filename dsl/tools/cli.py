@@ -130,11 +130,12 @@ def _tried(checked: Checked, shape: ModelShape) -> int:
 
     try:
         from kvpolicy.dsl.tools.trial import trial
+        from kvpolicy.dsl.tools.trial_cases import sampled
     except ModuleNotFoundError as error:
         return missing("check --trial", error)
     began = perf_counter()
     try:
-        trial(bind(checked.require(), shape))
+        trial(bind(sampled(checked.require(), shape), shape))
     except PolicyError as error:
         print(error)
         return 1
@@ -290,6 +291,8 @@ FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLIC
 _MODEL = _option("--model", "CONFIG", _CONFIG, required=True)
 _LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_length)
 SET = _option("--set", "NAME=VALUE", "value of a parameter", action="append", default=[])
+_DELIVERED = "file of a tensor of the model that the policy lists under `data`"
+DATA = _option("--data", "NAME=FILE", _DELIVERED, action="append", default=[])
 
 # Arguments of commands, in the order in which `--help` shows them.
 _CHECK = (
@@ -304,12 +307,12 @@ _EXPLAIN = (
     _option("--batch", "B", "of --gpu: requests that decode together; default 16", type=_length),
     _option("--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_length),
     _flag("--json", "of --gpu: print what is expected, as JSON"),
-    SET,
+    *(SET, DATA),
 )
 _SHOW = (
     *(FILE, _MODEL),
     _flag("--triton", "print the generated kernels instead of the intermediate representation"),
-    SET,
+    *(SET, DATA),
 )
 _TENSORS = "q [L,H,N,D], k and v [L,G,N,D]; q_step, k_step, v_step [T,L,H|G,D]; float32"
 _LEAVES = "entries leave at every K-th decode step, unless the policy says when"
@@ -320,7 +323,7 @@ _RUN = (
     _flag("--merged", "write how far merging moved keys and values"),
     _option("--fold-interval", "K", _LEAVES, type=int, default=1),
     _option("--out", "R.json", "where the result goes", required=True),
-    SET,
+    *(SET, DATA),
     _option("--execution", None, _EXECUTES, choices=EXECUTIONS, default=EXECUTIONS[0]),
 )
 _TEST = (
@@ -331,7 +334,7 @@ _FMT = (
     _flag("--check", "only say which files would change"),
     _option("files", "FILE", "path of a policy", nargs="+"),
 )
-_DIFF = (_option("first", "A", _POLICY), _option("second", "B", _POLICY), _MODEL, _LENGTH)
+_DIFF = (_option("first", "A", _POLICY), _option("second", "B", _POLICY), _MODEL, _LENGTH, DATA)
 GENERATED = (
     _option("--out", "FILE", "write to a file instead"),
     _flag("--check", "with --out: compare, do not write"),

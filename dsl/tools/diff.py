@@ -13,11 +13,13 @@ from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.tools.commands import execute
 from kvpolicy.dsl.tools.explain_sections import decode_words, layers_text, runs
+from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.dsl.tools.units import size_text
 
 # Largest layers, tokens and head size of the sample, so that it takes seconds.
@@ -27,7 +29,7 @@ _SEED = 0
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 if both mean the same, else 1; raises PolicyError for unusable input."""
-    programs = [load(path).executable() for path in (args.first, args.second)]
+    programs = with_data([load(x).executable() for x in (args.first, args.second)], args.data)
     config = read_config(args.model)
     first, second = (bind(program, config.shape) for program in programs)
     if first.digest == second.digest:
@@ -100,12 +102,16 @@ def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterato
     """What both keep of random tensors; queries are doubled, so that scores differ clearly."""
     small = replace(shape, layers=min(shape.layers, _LAYERS), head_dim=min(shape.head_dim, _SIZE))
     tokens = min(length, _TOKENS)
+
+    def bound_to(shape: ModelShape) -> list[Bound]:
+        return [bind(sampled(program, shape), shape) for program in programs]
+
     try:
-        bounds = [bind(program, small) for program in programs]
+        bounds = bound_to(small)
     except PolicyError:  # one requires more layers: all of them, with fewer tokens
         small = replace(small, layers=shape.layers)
         tokens = min(length, max(1, _TOKENS * _LAYERS // shape.layers))
-        bounds = [bind(program, small) for program in programs]
+        bounds = bound_to(small)
     # With propagation, the queries that deeper layers read are not known before: all are made.
     propagate = any(bound.propagates for bound in bounds)
     queries = tokens if propagate else max(bound.queries(tokens) for bound in bounds)

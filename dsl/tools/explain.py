@@ -13,6 +13,7 @@ from kvpolicy.dsl.bind.gpu import GPUS, USUAL_GPU, Gpu
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
 from kvpolicy.dsl.check.policy import Checked, load
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.ranges import shown
@@ -39,7 +40,7 @@ _NOTED = 0.001  # smallest share of the policy's cost for which an expression ge
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
     checked = load(args.file)
-    program = checked.require()
+    [program] = with_data([checked.require()], args.data)
     config = read_config(args.model)
     bound = bind(program, config.shape, overrides(args.set))
     _check_options(args)
@@ -71,8 +72,8 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
 
     gpu = GPUS[args.gpu]
     server_load = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
-    program = checked.executable()
-    served = bind(program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
+    checked.executable()  # refuses what is not served
+    served = bind(bound.program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
     prediction = forecast(served, config, gpu, server_load, pool_of(config, gpu))
     if args.json:
         print(explain_gpu.document(prediction, served, config, gpu, server_load))
@@ -229,13 +230,18 @@ def _written(checked: Checked, node: Node) -> str:
 def _entries(bound: Bound, length: int) -> Iterator[str]:
     size, layers = Bounds(bound, length).kept, bound.shape.layers
     mean = size.total / (layers * bound.shape.kv_heads)
-    # Where heads or layers compete, the total is exact while `size.head` is only a bound.
-    if _is_exact(bound, length) and bound.shape.kv_heads * sum(size.head) == size.total:
-        top = max(1, *size.head)
-        for first, last in runs(size.head):
-            name = layers_text(first, last)
-            bar = "#" * max(1, round(_BAR * size.head[first] / top)) if size.head[first] else ""
-            yield f"  {name:<14} {size.head[first]:>9,}  {bar}"
+    # Where layers compete, the total is exact while `size.layer` is only a bound.
+    if _is_exact(bound, length) and sum(size.layer) == size.total:
+        kv_heads = bound.shape.kv_heads
+        alike = kv_heads * sum(size.head) == size.total
+        means = [n / kv_heads for n in size.layer]
+        top = max(1, *means)
+        for first, last in runs(means):
+            name, number = layers_text(first, last), means[first]
+            bar = "#" * max(1, round(_BAR * number / top)) if number else ""
+            yield f"  {name:<14} {number:>9,.{0 if alike else 1}f}  {bar}".rstrip()
+        if not alike:
+            yield "  on average over the KV heads of a layer, which keep different numbers"
         yield f"  {'mean':<14} {mean:>9,.1f}  {mean / length:.2%} of the prompt"
         return
     if mean == length:

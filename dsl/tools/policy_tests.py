@@ -16,7 +16,7 @@ from kvpolicy.dsl.bind.model_config import USUAL
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.recording import Recording
 from kvpolicy.dsl.ir.nodes import Program
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, did_you_mean, refused, why
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
 from kvpolicy.dsl.tools.commands import EXECUTIONS, execute, overrides
 from kvpolicy.dsl.tools.reading_tests import Numbers, PolicyTest, Seed, read_cases
@@ -56,11 +56,12 @@ def _trial(program: Program, cases: Sequence[PolicyTest]) -> PolicyError | None:
     with model and settings of the first test for which it can be bound.
     """
     from kvpolicy.dsl.tools.trial import trial
+    from kvpolicy.dsl.tools.trial_cases import sampled
 
     settings = [(USUAL, {}), *((x.shape, overrides(x.settings)) for x in cases if not x.refused)]
     for shape, values in settings:
         try:
-            bound = bind(program, shape, values)
+            bound = bind(sampled(program, shape), shape, values)
         except PolicyError:
             continue
         try:
@@ -118,6 +119,11 @@ def _tested(test: Path, policy: Path, name: str) -> Program:
 def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
     """How an execution differs from what a test expects; empty if it does not."""
     try:
+        for name in case.data:
+            if name not in program.data:
+                message = f"the policy has no tensor `{name}` under `data`"
+                raise refused("data", "test", message, did_you_mean(name, program.data))
+        program = program.given(case.data)
         bound = bind(
             program, case.shape, overrides(case.settings), fold_interval=case.fold_interval
         )

@@ -29,7 +29,7 @@ follow the prompt's: in the form of `kept`, or as a mapping with `kept`, `merged
 `reported`. `selected_layer` is a layer or `none`; `propagated` the positions that go deeper, for
 `propagate.every` by layer. `merged`, `thresholds` and, by name, `reported` are values of the output
 of `kvpolicy run`, compared to 1e-5; one value stands for all layers. `fold_interval` is its option
-of that name, `inv_freq` the array of its input.
+of that name, `inv_freq` the array of its input, `data` what it reads with `--data`, by name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _EXPECTED_KEYS = (*_AFTER_KEYS, "budgets", "selected_layer", "propagated", "afte
 _STEP_TENSORS = ("q_step", "k_step", "v_step")
 _STEPS = "give `steps: N`; the first step is 1"
 _CASE_KEYS = (
-    *("name", "about", "set", "model", "tokens", "q", "k", "v"),
+    *("name", "about", "set", "data", "model", "tokens", "q", "k", "v"),
     *("steps", *_STEP_TENSORS, "inv_freq", "fold_interval", "refused"),
     *_EXPECTED_KEYS,
 )
@@ -86,6 +86,7 @@ class PolicyTest:
     Attributes:
         line: its line in the file, from 1.
         settings: `name=value` strings.
+        data: tensors of the model by name.
         tokens: N tokens of the prompt.
         steps: T decode steps.
         tensors: `q`, `k`, `v`, `q_step`, `k_step`, `v_step`: numbers, a seed, or None for zeros.
@@ -101,6 +102,7 @@ class PolicyTest:
     name: str
     line: int
     settings: tuple[str, ...]
+    data: Mapping[str, Numbers]
     shape: ModelShape
     tokens: int
     steps: int
@@ -160,7 +162,7 @@ class _TestReader:
         fold_interval = self.given(keys, "fold_interval", self.whole, 1)
         if shape.layers * shape.heads * (tokens + steps) * shape.head_dim > MAX_VALUES:
             raise self.defect(f"the tensors have more than {MAX_VALUES:,} numbers", keys["model"])
-        settings = self.mapping(keys["set"]) if "set" in keys else {}
+        settings, data = (self.mapping(keys[x]) if x in keys else {} for x in ("set", "data"))
         if bool(keys.keys() & set(_EXPECTED_KEYS)) == ("refused" in keys):
             message = (
                 "a test says either what is expected (`kept`, `budgets`, `after` and so on) or how "
@@ -175,6 +177,7 @@ class _TestReader:
             name=self.text(keys["name"]),
             line=self.source.place(node.span.start)[0],
             settings=tuple(f"{name}={self.text(value)}" for name, value in settings.items()),
+            data={name: self.numbers(value) for name, value in data.items()},
             shape=shape,
             tokens=tokens,
             steps=steps,

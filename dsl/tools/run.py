@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.data.recording import Recording, read_recording
 from kvpolicy.dsl.data.result import Result, StepResult
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -20,7 +21,7 @@ from kvpolicy.dsl.tools.commands import execute, overrides
 
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
-    program = load(args.file).executable()
+    [program] = with_data([load(args.file).executable()], args.data)
     inputs = read_recording(args.tensors)
     bound = bind(program, inputs.shape, overrides(args.set), fold_interval=args.fold_interval)
     inputs.check_queries(bound)

@@ -9,6 +9,7 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.source import generate
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.ir.text import print_nodes
 from kvpolicy.dsl.tools.commands import overrides
@@ -19,7 +20,8 @@ from kvpolicy.dsl.tools.explain_kernels import reasons
 def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
     shape = read_config(args.model).shape
-    bound = bind(load(args.file).executable(), shape, overrides(args.set))
+    [program] = with_data([load(args.file).executable()], args.data)
+    bound = bind(program, shape, overrides(args.set))
     if args.triton:
         print("\n\n".join(sources(bound)), end="")
     else:

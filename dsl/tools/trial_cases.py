@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from random import Random
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds
 from kvpolicy.dsl.bind.parameters import parameter_values
-from kvpolicy.dsl.ir.nodes import ModelShape, Node, Param
+from kvpolicy.dsl.bind.tensors import tensor_shape
+from kvpolicy.dsl.ir.nodes import Data, ModelShape, Node, Param, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
 LAYERS, KV_HEADS, GROUP, SIZE = 6, 2, 2, 8
@@ -111,9 +113,29 @@ def _rebound(
     share = Fraction(layers, bound.shape.layers)
     try:
         values = _values(bound, share, tokens)
-        return bind(bound.program, shape, values, fold_interval=fold_interval)
+        return bind(sampled(bound.program, shape), shape, values, fold_interval=fold_interval)
     except PolicyError:
         return None
+
+
+def sampled(program: Program, shape: ModelShape) -> Program:
+    """A policy with tensors for a model of any size: numbers it accepts, always the same."""
+    tensors = {
+        name: _numbers(tensor, tensor_shape(tensor, shape), Random(name))
+        for name, tensor in program.data.items()
+    }
+    return program.given(tensors)
+
+
+def _numbers(tensor: Data, sizes: list[int], random: Random) -> object:
+    if sizes:
+        return [_numbers(tensor, sizes[1:], random) for _ in range(sizes[0])]
+    low, high = tensor.minimum, tensor.maximum
+    if low is None:
+        low = Fraction(0) if high is None or high > 0 else high - 1
+    if high is None:
+        high = max(low, Fraction(0)) + 1
+    return min(max(random.uniform(float(low), float(high)), float(low)), float(high))
 
 
 def _values(bound: Bound, share: Fraction, tokens: Callable[[int], int]) -> Mapping[str, str]:

@@ -6,6 +6,8 @@ import argparse
 import math
 import shlex
 
+from kvpolicy.dsl.tools.cli import DATA
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
@@ -48,6 +50,7 @@ def _what(parser: argparse.ArgumentParser) -> None:
         help="value of a parameter; without POLICY for every policy that has it, but for those "
         "whose share it sets",
     )
+    DATA(parser)
     parser.add_argument(
         "--tasks",
         required=True,

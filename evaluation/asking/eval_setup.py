@@ -182,13 +182,16 @@ def _from_model(
         if getattr(args, option) is not None:
             flag = "--" + option.replace("_", "-")
             raise refused(flag, "arguments", "this belongs to --url, which is not given")
-    all_variants, notes = variants(args.policy, args.set, args.budget, args.lengths, config.shape)
+    all_variants, notes = variants(
+        args.policy, args.set, args.budget, args.lengths, config.shape, args.data
+    )
     return all_variants, notes, None
 
 
 def _from_url(args: argparse.Namespace) -> tuple[list[Variant], list[str], Endpoint]:
     """Variants of a running server; refuses options that only the start of a server can set."""
-    start_options = {"--budget": args.budget, "--set": args.set, "--server-args": args.server_args}
+    start_options = {"--budget": args.budget, "--set": args.set, "--data": args.data}
+    start_options["--server-args"] = args.server_args
     for option, value in start_options.items():
         if value:
             message = "with --url the server's own settings decide"
@@ -380,6 +383,7 @@ def _started(args: argparse.Namespace, setup: Setup) -> Iterator[str]:
     if has_gpu():  # SGLang chooses kernels, precision and size of the pool
         flags = dict.fromkeys(GPU_FLAGS)
     flags["kv_policy_allow_inspection"] = bool(policies)  # nobody else uses this server
+    flags["kv_policy_data"] = args.data
     words = args.server_args
     with serve(
         args.model, policies, settings, progress=not args.quiet, arguments=words,

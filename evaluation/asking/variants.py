@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
 from kvpolicy.dsl.syntax.library import find, shipped
@@ -87,6 +88,7 @@ def variants(
     shares: Sequence[float],
     lengths: Sequence[int],
     shape: ModelShape,
+    data: Sequence[str] = (),
 ) -> tuple[list[Variant], list[str]]:
     """The variants to serve, without full KV.
 
@@ -96,6 +98,7 @@ def variants(
         shares: values of --budget.
         lengths: lengths of the prompts in tokens.
         shape: sizes of the model.
+        data: values of --data.
 
     Returns:
         The variants, and a sentence about each difference from what was asked for.
@@ -106,7 +109,7 @@ def variants(
     all_variants: list[Variant] = []
     notes: list[str] = []
     shares = list({f"{share:g}": share for share in shares}.values())
-    for policy in _policies(words, settings, shape):
+    for policy in _policies(words, settings, data, shape):
         policy_variants, policy_notes = _of_policy(policy, shares, lengths, shape)
         all_variants += policy_variants
         notes += policy_notes
@@ -191,9 +194,9 @@ def _variant(
 
 
 def _policies(
-    words: Sequence[str], settings: Sequence[str], shape: ModelShape
+    words: Sequence[str], settings: Sequence[str], data: Sequence[str], shape: ModelShape
 ) -> list[_CheckedPolicy]:
-    """The checked policies, each with its settings."""
+    """The checked policies, each with its settings and tensors."""
     names = [name for word in words for name in (shipped() if word == ALL else [word])]
     programs: dict[str, tuple[Program, str]] = {}
     for word in dict.fromkeys(names):
@@ -206,6 +209,8 @@ def _policies(
             message = f"another file is called `{program.name}` too"
             raise refused(word, "name", message, "change the name on its `policy:` line")
         programs[program.name] = (program, path)
+    complete = with_data([program for program, _ in programs.values()], data)
+    programs = {program.name: (program, programs[program.name][1]) for program in complete}
     by_policy = _settings(settings, {name: program for name, (program, _) in programs.items()})
     general = {setting.partition("=")[0].strip() for setting in settings}
     for name, (program, _) in programs.items():

@@ -100,7 +100,8 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
         return
     if args.model is None:
         raise refused("--model", "arguments", "name a model to serve, or a server with --url")
-    policies, _ = variants(args.policies, args.set, (), (), read_config(args.model).shape)
+    shape = read_config(args.model).shape
+    policies, _ = variants(args.policies, args.set, (), (), shape, args.data)
     _not_nothing(policies)
     paths, settings = options(policies)
     tokens = Tokens(args.model)
@@ -114,6 +115,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
             progress=True,
             arguments=args.server_args,
             kv_policy_allow_inspection=True,
+            kv_policy_data=args.data,
             **flags,
         )
         try:
@@ -125,7 +127,8 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
 
 def _found(args: argparse.Namespace) -> Look:
     """The server at the URL, which has to have the policies."""
-    for option, value in (("--set", args.set), ("--server-args", args.server_args)):
+    options_of_start = {"--set": args.set, "--data": args.data, "--server-args": args.server_args}
+    for option, value in options_of_start.items():
         if value:
             message = "a server that runs already has its own settings"
             raise refused(option, "arguments", message, "leave it out, or leave --url out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvpolicy.dsl.tools.cli import DATA
 from kvpolicy.evaluation.asking.eval_arguments import whole, words
 
 
@@ -94,6 +95,7 @@ def _add_server(parser: argparse.ArgumentParser, several: bool) -> None:
     setting = "[POLICY.]NAME=VALUE" if several else "NAME=VALUE"
     help_ = "value of a parameter; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar=setting, help=help_)
+    DATA(parser)
     parser.add_argument(
         "--model",
         metavar="DIR",

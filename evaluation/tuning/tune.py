@@ -19,6 +19,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.host import Value
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command; raises PolicyError where the input cannot be used."""
     if args.out is not None:
         check_place(Path(args.out))
-    program, name = load(args.file).executable(), args.parameter
+    [program], name = with_data([load(args.file).executable()], args.data), args.parameter
     settings = overrides(args.set)
     if name in settings:
         raise refused("--set", "arguments", f"`{name}` is what `tune` chooses; leave it out")

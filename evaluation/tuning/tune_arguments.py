@@ -6,7 +6,7 @@ import argparse
 from fractions import Fraction
 
 from kvpolicy.dsl.syntax.expression import NUMBERS, number_of
-from kvpolicy.dsl.tools.cli import FILE, SET
+from kvpolicy.dsl.tools.cli import DATA, FILE, SET
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="where the model runs; default: a GPU if there is one")
     parser.add_argument("--out", metavar="PLOT.png", help="draw the distances")
     SET(parser)
+    DATA(parser)
 
 
 def _number(text: str) -> Fraction:

@@ -33,8 +33,8 @@ def prepare(server_args: Any) -> None:
         raise Refused(
             f"--kv-experiment needs SGLang 0.5.23; {compat.installed_version()} is installed."
         )
-    paths, settings = options.requested()
-    policies = options.load_policies(paths, settings)
+    paths, settings, data = options.requested()
+    policies = options.load_policies(paths, settings, data)
     experiment = read(file, [policy.name for policy in policies])
     policy_paths = {policy.name: policy.path for policy in policies}
     files, values = with_arms(experiment, policy_paths, settings)

@@ -3,7 +3,8 @@
 `--kv-policy PATH` may be given several times; the first policy is the default for requests that
 name none. `--kv-policy NAME=PATH` serves a file under another name, so that one file can be served
 several times with different settings. `--kv-policy-set name=value` sets a parameter
-(`policy.name=value` when several policies are given). The other options take one value each. All
+(`policy.name=value` when several policies are given), `--kv-policy-data name=path` gives all
+policies a tensor of the model that they declare. The other options take one value each. All
 may stand in the file of `--config`. Environment variables carry them to SGLang's child processes;
 `sgl.Engine`, which has no command line, reads them too.
 """
@@ -18,11 +19,12 @@ from argparse import ArgumentParser, Namespace, _StoreAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.check.policy import Checked, load
+from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.syntax.library import shipped
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 PATHS_VARIABLE = "SGLANG_KV_POLICY"  # [name=]path, separated as in PATH
 SETTINGS_VARIABLE = "SGLANG_KV_POLICY_SET"  # name=value, separated by commas
+DATA_VARIABLE = "SGLANG_KV_POLICY_DATA"  # name=path, separated as in PATH
 ONE_PIECE_VARIABLE = "SGLANG_KV_POLICY_MAX_ONE_PIECE_PREFILL"  # tokens
 INTERVAL_VARIABLE = "SGLANG_KV_POLICY_FOLD_INTERVAL"  # decode steps
 KERNELS_VARIABLE = "SGLANG_KV_POLICY_KERNELS"  # one of KERNELS
@@ -191,6 +194,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Value of a policy's parameter; POLICY.NAME=VALUE when several policies are given.",
     )
     group.add_argument(
+        "--kv-policy-data",
+        metavar="NAME=PATH",
+        nargs="+",
+        action=_Extend,
+        help="File of a tensor of the model, for the policies that declare one of this name under "
+        "`data`: JSON, .npy, or rows of numbers as text.",
+    )
+    group.add_argument(
         "--kv-policy-allow-set",
         metavar="NAME",
         nargs="+",
@@ -281,6 +292,7 @@ def export(arguments: Namespace) -> None:
     for option, variable, separator in (
         ("kv_policy", PATHS_VARIABLE, os.pathsep),
         ("kv_policy_set", SETTINGS_VARIABLE, ","),
+        ("kv_policy_data", DATA_VARIABLE, os.pathsep),
         ("kv_policy_allow_set", ALLOW_SET_VARIABLE, ","),
     ):
         values = getattr(arguments, option, None)
@@ -289,6 +301,8 @@ def export(arguments: Namespace) -> None:
         flag = _flag(option)
         if option == "kv_policy":
             values = [_absolute(value) for value in values]
+        if option == "kv_policy_data":
+            values = [_absolute_data(value) for value in values]
         for value in values:
             if separator in value:
                 raise Refused(
@@ -316,7 +330,7 @@ def export(arguments: Namespace) -> None:
             value = os.path.abspath(value)
         os.environ[variable] = "1" if value is True else value
         check()
-        if not requested()[0]:
+        if not requested().policies:
             setting = _flag(option) if value is True else f"{_flag(option)} {value}"
             raise Refused(f"{setting}: there is no --kv-policy")
 
@@ -329,6 +343,12 @@ def _absolute(value: str) -> str:
     else:  # the name of a shipped policy, or of nothing
         path = str(shipped().get(path, path))
     return path if name is None else f"{name}={path}"
+
+
+def _absolute_data(value: str) -> str:
+    """A value of --kv-policy-data that means the same in another folder."""
+    name, equals, path = value.partition("=")
+    return f"{name}={os.path.abspath(path)}" if path else f"{name}{equals}"
 
 
 def _named(value: str) -> tuple[str | None, str]:
@@ -354,11 +374,31 @@ def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def requested() -> tuple[list[str], list[str]]:
-    """Policies (`PATH` or `NAME=PATH`) and settings from the environment."""
-    paths = os.environ.get(PATHS_VARIABLE, "").split(os.pathsep)
-    settings = os.environ.get(SETTINGS_VARIABLE, "").split(",")
-    return [p for p in paths if p], [s for s in settings if s]
+class Requested(NamedTuple):
+    """Values of options, from the environment.
+
+    Attributes:
+        policies: of --kv-policy: `PATH` or `NAME=PATH`.
+        settings: of --kv-policy-set.
+        data: of --kv-policy-data.
+    """
+
+    policies: list[str]
+    settings: list[str]
+    data: list[str]
+
+
+def requested() -> Requested:
+    """The policies that are asked for."""
+
+    def values(variable: str, separator: str) -> list[str]:
+        return [value for value in os.environ.get(variable, "").split(separator) if value]
+
+    return Requested(
+        values(PATHS_VARIABLE, os.pathsep),
+        values(SETTINGS_VARIABLE, ","),
+        values(DATA_VARIABLE, os.pathsep),
+    )
 
 
 def refuse_experiment(why: str) -> None:
@@ -531,18 +571,22 @@ def _whole(variable: str, flag: str, least: int, most: int | None = None) -> int
     raise Refused(f"{flag} {text}: expected {expected}")
 
 
-def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Policy, ...]:
+def load_policies(
+    values: Sequence[str], settings: Sequence[str], data: Sequence[str] = ()
+) -> tuple[Policy, ...]:
     """Read and check policy files, each once.
 
     Args:
-        values, settings: values of --kv-policy and of --kv-policy-set.
+        values, settings, data: values of --kv-policy, --kv-policy-set and --kv-policy-data.
 
     Raises:
         Refused: a file cannot be read, is wrong or needs what is not served; two policies have the
-            same name; a setting has no policy. The message holds the checker's diagnostics.
+            same name; a setting or a tensor has no policy. The message holds the checker's
+            diagnostics.
     """
-    if settings and not values:
-        raise Refused(f"--kv-policy-set {settings[0]}: there is no --kv-policy")
+    for flag, given in (("--kv-policy-set", settings), ("--kv-policy-data", data)):
+        if given and not values:
+            raise Refused(f"{flag} {given[0]}: there is no --kv-policy")
     files: dict[str, Checked] = {}
     paths: dict[str, str] = {}
     for value in values:
@@ -559,12 +603,27 @@ def load_policies(values: Sequence[str], settings: Sequence[str]) -> tuple[Polic
             )
         paths[name] = path
     policy_settings = _settings(settings, list(paths))
+    programs = dict(
+        zip(files, _with_data([x.require() for x in files.values()], data), strict=True)
+    )
     policies = []
     for name, path in paths.items():
         checked = files[path]
         warnings = render_all(checked.diagnostics, checked.source)
-        policies.append(Policy(name, checked.require(), path, policy_settings[name], warnings))
+        policies.append(Policy(name, programs[path], path, policy_settings[name], warnings))
     return tuple(policies)
+
+
+def _with_data(programs: Sequence[Program], data: Sequence[str]) -> list[Program]:
+    """Policies with the tensors of the values of --kv-policy-data.
+
+    Raises:
+        Refused: one cannot be read, or no policy declares it.
+    """
+    try:
+        return with_data(programs, data, "--kv-policy-data")
+    except PolicyError as error:
+        raise Refused(str(error)) from None
 
 
 def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
@@ -583,7 +642,10 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
     if checked.unserved:
         raise Refused(f"{'; '.join(checked.unserved)}.")
     warnings = render_all(checked.diagnostics, checked.source)
-    return Policy(name, checked.program, REQUEST, dict(settings), warnings)
+    # Tensors come with the model, so a policy may read those of the server's start.
+    data = [x for x in requested().data if x.partition("=")[0] in checked.program.data]
+    [program] = _with_data([checked.program], data)
+    return Policy(name, program, REQUEST, dict(settings), warnings)
 
 
 def log_warnings(policies: Sequence[Policy]) -> None:

@@ -24,7 +24,7 @@ CODES = {
     "later-layer", "host", "query-set", "whole-map", "merge", "once", "range", "share", "size",
     "unused", "zero",
 }  # fmt: skip
-NOT_SERVED = {"duoattention", "omnikv", "squeezeattention"}
+NOT_SERVED = {"omnikv", "squeezeattention"}
 
 
 def read(path: Path) -> Source:
@@ -61,7 +61,11 @@ def test_good_file(path):
     [
         ("read: recent(8)\n", "`read`"),
         ("score: mean[channel](hidden_mid)\nkeep: top(score, 4)\n", "`hidden_mid`"),
-        ("data: {gate: {axes: [kv]}}\nkeep: all where gate > 0 else recent(4)\n", "`data`"),
+        (
+            "data: {gate: {axes: [layer]}}\nkeep: recent(4)\n"
+            "decode: {keep: 'recent(4) where max[past](past(gate, 2)) > 0.5 else recent(2)'}\n",
+            "`past` in `decode`",
+        ),
         (
             "score: norm1[dim](key)\nbudget: 8\nkeep: recent(4)\n"
             "decode: {keep: 'top[layer, kv, token](score, 8)'}\n",

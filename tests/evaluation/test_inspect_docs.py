@@ -42,6 +42,7 @@ def test_the_options_exist_and_are_described():
         "-h",
         "--help",
         "--set",
+        "--data",
         "--prompt",
         "--api-key-env",
         "--prompt-tokens",

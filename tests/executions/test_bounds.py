@@ -17,6 +17,7 @@ from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.trial_cases import sampled
 from recordings import tensors
 
 SHAPES = [(3, 4, 2, 2), (2, 6, 3, 2), (4, 4, 4, 2), (1, 4, 1, 2)]
@@ -59,7 +60,8 @@ def test_random_policies(seed):
         shape = random.choice(SHAPES)
         text = _with_winners(random) if random.random() < 0.7 else policy(random)
         try:
-            bound = bind(load(Source("random.yaml", text)).require(), ModelShape(*shape))
+            size = ModelShape(*shape)
+            bound = bind(sampled(load(Source("random.yaml", text)).require(), size), size)
         except PolicyError:
             continue
         tokens = random.choice((1, 2, 5, 12, 13))

@@ -17,6 +17,7 @@ from kvpolicy.dsl.execute.tensors.heads import Divided
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
 from ranks import Ranks, divided, queries_of
@@ -128,6 +129,29 @@ def _joined(parts):
 
 def _rows_of(vectors):
     return [x for layer in vectors for heads in layer for x in heads]
+
+
+TENSORS = (
+    "policy: a-test\nlanguage: 1\ndata: {gate: {axes: [layer, kv]}, weight: {axes: [kv, group]}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "keep: all where top[layer, kv](gate, 7) else sinks(2) then recent(4)\ndecode: same\n",
+        "score: norm1[dim](key) * gate\nbudget: 9 * gate + 2\nkeep: recent(2) then top(score)\n"
+        "decode: same\n",
+        "score: max[group, query](attn(recent(3)) * weight)\nkeep: top[kv, token](score, 30)\n",
+    ],
+)
+def test_tensors_of_the_model(rules):
+    shape = ModelShape(*SHAPE)
+    program = sampled(load(Source("a-test.yaml", TENSORS + rules)).require(), shape)
+    bound = bind(program, shape, fold_interval=EVERY)
+    for seed, (tokens, number) in enumerate([(41, 2), (23, 4), (1, 2), (31, 8)]):
+        assert_same(bound, tokens, number, seed)
+    assert_same(bound, 37, 2, 5, deferred_bytes=0)
 
 
 @pytest.mark.thorough(besides=["h2o", "asl"])

@@ -14,6 +14,7 @@ from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from shipped_policies import shipped_program
@@ -106,6 +107,25 @@ def prompt_of(shape, tokens=TOKENS):
 def kept(program, prompt):
     """Entries that a program of some layers keeps, given tensors of all layers."""
     return torch.stack(observed(program, prompt).finish())
+
+
+@pytest.mark.parametrize(
+    "keep", ["all where top[layer, kv](gate, 4) else recent(6)", "recent(split[layer](40, part))"]
+)
+def test_stages_with_tensors_of_the_model(keep):
+    text = (
+        "policy: a-test\nlanguage: 1\n"
+        f"data: {{gate: {{axes: [layer, kv]}}, part: {{axes: [layer]}}}}\nkeep: {keep}\n"
+    )
+    shape = ModelShape(*SHAPE)
+    bound = bind(sampled(load(Source("a-test.yaml", text)).require(), shape), shape)
+    assert why_not_apart(bound) is None
+    prompt = prompt_of(SHAPE)
+    whole = kept(TorchProgram(bound), prompt)
+    assert not whole.all()
+    parts = [kept(program, prompt) for program in Stage.all(bound, prompt)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert int(whole.sum()) == max_entries(bound, TOKENS)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

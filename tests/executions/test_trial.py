@@ -20,7 +20,7 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.trial import trial
-from kvpolicy.dsl.tools.trial_cases import cases
+from kvpolicy.dsl.tools.trial_cases import cases, sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "policies"
 FILES = [*shipped().values(), *sorted(EXAMPLES.glob("*.yaml"))]
@@ -71,7 +71,7 @@ def test_rounding_decides_nothing_though_many_tokens_are_alike():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_prompts_are_short_and_lose_entries(path):
     """One token, a window, one more, a few windows; as many entries leave as the file allows."""
-    tried = list(cases(bind(load(path).require(), LARGE)))
+    tried = list(cases(bind(sampled(load(path).require(), LARGE), LARGE)))
     assert all(case.bound.shape.layers <= 6 for case in tried)
     assert all(case.bound.shape.group == 2 for case in tried)
     assert {1, 2} <= {case.tokens for case in tried}

@@ -15,10 +15,17 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.ops.table import FUNCTIONS
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.trial_cases import sampled
 
 Axes = frozenset[str]
 
 HEADER = "policy: random\nlanguage: 1\nabout: random\n"
+# Tensors of the model, some by layer, and the axes that they have at one.
+DATA = (
+    "data:\n  gate: {axes: [layer, kv]}\n  part: {axes: [layer]}\n"
+    "  weight: {axes: [kv, group], min: -2, max: 2}\n"
+)
+DATA_AXES = {"gate": ("kv",), "part": (), "weight": ("kv", "group")}
 SCALAR: Axes = frozenset()
 ENTRY: Axes = frozenset(("kv", "token"))
 VECTOR: Axes = ENTRY | {"dim"}
@@ -124,7 +131,8 @@ def accepted(random: Random, shape: tuple[int, int, int, int]) -> Bound:
         try:
             checked = load(Source("random.yaml", policy(random)))
             if not checked.unserved:
-                return bind(checked.require(), ModelShape(*shape))
+                size = ModelShape(*shape)
+                return bind(sampled(checked.require(), size), size)
         except PolicyError:
             continue
 
@@ -145,10 +153,14 @@ class _File:
         decodes = random.random() < 0.7
         if decodes and random.random() < 0.8:
             self.layers = False  # a decode step cannot look at other layers
+        data = DATA if random.random() < 0.25 else ""
+        if data:
+            self.lets.update({name: frozenset(axes) for name, axes in DATA_AXES.items()})
         lets = self._lets()
         score = self.new_expression(ENTRY, random.randint(1, 3))
         parts = [
-            HEADER, "params:\n  near: {default: 4, min: 1}\n  flag: false\n", self._states(), lets,
+            HEADER, "params:\n  near: {default: 4, min: 1}\n  flag: false\n", data,
+            self._states(), lets,
             random.choice(PROPAGATIONS) if random.random() < 0.25 else "",
             f"score: |\n  {score}\n", f"budget: |\n  {self._budget()}\n",
             f"keep: |\n  {self._selection()}\n",

@@ -1,6 +1,7 @@
 """--kv-policy and --kv-policy-set: parsing, the environment, and every refusal's sentence."""
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -32,7 +33,7 @@ keep: sinks(4) then recent(capacity - 4)
 def files(tmp_path, monkeypatch):
     """Paths of two policy files, `one` and `two`; no policy in the environment."""
     # setenv first, so that what a test exports is removed after it.
-    for variable in (options.PATHS_VARIABLE, options.SETTINGS_VARIABLE):
+    for variable in (options.PATHS_VARIABLE, options.SETTINGS_VARIABLE, options.DATA_VARIABLE):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     paths = []
@@ -53,7 +54,7 @@ def test_flags_reach_child_processes_through_the_environment(files, monkeypatch)
     monkeypatch.chdir(os.path.dirname(files[0]))
     options.export(parse("--kv-policy", "one.yaml", "--kv-policy", files[1]))
     options.export(parse("--kv-policy-set", "one.capacity=8", "two.capacity=9"))
-    assert options.requested() == (files, ["one.capacity=8", "two.capacity=9"])
+    assert options.requested() == (files, ["one.capacity=8", "two.capacity=9"], [])
     one, two = options.load_policies(*options.requested())
     assert (one.name, two.name) == ("one", "two")
     assert one.bind(SHAPE).params["capacity"] == 8
@@ -69,7 +70,7 @@ def test_a_shipped_policy_is_served_by_its_name(files, monkeypatch, tmp_path):
     """But a file of that name comes first."""
     monkeypatch.chdir(tmp_path)
     options.export(parse("--kv-policy", "snapkv", "small=tova", "--kv-policy-kernels", "torch"))
-    paths, _ = options.requested()
+    paths = options.requested().policies
     assert [name for name, _ in map(options._named, paths)] == [None, "small"]
     assert all(os.path.isabs(path) for _, path in map(options._named, paths))
     found = options.load_policies(paths, ["snapkv.capacity=100"])
@@ -100,7 +101,7 @@ def test_a_file_may_be_served_by_other_names(files, monkeypatch):
     values[1] += ".yaml"
     options.export(parse(*(word for value in values for word in ("--kv-policy", value))))
     options.export(parse("--kv-policy-set", "one@0.5.capacity=8", "b.2.capacity=9"))
-    assert options.requested()[0] == [
+    assert options.requested().policies == [
         f"one@0.5={files[0]}", files[0], f"one@0.125={files[0]}", f"b.2={files[1]}"
     ]  # fmt: skip
     policies = options.load_policies(*options.requested())
@@ -143,7 +144,7 @@ def test_names_that_cannot_be_given(files, value, message):
 def test_a_wrong_name_is_refused_before_the_environment_carries_it(files):
     with pytest.raises(Refused, match="`a b` cannot be a name"):
         options.export(parse("--kv-policy", f"a b={files[0]}"))
-    assert options.requested() == ([], [])
+    assert options.requested() == ([], [], [])
 
 
 def test_two_policies_of_one_name_are_refused_with_a_way_out(files):
@@ -169,7 +170,7 @@ def test_an_equals_sign_in_a_folder_is_part_of_the_path(files, tmp_path):
 
 def test_without_flags_nothing_is_requested(files):
     options.export(parse())
-    assert options.requested() == ([], [])
+    assert options.requested() == ([], [], [])
     assert options.load_policies([], []) == ()
 
 
@@ -204,6 +205,65 @@ def test_an_experiment_without_a_policy(monkeypatch):
 def test_settings_without_a_policy(files):
     with pytest.raises(Refused, match="there is no --kv-policy"):
         options.load_policies([], ["capacity=8"])
+    with pytest.raises(Refused, match=r"^--kv-policy-data gate=g.json: there is no --kv-policy$"):
+        options.load_policies([], [], ["gate=g.json"])
+
+
+GATED = """\
+policy: gated
+language: 1
+data:
+  gate: {axes: [layer, kv], min: 0, max: 1}
+keep: all where gate > 0.5 else recent(4)
+"""
+
+
+@pytest.fixture
+def gated(files, tmp_path, monkeypatch):
+    """Names of a policy that declares a tensor, and of a file of the tensor for SHAPE."""
+    monkeypatch.chdir(tmp_path)
+    Path("gated.yaml").write_text(GATED)
+    Path("gate.json").write_text(json.dumps([[0.9] * SHAPE.kv_heads] * SHAPE.layers))
+    return "gated.yaml", "gate.json"
+
+
+def test_tensors_of_the_model_are_for_all_policies_that_declare_them(gated, monkeypatch, tmp_path):
+    policy, tensor = gated
+    options.export(parse("--kv-policy", policy, f"b={policy}", "snapkv"))
+    options.export(parse("--kv-policy-data", f"gate={tensor}"))
+    assert options.requested().data == [f"gate={tmp_path / tensor}"]
+    monkeypatch.chdir("/")
+    first, second, snapkv = options.load_policies(*options.requested())
+    for each in (first, second):
+        assert each.bind(SHAPE).tensors["gate"].layers[0] == (0.9,) * SHAPE.kv_heads
+    assert snapkv.bind(SHAPE).tensors == {}
+    # A policy that comes later reads those of the server's start.
+    later = options.policy_of("later", GATED, {})
+    assert later.bind(SHAPE).digest == first.bind(SHAPE).digest
+    Path(tmp_path / tensor).write_text(json.dumps([[0.1] * SHAPE.kv_heads] * SHAPE.layers))
+    (changed,) = options.load_policies([str(tmp_path / policy)], [], options.requested().data)
+    assert changed.bind(SHAPE).digest != first.bind(SHAPE).digest
+
+
+def test_tensors_that_are_missing_or_wrong(gated):
+    policy, _ = gated
+    Path("short.csv").write_text("0.5, 0.5\n")
+    Path("high.json").write_text(json.dumps([[2] * SHAPE.kv_heads] * SHAPE.layers))
+    Path("text.tsv").write_text("0.5 yes\n")
+    axes = "the tensor `gate`, [layer, kv] of the model"
+    for data, sentence in (
+        ([], f"--kv-policy gated.yaml: gated: error[data]: policy `gated` needs {axes}"),
+        (["gate=short.csv"], "`gate` has the shape [1, 2]; [layer, kv] of this model is ["),
+        (["gate=high.json"], "`gate[0][0]` is 2; at most 1 is accepted"),
+        (["gate=text.tsv"], "text.tsv: error[data]: line 1 has more than numbers"),
+        (["gate=none.tsv"], "none.tsv: error[data]: no such file or directory"),
+        (["gate"], "`gate` is not NAME=FILE"),
+        (["gates=short.csv"], "no policy here has a tensor `gates` under `data`"),
+        (["gate=short.csv", "gate=high.json"], "`gate` is given twice"),
+    ):
+        with pytest.raises(Refused) as refused:
+            options.load_policies([policy], [], data)[0].bind(SHAPE)
+        assert sentence in str(refused.value)
 
 
 def test_unknown_and_unaccepted_parameters_name_the_file(files):

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import forked
+import numpy as np
 import pytest
 import requests
 from faults_of_process import VARIABLE, installed
@@ -19,6 +20,8 @@ from random_tokens import prompt
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
 SNAPKV, SINKS, H2O = (str(POLICIES / f"{name}.yaml") for name in ("snapkv", "sinks-recent", "h2o"))
+DUO = str(POLICIES.parent / "examples" / "policies" / "duoattention.yaml")
+GATE = [[0.9, 0.1], [0.2, 0.3], [0.8, 0.7], [0.4, 0.6]]
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -27,17 +30,21 @@ SECONDS = 2  # for which parameters of requests' own are compiled
 
 
 @pytest.fixture(scope="module")
-def server(model, request):
+def server(model, request, tmp_path_factory):
     """Serves snapkv (default, 48 of every list), sinks-recent with a budget for everything, h2o
-    (32 of every list, also while decoding), and snapkv once more as snap@0.5.
+    (32 of every list, also while decoding), snapkv once more as snap@0.5, and duoattention, by
+    which four lists keep everything and the others 24 entries.
     """
     from kvpolicy.evaluation.serving import serve
 
     settings = ["snapkv.capacity=48", "snapkv.window=16", "sinks-recent.capacity=4096"]
     settings += ["h2o.heavy=20", "h2o.window=12", "snap@0.5.rate=0.5"]
+    settings += ["duoattention.start=4", "duoattention.window=20"]
+    gate = tmp_path_factory.mktemp("data") / "gate.tsv"
+    gate.write_text("".join("\t".join(map(str, row)) + "\n" for row in GATE))
     flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
-    flags |= {"kv_policy_allow_inspection": True}
-    policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}"]
+    flags |= {"kv_policy_allow_inspection": True, "kv_policy_data": [f"gate={gate}"]}
+    policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}", DUO]
     brief = request.config.getoption("brief")  # then test_engine.py alone starts as users do
     with ExitStack() as until_the_end:
         with nullcontext() if brief else forked.new_interpreters():
@@ -99,10 +106,11 @@ def test_what_follows_forced_tokens_is_what_stock_sglang_says_after_them(server,
 
 def test_the_server_says_which_policies_it_has(server):
     found = internal_state(server)["kv_policy"]
-    assert [each["name"] for each in found] == ["snapkv", "sinks-recent", "h2o", "snap@0.5"]
-    assert [each["default"] for each in found] == [True, False, False, False]
-    assert [each["path"] for each in found] == [SNAPKV, SINKS, H2O, SNAPKV]
-    assert [(each["enabled"], each["failures"]) for each in found] == [(True, 0)] * 4
+    names = ["snapkv", "sinks-recent", "h2o", "snap@0.5", "duoattention"]
+    assert [each["name"] for each in found] == names
+    assert [each["default"] for each in found] == [True, False, False, False, False]
+    assert [each["path"] for each in found] == [SNAPKV, SINKS, H2O, SNAPKV, DUO]
+    assert [(each["enabled"], each["failures"]) for each in found] == [(True, 0)] * 5
     assert found[0]["settings"] == {"capacity": "48", "window": "16"}
     assert found[3]["settings"] == {"rate": "0.5"}
     assert internal_state(server)["kv_policy_inspection"] is True
@@ -154,6 +162,24 @@ def test_kept_positions_stay_in_the_facts_while_entries_leave(server):
         held = sum(byte.bit_count() for byte in base64.b64decode(kept["bits"]))
         assert held == 4 * 2 * lists
         assert facts[-1].get("folds", 0) == (7 if policy == "h2o" else 0)
+
+
+def test_a_tensor_of_the_model_says_which_heads_keep_everything(server):
+    sampling = {"temperature": 0, "max_new_tokens": 17, "ignore_eos": True}
+    sampling["custom_params"] = {"kv_policy": "duoattention", "kv_policy_kept": True}
+    answer = server.post("/generate", {"input_ids": prompt(6, 96), "sampling_params": sampling})
+    facts = answer.json()["meta_info"]["kv_policy"]
+    kept = np.frombuffer(base64.b64decode(facts["kept"]["bits"]), np.uint8)
+    kept = np.unpackbits(kept).reshape(4, 2, 96)
+    forgets = np.zeros(96, np.uint8)
+    forgets[:4] = forgets[-20:] = 1
+    for layer, gates in enumerate(GATE):
+        for head, gate in enumerate(gates):
+            assert (kept[layer, head] == (1 if gate > 0.5 else forgets)).all(), (layer, head)
+    assert facts["entries_kept"] == 4 * 96 + 4 * 24
+    # Steps 5, 10 and 15: four lists lose an entry for each that came.
+    assert (facts["folds"], facts["entries_dropped_in_decode"]) == (3, 4 * 15)
+    assert count(server, "private_slots", "duoattention") == 0
 
 
 def test_with_budgets_for_everything_the_answers_are_those_of_stock_sglang(server, stock):
@@ -564,6 +590,16 @@ def test_a_wrong_policy_stops_the_launch_with_the_checkers_words(model, tmp_path
     assert f"{wrong}:3:" in output
     assert "Traceback" not in output
     assert "server_args=" not in output  # nothing had been started
+
+
+def test_a_policy_without_its_tensor_stops_the_launch_in_one_sentence(model):
+    output, status = launch(model, "--kv-policy", DUO)
+    assert status == 1
+    assert "needs the tensor `gate`, [layer, kv] of the model" in output
+    assert (
+        "the file of its 4 x 2 numbers with `--data gate=FILE`, to a server with `--kv-" in output
+    )
+    assert "Traceback" not in output
 
 
 def test_an_option_that_cannot_work_stops_the_launch_in_one_sentence(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from kvpolicy.dsl.execute.tensors.values import Frame, Value, filled
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, filled, sent
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -40,6 +40,27 @@ def size(node: Node, frame: Frame) -> Value:
         return Value(number.data.double(), number.axes, finite=True)
     data = torch.full((frame.kv,), float(number.data), dtype=torch.float64, device=frame.device)
     return Value(data, ("kv",), finite=True)
+
+
+def head_table(node: Node, frame: Frame) -> Value:
+    """What tensors of the model decide for this layer, of the KV heads at hand."""
+    numbers, axes = node.head_table.layers[frame.layer], node.type.axes
+    shape = frame.bound.shape
+    sizes = [{"kv": shape.kv_heads, "group": shape.group}[axis] for axis in axes]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if "kv" in axes:
+            x = frame.heads.part(x, 0).narrow(0, frame.kv_start, frame.kv)
+        return sent(x, frame.device)
+
+    kind = torch.bool if node.type.kind == "truth" else torch.float64
+    known = [0.0 if x is None else float(x) for x in numbers]
+    data = torch.tensor(known, dtype=torch.float64).to(kind).view(sizes)
+    finite = all(map(math.isfinite, known))
+    if None not in numbers:
+        return Value(part(data), axes, finite=finite)
+    present = torch.tensor([x is not None for x in numbers]).view(sizes)
+    return Value(part(data), axes, part(present), axes, finite=finite)
 
 
 def distance(node: Node, frame: Frame) -> Value:
