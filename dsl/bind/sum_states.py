@@ -1,12 +1,13 @@
-"""States that decode steps only add to, so that several steps are one sum over their queries.
+"""States that queries only add to, so that what many queries add is one sum.
 
     heat: heat + sum[group, query](attn(new))
 
-While no entry leaves, what T steps add to an entry is the sum over their T queries, if an entry
-gets nothing from the queries before its own: `Step` says that values per query and token are
-absent where the token comes after the query. Maxima, decay, values that differ from step to step,
-other states and what may become infinite (with both signs, the order of a sum would matter) are
-computed step by step instead.
+While no entry leaves, what T decode steps add to an entry is the sum over their T queries, if an
+entry gets nothing from the queries before its own: `Step` says that values per query and token are
+absent where the token comes after the query. Likewise the chunks of a prompt add to it one after
+the other. Maxima, decay, values that differ from step to step, other states and what may become
+infinite (with both signs, the order of a sum would matter) are computed step by step instead, or of
+the whole prompt.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from kvpolicy.dsl.ops.operations import Kind
 
 
 class SumStates:
-    """Which states decode steps only add to; in `next`, the state's own value is `before`."""
+    """Which states queries only add to; in `next`, the state's own value is `before`.
 
-    def __init__(self, static: Static) -> None:
-        self._static = static
+    Args:
+        static: of the policy.
+        queries: by which names windows have the queries at hand: "new", in a prefill also "all".
+    """
+
+    def __init__(self, static: Static, queries: tuple[str, ...] = ("new",)) -> None:
+        self._static, self._queries = static, queries
 
     def state(self, state: State) -> bool:
-        """Whether several steps change a state by one sum over their queries."""
+        """Whether several steps, or chunks, change a state by one sum over their queries."""
         if state.start is not None and not self.constant(state.start):
             return False
         return state.next is None or self._adds(state.next, "token" in state.type.axes)
@@ -84,7 +90,7 @@ class SumStates:
         if self._static.needs(node) is not None or row.steady:
             return self.constant(node)
         if row.is_window:
-            return node.value == "new"
+            return node.value in self._queries
         if row.kind is Kind.POOL:
             inner, width = node.args
             return "query" in inner.type.axes and self._number(width) and self._of_query(inner)

@@ -34,9 +34,9 @@ SCORES = [
 ]
 
 
-def bound(score: str, queries: str):
+def bound(score: str, queries: str, update: str = "heat + sum[group, query](attn(new))"):
     text = (
-        f"{HEADER}state:\n  heat: heat + sum[group, query](attn(new))\n"
+        f"{HEADER}state:\n  heat: |\n    {update}\n"
         f"score: |\n  {score.replace('{q}', queries)}\n{RULES}"
     )
     return bind(load(Source("a-test.yaml", text)).require(), ModelShape(*SHAPE))
@@ -121,9 +121,17 @@ def test_no_attention_is_held_between_layers(name, report):
         assert not any("query" in node.type.axes for node in held)
 
 
+@pytest.mark.parametrize(
+    "update",
+    [
+        "heat + sum[group, query](attn(new))",
+        "heat + sum[group](sum[query](attn(new)) * 0.5 - 2 * count[query](attn(all) > 0.1))",
+        "heat + sum[group, query](attn(new) * (1 + position))",
+    ],
+)
 @pytest.mark.parametrize("cuts", [(5,), (1, 2), (7, 16, 22), ()])
-def test_chunks_are_one_prefill(cuts):
-    each = bound("heat * norm1[dim](value)", "new")
+def test_chunks_are_one_prefill(update, cuts):
+    each = bound("heat * norm1[dim](value)", "new", update)
     q, k, v = tensors(np.random.default_rng(2), SHAPE, 23, 0)[:3]
     program = TorchProgram(each, report=True)
     assert program.accumulates
@@ -157,6 +165,10 @@ def test_chunks_are_one_prefill(cuts):
         ("max(heat, max[query](attn(new)))", False),
         ("heat + sum[query](attn(new) where not recent(2))", False),
         ("heat + sum[query](attn(new)) * norm1[dim](key)", False),
+        # Of a chunk, these would be other numbers than of the whole prompt.
+        ("heat + sum[group, query](attn(all) / sum[query](attn(all)))", False),
+        ("heat + sum[group, query](attn(new) where attn(new) > mean[query](attn(new)))", False),
+        ("heat + sum[group, query](attn(new) / max[token](attn(new)))", False),
     ],
 )
 def test_what_accumulates(state, accumulates):
@@ -174,3 +186,4 @@ def test_what_accumulates(state, accumulates):
 def test_what_else_needs_all_queries_does_not_accumulate():
     assert not TorchProgram(bound("heat + mean[head, query](attn(all))", "new")).accumulates
     assert TorchProgram(bound("heat + mean[head, query](attn(recent(2)))", "new")).accumulates
+    assert not TorchProgram(bound("sum[group, query](attn(new))", "new")).accumulates

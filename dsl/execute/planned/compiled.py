@@ -78,7 +78,7 @@ class Compiled:
         self._prefill = Prefill(bound, report, heads, defers=False)
         # Where a layer chooses the tokens of deeper layers, nothing can wait for the last one.
         self._deferring = None if bound.propagates else Prefill(bound, report, heads, defers=True)
-        self.accumulates = self._prefill.accumulates
+        self.accumulates = bool(self._prefill.sums)
         self.steps = None
         if bound.folded.decode is not None:
             self.steps = Steps(bound, report, kernels, heads, self.layers)

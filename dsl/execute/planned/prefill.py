@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
+from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.execute.layer.evaluate import updating
 from kvpolicy.dsl.execute.operations.operands import operands
 from kvpolicy.dsl.execute.operations.table import is_computed
@@ -14,7 +15,7 @@ from kvpolicy.dsl.execute.planned.alike import like_heads
 from kvpolicy.dsl.execute.planned.plan import plannable
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.ir.heads import across_heads
-from kvpolicy.dsl.ir.nodes import Node, State, When
+from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
@@ -43,8 +44,8 @@ class Prefill:
             propagation or states, and recorded as long as propagation is tested.
         needs_ranks: whether layers look across KV heads, or propagate tokens, before the last one.
         merges_need_ranks: whether merges look across KV heads.
-        sums: sum state, by name -> R of its `name + R`, a reduction over queries.
-        accumulates: whether chunks of a prompt can be summed up, see `Run.accumulate`.
+        sums: names of the states that chunks of a prompt may add to, see `Run.accumulate`; empty
+            if something else needs all queries at once.
         scored: nodes of `layer_roots` that the prompt's length does not decide.
         alike_by: layers with the same values of these numbers of the host can be computed together,
             as more KV heads of one; None: no layers can.
@@ -92,11 +93,8 @@ class Prefill:
         readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
         result_nodes = {*self.everything, *self.looks, *self.early_looks}
         self.unheld_nodes = frozenset(node for node in readers if readers[node] == 1) - result_nodes
-        self.sums = {} if bound.propagates else self._sums(rules.states)
-        # Other nodes that read all queries cannot be computed chunk by chunk.
-        full_windows = [node for node in all_nodes if node.operation.is_window and not node.args]
-        summed_nodes = {node for total in self.sums.values() for node in total.walk()}
-        self.accumulates = bool(self.sums) and all(node in summed_nodes for node in full_windows)
+        others = [*self.roots, *merge, *early_roots]
+        self.sums = () if bound.propagates or _reads_all(others) else self._sums()
         planned = {*self.planned}
         self.scored = [node for node in self.layer_roots if node not in planned]
         self.alike_by = self._alike_by(planned)
@@ -167,31 +165,16 @@ class Prefill:
             return False
         return self._defers or all("token" not in operand.type.axes for operand in operands(node))
 
-    def _sums(self, states: Mapping[str, State]) -> dict[str, Node]:
-        sums = {}
-        for name, state in self.updates.items():
-            terms = state.next.args if state.next is not None and state.next.op == "add" else ()
-            new_terms = [term for term in terms if term.op != "before"]
-            if len(terms) == 2 and len(new_terms) == 1 and states[name].start is None:
-                if self._is_additive(new_terms[0]):
-                    sums[name] = new_terms[0]
-        return sums
+    def _sums(self) -> tuple[str, ...]:
+        """The states that read all queries, if chunks of a prompt may add to each of them."""
+        states = {name: x for name, x in self.updates.items() if _reads_all(state_roots({name: x}))}
+        sum_states = SumStates(self.bound.static, ("new", "all"))
+        return tuple(states) if all(map(sum_states.state, states.values())) else ()
 
-    def _is_additive(self, node: Node) -> bool:
-        """Whether a node is a sum over all queries that depends on their attention alone."""
-        if not node.operation.adds_up or "query" not in node.axes:
-            return False
-        if "token" in node.axes or "layer" in node.axes:
-            return False
-        leaves = [leaf for leaf in node.walk() if not operands(leaf)]
-        if any(descendant.across_layers for descendant in node.walk()):
-            return False
-        static = self.bound.static
-        windows = [leaf for leaf in leaves if leaf.operation.reads_queries]
-        other_leaves = [leaf for leaf in leaves if not leaf.operation.reads_queries]
-        return all(not window.args for window in windows) and all(
-            static.needs(leaf) is not None for leaf in other_leaves
-        )
+
+def _reads_all(roots: Iterable[Node]) -> bool:
+    """Whether something in a prefill reads all queries of the prompt."""
+    return any(node.operation.is_window and not node.args for node in nodes_of(roots))
 
 
 def _of_any_layer(row: Operation) -> bool:

@@ -22,7 +22,6 @@ from kvpolicy.dsl.execute.layer.share import Shared, shared
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.execute.planned.plan import Plan
 from kvpolicy.dsl.execute.planned.prefill import Prefill
-from kvpolicy.dsl.execute.prefill.chunk_sums import ChunkSums
 from kvpolicy.dsl.execute.prefill.waiting import WaitingLayers
 from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
 from kvpolicy.dsl.execute.tensors.heads import Heads
@@ -79,7 +78,8 @@ class Run:
     _plan: Plan | None = None
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: PastValues = field(default_factory=PastValues)
-    _sums: dict[int, ChunkSums] = field(default_factory=dict)
+    # By layer: number of the earlier chunks' queries, and the states that these have added to.
+    _earlier: dict[int, tuple[int, dict[str, Value]]] = field(default_factory=dict)
     _layers: Layers | None = None
     _kept: list[torch.Tensor] = field(default_factory=list)
     _columns: torch.Tensor | None = None
@@ -168,9 +168,10 @@ class Run:
             None: all. With `restarted`, those that the second prefill computes, perhaps all.
         """
         frame = self._frame(layer, k.device, k.shape[1], tokens, _vectors(q, k, v, lse))
-        evaluation = self._evaluation(frame)
-        if layer in self._sums:
-            self._sums.pop(layer).finish(evaluation)
+        queries, states = self._earlier.pop(layer, (0, {}))
+        if queries:
+            frame = replace(frame, last=frame.tokens - queries)
+        evaluation = replace(self._evaluation(frame), before=states)
         deeper = self._propagate(evaluation)
         if not self._scores_later():
             self._finish_layer(evaluation)
@@ -182,7 +183,7 @@ class Run:
     @cached_property
     def together(self) -> int:
         """Most layers that are scored together; 1: each by itself."""
-        return 1 if self._sums else self.program.layers_together(self.prompt)
+        return 1 if self._earlier else self.program.layers_together(self.prompt)
 
     def _is_noted(self, layer: int, tokens: int) -> bool:
         """Whether a layer which `tokens` tokens reach waits, to be scored with others."""
@@ -281,7 +282,7 @@ class Run:
         *,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Adds an earlier chunk's queries to the sum states, where `program.accumulates`.
+        """Adds an earlier chunk's queries to the states, where `program.accumulates`.
 
         Args:
             layer: from 0; a layer's chunks in order, before its `observe`.
@@ -294,9 +295,12 @@ class Run:
         """
         if not self.program.accumulates:
             raise RuntimeError(f"`{self.program.bound.program.name}` has nothing to accumulate")
-        sums = self._sums.setdefault(layer, ChunkSums(self._prefill.sums))
+        queries, states = self._earlier.get(layer, (0, {}))
         frame = self._frame(layer, k.device, k.shape[1], None, _vectors(q, k, v, lse))
-        sums.add(self._evaluation(frame), q.shape[1])
+        frame = replace(frame, last=q.shape[1])
+        # What the plan holds per token is for the whole prompt.
+        chunk = replace(self._evaluation(frame), before=states, known={})
+        self._earlier[layer] = queries + q.shape[1], chunk.states_of(self._prefill.sums)
 
     def again(self, prompt: int) -> Run:
         """The second prefill, over the `prompt` chosen tokens, at positions 0, 1, ...
