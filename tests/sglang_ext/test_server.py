@@ -260,10 +260,8 @@ def test_a_wrong_name_is_a_400_for_that_request_alone(server, value):
             good = pool.submit(server.generate, input_ids=prompt(1, 200))
             response = server.post(path, body)
             assert response.status_code == 400, (path, response.text)
-            assert (
-                "this server has `snapkv`, `sinks-recent`, `h2o`, `snap@0.5`, `none`"
-                in response.text
-            )
+            names = "`snapkv`, `sinks-recent`, `h2o`, `snap@0.5`, `duoattention`, `none`"
+            assert f"this server has {names}" in response.text
             assert good.result()["meta_info"]["completion_tokens"] == 16
 
 
