@@ -48,8 +48,7 @@ from kvpolicy.dsl.syntax.source import Source
 _ENVIRONMENTS = 2**4
 # Remembered results per method.
 _REMEMBERED = 2**12
-# More queries than any request has.
-_MOST = 2**31
+_MOST_QUERIES = 2**31  # more than any request has
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,9 @@ class Bound:
         """Number of last queries that any layer of a decode step reads, the step's own included."""
         counts, layers = self._windows(decoding=True), range(self.shape.layers)
         sizes = (self.number(count, prompt, layer) for count in counts if count for layer in layers)
-        return max(int(None in counts), max((whole(size, _MOST) for size in sizes), default=0))
+        return max(
+            int(None in counts), max((whole(size, _MOST_QUERIES) for size in sizes), default=0)
+        )
 
     @once
     def _windows(self, decoding: bool) -> list[Node | None]:

@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.kept import filling
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
-MOST = 2**31  # entries; stands for all of them
+WHOLE_LIST = 2**31  # entries; more than any list has
 _TOKEN = ("token",)
 _BEFORE = ("prompt", "layer")  # known before the prefill
 
@@ -76,10 +76,10 @@ class Ends:
 
     def _row(self, bound: Bound, prompt: int, layer: int) -> tuple[int, int, int]:
         if self.where is not None and not bound.number(self.where, prompt, layer):
-            return MOST, MOST, MOST
+            return WHOLE_LIST, WHOLE_LIST, WHOLE_LIST
         data = self.of_data(bound)
         first, last, budget = (
-            0 if node is None or i in data else whole(bound.number(node, prompt, layer), MOST)
+            0 if node is None or i in data else whole(bound.number(node, prompt, layer), WHOLE_LIST)
             for i, node in enumerate(self.numbers)
         )
         return first, last, budget

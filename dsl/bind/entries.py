@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.ends import MOST, ends_of
+from kvpolicy.dsl.bind.ends import WHOLE_LIST, ends_of
 from kvpolicy.dsl.bind.kept import keep_of, present_outside
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -44,7 +44,7 @@ def entries_kept(keep: Node, prompt: int, number: Callable[[Node], Number]) -> i
     """
 
     def count(node: Node | None) -> int:
-        return 0 if node is None else whole(number(node), MOST)
+        return 0 if node is None else whole(number(node), WHOLE_LIST)
 
     while keep.op == "choose":
         keep = keep.args[0 if number(keep.args[1]) else 2]

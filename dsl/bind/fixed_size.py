@@ -14,9 +14,9 @@ from kvpolicy.dsl.bind.kept import filling, is_rest, keep_of
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.once import PROMPTS, once_at_most
+from kvpolicy.dsl.ir.split import MOST
 
 _TOKEN = ("token",)
-_MOST = 2**62
 
 
 class FixedSize:
@@ -68,7 +68,7 @@ class FixedSize:
         numbers = self._numbers(taken_set)
         if not lasts or numbers is None or not self._present(score, taken_set):
             return None
-        return sum(whole(self._bound.number(number, prompt, layer), _MOST) for number in numbers)
+        return sum(whole(self._bound.number(number, prompt, layer), MOST) for number in numbers)
 
     def _numbers(self, taken_set: Node) -> list[Node] | None:
         """Counts of the selections in a union; None if data decide one of them."""

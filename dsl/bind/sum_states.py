@@ -40,7 +40,7 @@ class SumStates:
         if needs is not None:
             return "generated" not in needs
         row = node.operation
-        if row.steady:
+        if row.same_at_each_step:
             return True
         if row.is_reduction and {"token", "layer"} & set(node.axes):
             return False
@@ -87,7 +87,7 @@ class SumStates:
     def _of_query(self, node: Node) -> bool:
         """Whether a query's value is finite and does not depend on the other queries."""
         row = node.operation
-        if self._static.needs(node) is not None or row.steady:
+        if self._static.needs(node) is not None or row.same_at_each_step:
             return self.constant(node)
         if row.is_window:
             return node.value in self._queries

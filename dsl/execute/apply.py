@@ -19,6 +19,7 @@ from kvpolicy.dsl.data.result import LayerValue, Result, StepResult, Steps
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import drive
+from kvpolicy.dsl.execute.layer.share import Shared
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Entries
@@ -154,33 +155,21 @@ def _stored(
             keys = turned(keys, shift, inv_freq)
         stored.append((keys, values))
         if place:
-            pairs = run.shared(layer, *(x.double() for x in (*stored[place - 1], keys, values)))
-            if pairs is not None:
-                vectors = [
-                    _read_back(*parts)
-                    for parts in (
-                        (stored[place - 1][0], keys, pairs.direction_k, pairs.except_k),
-                        (stored[place - 1][1], values, pairs.direction_v, pairs.except_v),
-                    )
-                ]
-                stored[place - 1 : place + 1] = list(zip(*vectors, strict=True))
+            pair = stored[place - 1 : place + 1]
+            shared = run.shared(layer, *pair) or {}
+            stored[place - 1 : place + 1] = [
+                (_read_back(k, shared.get("key")), _read_back(v, shared.get("value")))
+                for k, v in pair
+            ]
     return stored
 
 
-def _read_back(
-    below: torch.Tensor,
-    own: torch.Tensor,
-    direction: torch.Tensor | None,
-    excepted: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both layers' vectors as they read back, unchanged where `excepted`."""
-    if direction is None or excepted is None:
-        return below, own
-    below, own = (
-        torch.where(excepted[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
-        for x in (below, own)
-    )
-    return below, own
+def _read_back(x: torch.Tensor, shared: Shared | None) -> torch.Tensor:
+    """A layer's vectors as they read back: those that share a direction keep their lengths."""
+    if shared is None:
+        return x
+    direction, excepted = shared
+    return torch.where(excepted[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
 
 
 def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:

@@ -13,11 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvpolicy.dsl.ir.split import cascade_layers, split_layers
+from kvpolicy.dsl.ir.split import MOST, cascade_layers, split_layers
 from kvpolicy.dsl.ops.host import Number, snap
-
-# More entries than any cache holds.
-_LARGE = 2**62
 
 
 def whole(x: Number, most: int) -> int:
@@ -61,9 +58,9 @@ def split(
     Computed weights are rounded to float32, because they decide which layers get the odd entries.
     """
     weights = [ordered(x) for x in weights]
-    caps = None if maxima is None else [whole(maximum, _LARGE) for maximum in maxima]
+    caps = None if maxima is None else [whole(maximum, MOST) for maximum in maxima]
     divide = cascade_layers if cascade else split_layers
-    return divide(whole(total, _LARGE), weights, caps)
+    return divide(whole(total, MOST), weights, caps)
 
 
 def seed(x: Number) -> int:

@@ -14,8 +14,8 @@ operations that say what they take:
     fill[axes](x, taken, n, left)   taken, and the n best of the rest by x (all if n >= left)
     mask["rest"](x, left)           x at the entries of each KV head that are left over
 
-The name `budget` becomes the floored budget. In decode rules without a `budget` of their own it
-stays the leaf `budget`: the whole numbers that the prefill decided.
+The section and the name `budget` become the floored budget. In decode rules without a `budget` of
+their own it stays the leaf `budget`: the whole numbers that the prefill decided.
 """
 
 from __future__ import annotations
@@ -224,6 +224,8 @@ def lower(sections: Sections) -> Sections:
     if sections.propagate is not None and sections.propagate.budget is not None:
         lowering.own["propagate"] = sections.propagate.budget
     prefill = rewritten(sections.prefill, lowering.visit)
+    if budget is not None:
+        prefill = replace(prefill, budget=lowering.whole_budget(None))
     if sections.share is not None and sections.share.exceptions is not None:
         lowering.visit(sections.share.exceptions)  # equal nodes in `direction` then take its names
     share = rewritten(sections.share, lowering.visit)
@@ -271,13 +273,14 @@ class _Lowering:
             return self._share(node)
         return self._share(Node("floor", (node,), type=node.type, when=node.when))
 
-    def _budget(self, name: str | None) -> Node:
+    def whole_budget(self, name: str | None) -> Node:
+        """The budget of a key of `own`, floored."""
         budget = self.own[name]
         return self._floored(budget if budget.op == "budget" else self.visit(budget))
 
     def _rewrite(self, node: Node) -> Node:
         if node.op == "budget":
-            return self._budget(None if node.value is None else node.symbol)
+            return self.whole_budget(None if node.value is None else node.symbol)
         if node.op == "top" and len(node.args) == 1:
             return self._fill(node, self._nothing())
         if node.op == "top":
@@ -311,7 +314,7 @@ class _Lowering:
         return self._share(_or(taken_set, self._share(top)))
 
     def _fill(self, top: Node, taken_set: Node) -> Node:
-        x, budget, axes = self.visit(top.args[0]), self._budget(self.filled), top.axes
+        x, budget, axes = self.visit(top.args[0]), self.whole_budget(self.filled), top.axes
         kind = Type("number", axes_of(budget, taken_set, without=(*axes, "token")), "tokens")
         moment = When.END if "layer" in axes else max(budget.when, taken_set.when)
         count = Node("missing", (budget, taken_set), axes, type=kind, when=moment)

@@ -32,7 +32,7 @@ def _named(
 def _vector(name: str, meaning: str) -> Operation:
     return _named(
         name, Kind.VECTOR, "tensors", meaning, _VECTOR, result_axes=_VECTOR, always_finite=True,
-        keeps_present=True, steady=True, tensors=(name,), interpret=f"leaves.{name}",
+        keeps_present=True, same_at_each_step=True, tensors=(name,), interpret=f"leaves.{name}",
         torch=f"leaves.{name}",
     )  # fmt: skip
 
@@ -96,11 +96,11 @@ ROWS = (
               value="let", per_head=True, interpret="leaves.decided"),
     _named("position", Kind.PLACE, "tensors", "original position, counted from 0", ("token",),
            "tokens", result_axes=("token",), always_finite=True, keeps_present=True, whole=True,
-           of_tokens_there=True, steady=True, interpret="leaves.position",
+           of_tokens_there=True, same_at_each_step=True, interpret="leaves.position",
            torch="leaves.position", triton="leaves.position"),
     _named("all", Kind.PLACE, "tensors", "every candidate", ("token",), result="truth",
-           per_head=True, of_tokens_there=True, steady=True, interpret="leaves.everything",
-           torch="leaves.everything", triton="leaves.everything"),
+           per_head=True, of_tokens_there=True, same_at_each_step=True,
+           interpret="leaves.everything", torch="leaves.everything", triton="leaves.everything"),
     _named("new", Kind.PLACE, "tensors", "the tokens of this step: the whole prompt in prefill, "
            "one token in decode", ("token",), result="truth", per_head=True,
            interpret="leaves.newest", torch="leaves.newest", triton="leaves.newest"),

@@ -157,7 +157,7 @@ class Operation:
     tensors: tuple[str, ...] = ()  # those of "query", "key", "value" that it reads
     softmax: bool = False  # a softmax of logits over all candidates
     of_tokens_there: bool = False  # follows from which tokens reach a layer
-    steady: bool = False  # the same at every step for a cached entry
+    same_at_each_step: bool = False  # the same at every step for a cached entry
     gone_after_layer: bool = False  # not available when a layer's entries are merged or shared
     host: Callable[..., Any] | None = None  # of numbers that the host knows; a reduction: of a list
     interval: Rule | None = None  # interval of its values; None: not known

@@ -64,7 +64,7 @@ class Block:
         return name in self.items
 
 
-def whole(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
+def mapping_of_kind(root: YamlNode, kind: FileKind, report: Report) -> Mapping | None:
     """The root of a file, if it is a mapping of that kind; else None, after a report."""
     if not isinstance(root, Mapping):
         span = Span(root.span.start, min(root.span.end, root.span.start + 1))

@@ -17,11 +17,11 @@ from kvpolicy.dsl.syntax.mappings import (
     Block,
     Item,
     kind_of,
+    mapping_of_kind,
     read_block,
     read_choice,
     shown,
     visible,
-    whole,
 )
 from kvpolicy.dsl.syntax.sections import FILE, Key
 from kvpolicy.dsl.syntax.source import Source, Span
@@ -53,7 +53,7 @@ class _PolicyReader:
         self.emit(Diagnostic(code, message, span, help))
 
     def file(self, root: YamlNode) -> Block | None:
-        mapping = whole(root, POLICY, self.emit)
+        mapping = mapping_of_kind(root, POLICY, self.emit)
         if mapping is None:
             return None
         return self.block(mapping, FILE, "", Span(root.span.start, root.span.start))

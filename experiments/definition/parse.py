@@ -16,11 +16,11 @@ from kvpolicy.dsl.syntax.mappings import (
     Block,
     Item,
     kind_of,
+    mapping_of_kind,
     read_block,
     read_choice,
     shown,
     visible,
-    whole,
 )
 from kvpolicy.dsl.syntax.source import Source, Span
 from kvpolicy.dsl.syntax.yaml_nodes import Mapping, Scalar, YamlNode, read_yaml
@@ -53,7 +53,7 @@ def parse(source: Source, report: Callable[[Diagnostic], None]) -> Block | None:
     root = nodes(source, report)
     if root is None:
         return None
-    mapping = whole(root, EXPERIMENT, report)
+    mapping = mapping_of_kind(root, EXPERIMENT, report)
     if mapping is None:
         return None
     return _ExperimentReader(report).block(

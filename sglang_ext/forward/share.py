@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.request.request import RequestState
 
+_TENSORS = ("key", "value")
+
 
 def compress(services: Services, state: RequestState, slots: torch.Tensor, run: Any) -> None:
     """Store a prompt's layers in pairs in its private pages, or give these back.
@@ -88,11 +90,12 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
     storage, tokens = arena.storage, slots.numel()
     upper = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
-    numbers = [
-        entries.dense for place in (layer - 1, layer) for entries in arena.at_slots(place, slots)
+    pair = [
+        tuple(entries.dense for entries in arena.at_slots(place, slots))
+        for place in (layer - 1, layer)
     ]
-    shared = run.shared(layer, *numbers)
-    excepted = torch.stack([shared.except_k, shared.except_v])
+    shared = run.shared(layer, *pair)
+    excepted = torch.stack([shared[name].excepted for name in _TENSORS])
     # Of entries without their scales: reading a layer multiplies all of it by its scale.
     lengths = torch.stack([below, upper]).double().norm(dim=-1).float()  # [2, 2, G, N]
     floats = layer_pairs.floats_of_row(storage.shape[4], storage.dtype)
@@ -107,7 +110,7 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
         torch.nn.functional.pad(
             _list(direction, upper[i], below[i], excepted[i], extra), (0, 0, code_rows, 0)
         )
-        for i, direction in enumerate((shared.direction_k, shared.direction_v))
+        for i, direction in enumerate(shared[name].direction for name in _TENSORS)
     )
     return _PairRows(list_lengths, (k, v, holds), codes)
 

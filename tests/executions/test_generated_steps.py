@@ -163,7 +163,10 @@ def scored(score: str, shape: ModelShape) -> tuple[Bound, Node]:
 
 def evaluated(frame: Frame, node: Node, made: Generated | None) -> Value:
     x = Evaluation(
-        frame, Steps(frame.bound, False, REFERENCE).updates, others=known_before, generated=made
+        frame,
+        Steps(frame.bound, False, REFERENCE).updates,
+        across_layers=known_before,
+        generated=made,
     )
     return x.value(node)
 

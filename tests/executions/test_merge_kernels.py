@@ -195,17 +195,17 @@ def test_minicache_shares_the_same(dtype):
     made = shared_by(bound, below, own, counted(calls, ("gram", "blend")))
     assert calls == {"gram": 2, "blend": 2}
     vectors = zip(below.double(), own.double(), strict=True)
-    for name, (x, y) in zip("kv", vectors, strict=True):
-        apart = getattr(expected, f"except_{name}")
+    for name, (x, y) in zip(("key", "value"), vectors, strict=True):
+        apart = expected[name].excepted
         assert apart.any()
-        assert torch.equal(getattr(made, f"except_{name}"), apart)
+        assert torch.equal(made[name].excepted, apart)
         cosine = torch.nn.functional.cosine_similarity(x, y, dim=-1)
         sine = (1 - cosine**2).clamp(min=0).sqrt()
         # An error e of the cosine is e / sin in the angle and 2 e / sin^3 in either weight; where
         # the sine is below 1e-6 the angle is not used.
         e = 2.0**-53 * (2 * 16 + 8)
         bound_ = torch.where(sine > 1e-3, 4 * e / sine.clamp(min=1e-3) ** 3 + 8 * e, 8 * e)
-        error = getattr(made, f"direction_{name}") - getattr(expected, f"direction_{name}")
+        error = made[name].direction - expected[name].direction
         assert (error.abs().amax(-1) <= bound_).all()
 
 
@@ -229,12 +229,12 @@ def test_other_expressions_share_the_same(direction, apart, blended):
     expected = shared_by(bound, below, own, REFERENCE)
     made = shared_by(bound, below, own, counted(calls, ("gram", "blend")))
     assert calls.get("blend", 0) == 2 * blended
-    for name in "kv":
-        exceptions = getattr(expected, f"except_{name}")
+    for name in ("key", "value"):
+        exceptions = expected[name].excepted
         assert exceptions.any()
         assert not exceptions.all()
-        assert torch.equal(getattr(made, f"except_{name}"), exceptions)
-        one, other = (getattr(x, f"direction_{name}") for x in (made, expected))
+        assert torch.equal(made[name].excepted, exceptions)
+        one, other = (x[name].direction for x in (made, expected))
         # Norms of sums of two vectors, none of which nearly cancel.
         assert (one - other).abs().max() <= 100 * 16 * 2.0**-53 * other.abs().max()
 
@@ -244,6 +244,6 @@ def test_what_is_not_finite_stays_apart():
     below, own = random_layers(torch.bfloat16)
     own[1, 1, 7, 2] = torch.inf
     made = shared_by(bound, below, own, TRITON)
-    assert made.except_v.all()
-    assert not made.direction_v.any()
-    assert not made.except_k.all()
+    assert made["value"].excepted.all()
+    assert not made["value"].direction.any()
+    assert not made["key"].excepted.all()

@@ -243,25 +243,23 @@ def test_layers_that_share():
     program_ = shipped("minicache", start="0", gamma="0.2")
     _, k, v = recorded(9)
     run = program_.start(9)
-    assert run.shared(0, k[0], v[0], k[0], v[0]) is None
-    assert run.shared(2, k[1], v[1], k[2], v[2]) is None
-    made = run.shared(3, k[2], v[2], k[3], v[3])
-    for direction, apart in (
-        (made.direction_k, made.except_k),
-        (made.direction_v, made.except_v),
-    ):
+    layers = list(zip(k, v, strict=True))
+    assert run.shared(0, layers[0], layers[0]) is None
+    assert run.shared(2, layers[1], layers[2]) is None
+    made = run.shared(3, layers[2], layers[3])
+    for direction, apart in (made["key"], made["value"]):
         assert direction.dtype == torch.float64
         assert torch.allclose(direction.norm(dim=-1), torch.ones(2, 9, dtype=torch.float64))
         assert apart.shape == (2, 9)
         assert 0 < apart.sum() < 18
-    assert not torch.equal(made.direction_k, made.direction_v)
+    assert not torch.equal(made["key"].direction, made["value"].direction)
 
 
 def test_layers_with_nan_share_nothing():
     program_ = shipped("minicache", start="0")
     _, k, v = recorded(9)
     k[2, 1, 4, 3] = float("nan")
-    made = program_.start(9).shared(3, k[2], v[2], k[3], v[3])
-    assert made.except_k.all()
-    assert made.direction_k.isfinite().all()
-    assert not made.except_v.all()
+    made = program_.start(9).shared(3, (k[2], v[2]), (k[3], v[3]))
+    assert made["key"].excepted.all()
+    assert made["key"].direction.isfinite().all()
+    assert not made["value"].excepted.all()

@@ -33,19 +33,17 @@ class Run:
     def __init__(self, excepted):
         self.excepted = excepted  # layer -> [2, G, N] bool
 
-    def shared(self, layer, below_k, below_v, own_k, own_v):
+    def shared(self, layer, below, own):
         middle = [
-            torch.nn.functional.normalize(below.double() + own.double(), dim=-1)
-            for below, own in ((below_k, own_k), (below_v, own_v))
+            torch.nn.functional.normalize(x.double() + y.double(), dim=-1)
+            for x, y in zip(below, own, strict=True)
         ]
         for direction, excepted in zip(middle, self.excepted[layer], strict=True):
             direction[excepted] = float("nan")  # must not be stored
-        return SimpleNamespace(
-            direction_k=middle[0],
-            direction_v=middle[1],
-            except_k=self.excepted[layer][0],
-            except_v=self.excepted[layer][1],
-        )
+        return {
+            name: SimpleNamespace(direction=middle[i], excepted=self.excepted[layer][i])
+            for i, name in enumerate(("key", "value"))
+        }
 
 
 def restored(kv, excepted, dtype):

@@ -307,7 +307,7 @@ class ListsAtOnce:
         budget = None
         if block.budgets is not None:
             budget = Value(block.budgets[self.heads], ("kv",))
-        extra = {
+        own_operations = {
             "position": self._position,
             "uniform": self._uniform,
             "top": self._top,
@@ -318,7 +318,8 @@ class ListsAtOnce:
             frame, inputs.steps.updates, budget=budget, generated=generated,
             known=dict(inputs.per_list_values) if of_all_lists else {},
             decided={name: self.part(x) for name, x in block.decided.items()},
-            others=alone if of_all_lists else known_before, extra=extra if of_all_lists else {},
+            across_layers=alone if of_all_lists else known_before,
+            own_operations=own_operations if of_all_lists else {},
         )  # fmt: skip
 
     def _frame(self, newer: int, steps: int | None = None) -> Frame:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.ends import MOST, end_of
+from kvpolicy.dsl.bind.ends import WHOLE_LIST, end_of
 from kvpolicy.dsl.bind.kept import filling, heads_differ
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
@@ -57,8 +57,11 @@ class KeepStage:
         candidates = self.taken.args[0] if self.taken.op == "not" else None
         condition = self.score.args[1] if self.score.op == "mask" else None
         spans = [_span(x, bound, prompts) for x in (candidates, condition) if x is not None]
-        far, near = min((x for x, _ in spans), default=MOST), max((x for _, x in spans), default=0)
-        return (far, near) if far < MOST else None
+        far, near = (
+            min((x for x, _ in spans), default=WHOLE_LIST),
+            max((x for _, x in spans), default=0),
+        )
+        return (far, near) if far < WHOLE_LIST else None
 
     @classmethod
     def _filled(cls, node: Node) -> KeepStage | None:
@@ -86,6 +89,6 @@ def _span(node: Node, bound: Bound, prompts: Sequence[int]) -> tuple[int, int]:
     negated = node.op == "not"
     ends = end_of(bound, node.args[0] if negated else node)
     if ends is None or ends.last is None or "layer" in (bound.static.needs(ends.last) or ()):
-        return MOST, 0
-    numbers = [whole(bound.number(ends.last, prompt), MOST) for prompt in prompts]
-    return (MOST, min(numbers)) if negated else (max(numbers), 0)
+        return WHOLE_LIST, 0
+    numbers = [whole(bound.number(ends.last, prompt), WHOLE_LIST) for prompt in prompts]
+    return (WHOLE_LIST, min(numbers)) if negated else (max(numbers), 0)

@@ -212,14 +212,14 @@ class Layers(Evaluation):
             frame.held_counts = Value(
                 sent(torch.tensor(token_counts, device=HOST), first.device), ("layer",)
             )
-        super().__init__(frame, unheld_nodes=unheld_nodes if alike else frozenset(), whole=False)
+        super().__init__(frame, unheld_nodes=unheld_nodes if alike else frozenset(), in_block=True)
         self.evaluations, self.model = evaluations, model
         self._first = first.layer
         self._together = later if alike else frozenset()
         # No reference cycle: tensors are freed with the run that holds this object.
         proxy = weakref.proxy(self)
         for layer_evaluation in evaluations:
-            layer_evaluation.others = lambda node, evaluation: proxy.part(node, evaluation)
+            layer_evaluation.across_layers = lambda node, evaluation: proxy.part(node, evaluation)
 
     def of_each(self, node: Node) -> list[Value]:
         """A node's value at every layer."""

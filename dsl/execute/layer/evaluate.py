@@ -60,7 +60,7 @@ def _from_before(state: State) -> State:
 
 
 def alone(node: Node, evaluation: Evaluation) -> Value:
-    """`Evaluation.others` where no other layers are at hand.
+    """`Evaluation.across_layers` where no other layers are at hand.
 
     Raises:
         TypeError: always.
@@ -79,11 +79,12 @@ class Evaluation:
         after: name -> value after this step, of the states needed so far.
         known: node -> value, of the nodes computed so far.
         unheld_nodes: nodes whose values are not held, because one node alone reads them.
-        others: gives the value of a node that looks at other layers.
-        extra: operation -> what computes it here, as in a merge; None for a node computed as usual.
+        across_layers: gives the value of a node that looks at other layers.
+        own_operations: operation -> what computes it here, as in a merge; gives None for a node
+            that is computed as usual.
         budget: in decode, the prefill's floored budget.
         decided: in decode, name -> the prefill's value of a `let`.
-        whole: False inside a block of `in_blocks`.
+        in_block: whether it is for a block of `in_blocks`, or for numbers of all layers.
         dropped: in a merge, bool [G, P], which places of the axis `dropped` hold an entry.
         generated: kernels that are used in place of torch.
         awaited: node -> what gives its value, once other ranks were asked for its operands.
@@ -95,11 +96,13 @@ class Evaluation:
     after: dict[str, Value] = field(default_factory=dict)
     known: dict[Node, Value] = field(default_factory=dict)
     unheld_nodes: Set[Node] = frozenset()
-    others: Callable[[Node, Evaluation], Value] = alone
-    extra: Mapping[str, Callable[[Node, Evaluation], Value | None]] = field(default_factory=dict)
+    across_layers: Callable[[Node, Evaluation], Value] = alone
+    own_operations: Mapping[str, Callable[[Node, Evaluation], Value | None]] = field(
+        default_factory=dict
+    )
     budget: Value | None = None
     decided: Mapping[str, Value] = field(default_factory=dict)
-    whole: bool = True
+    in_block: bool = False
     dropped: torch.Tensor | None = None
     generated: Generated | None = None
     awaited: dict[Node, Callable[[], Value]] = field(default_factory=dict, init=False)
@@ -172,12 +175,12 @@ class Evaluation:
         if node.left_over and self.frame.held_mask is not None:
             return self._rest(node)
         if node.across_layers or reduces_past(node):
-            return self.others(node, self)
+            return self.across_layers(node, self)
         return self._computed(node)
 
     def _named(self, node: Node) -> Value | None:
         """The value of a name that this evaluation defines; None for any other node."""
-        x = self.extra[node.op](node, self) if node.op in self.extra else None
+        x = self.own_operations[node.op](node, self) if node.op in self.own_operations else None
         if x is not None:
             return x
         if node.op == "state":
@@ -192,12 +195,12 @@ class Evaluation:
         """The value of an operation: by generated kernels, in blocks, or by torch at once."""
         if self.frame.heads.divided:
             self._ask(operands(node))
-        if self.whole and self.generated is not None:
+        if not self.in_block and self.generated is not None:
             bundle = self.generated.bundle(node, self.frame)
             if bundle is not None:
                 self.known.update(self.generated.values(bundle, self.frame, self.value))
                 return self.known[node]
-        if self.whole and not self._by_kernels(node):
+        if not self.in_block and not self._by_kernels(node):
             x = in_blocks(node, self.frame, self.value, self._within)
             if x is not None:
                 return x
@@ -263,7 +266,7 @@ class Evaluation:
         return self.generated.covers(node, self.frame)
 
     def _within(self, node: Node, block: Frame, known: dict[Node, Value]) -> Value:
-        return replace(self, frame=block, known=known, whole=False).value(node)
+        return replace(self, frame=block, known=known, in_block=True).value(node)
 
     def broadcast(self, x: Value, type_: Type) -> Value:
         """The value with all axes of a type."""

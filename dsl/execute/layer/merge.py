@@ -44,7 +44,7 @@ class Receivers:
     present: torch.Tensor
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """`index` and `there` [G, P] of every entry's first receiver, then of its second, ..."""
+        """`index` and `present` [G, P] of every entry's first receiver, then of its second, ..."""
         return zip(self.index.unbind(2), self.present.unbind(2), strict=True)
 
 
@@ -94,8 +94,8 @@ class Merging:
             before={**evaluation.before, **before},
             after=dict(evaluation.after),
             known=dict(evaluation.known),
-            extra={
-                **evaluation.extra,
+            own_operations={
+                **evaluation.own_operations,
                 "dropped": merging._read_dropped,
                 "target": merging._read_target,
                 "special": merging._sum,

@@ -5,7 +5,8 @@ Dimensions: G KV heads, N tokens, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -21,19 +22,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _AXES = ("kv", "token")
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What two layers store together.
+class Shared(NamedTuple):
+    """What two layers store together of their keys, or of their values.
 
     Attributes:
-        direction_k, direction_v: float64 [G, N, D]; None where `apply` leaves it out.
-        except_k, except_v: bool [G, N]: entries that keep both vectors.
+        direction: float64 [G, N, D].
+        excepted: bool [G, N]: entries that keep both vectors.
     """
 
-    direction_k: torch.Tensor | None
-    direction_v: torch.Tensor | None
-    except_k: torch.Tensor | None
-    except_v: torch.Tensor | None
+    direction: torch.Tensor
+    excepted: torch.Tensor
 
 
 def shared(
@@ -44,8 +42,8 @@ def shared(
     own: Pair,
     kernels: Kernels,
     heads: Heads = ALL,
-) -> Shared | None:
-    """Directions and exceptions at a layer; None where `share.when` does not hold.
+) -> dict[str, Shared] | None:
+    """What `key` and `value`, where `apply` names them, share at a layer; None: nothing, there.
 
     Args:
         bound: the policy.
@@ -58,9 +56,8 @@ def shared(
     share = bound.lowered.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
         return None
-    results: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    results = {}
     for name, under, upper in zip(("key", "value"), below, own, strict=True):
-        results[name] = (None, None)
         if name not in share.apply:
             continue
         frame = Frame(
@@ -69,7 +66,7 @@ def shared(
         )  # fmt: skip
         vectors = {"below": under, "own": upper}
         results[name] = _one(Evaluation(frame), share.direction, share.exceptions, vectors)
-    return Shared(results["key"][0], results["value"][0], results["key"][1], results["value"][1])
+    return results
 
 
 def side_of_share(node: Node) -> int | None:
@@ -82,11 +79,11 @@ def _one(
     direction: Node,
     exceptions: Node | None,
     vectors: dict[str, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Shared:
     def special(node: Node, _: Evaluation) -> Value:
         return Value(vectors[node.symbol].double(), ("kv", "token", "dim"), finite=True)
 
-    evaluation = replace(evaluation, extra={"special": special})
+    evaluation = replace(evaluation, own_operations={"special": special})
     kernels = evaluation.frame.kernels
     inner = kernels["gram"](vectors["below"], vectors["own"])
     # NaN or infinity decides nothing: both vectors stay.
@@ -106,4 +103,4 @@ def _one(
     excepted = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
     if exceptions is not None:
         excepted = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
-    return torch.where(finite, data, 0.0), excepted | ~finite
+    return Shared(torch.where(finite, data, 0.0), excepted | ~finite)

@@ -39,9 +39,10 @@ class Prefill:
         later: nodes that are computed after the last layer, or in a merge.
         planned: nodes that the prompt's length decides, see `plannable`.
         unheld_nodes: nodes whose values are not held: one other node reads them, nothing else does.
-        looks, early_looks: node that later layers read by `past` or `at` -> nodes of the numbers of
-            layers that `past` reads; None: any layer may be read. `early_looks` are read by
-            propagation or states, and recorded as long as propagation is tested.
+        read_later: node that later layers read by `past` or `at` -> how many layers back `past`
+            reads, as nodes; None: any layer may be read.
+        read_before_scoring: the same, of what propagation or states read; recorded as long as
+            propagation is tested.
         needs_ranks: whether layers look across KV heads, or propagate tokens, before the last one.
         merges_need_ranks: whether merges look across KV heads.
         sums: names of the states that chunks of a prompt may add to, see `Run.accumulate`; empty
@@ -82,16 +83,20 @@ class Prefill:
         update_roots = state_roots(self.updates)
         self.everything += update_roots
         # What the propagation and the rest read is held for as long as either needs it.
-        looks = _looks([*self.layer_roots, *update_roots, *early_roots])
-        self.early_looks = {node: looks[node] for node in _looks([*early_roots, *update_roots])}
-        self.looks = {node: looks[node] for node in _looks([*self.layer_roots, *update_roots])}
+        all_read = _read_later([*self.layer_roots, *update_roots, *early_roots])
+        self.read_before_scoring = {
+            node: all_read[node] for node in _read_later([*early_roots, *update_roots])
+        }
+        self.read_later = {
+            node: all_read[node] for node in _read_later([*self.layer_roots, *update_roots])
+        }
         computed = list(nodes_of(self.everything))
         layer_nodes = nodes_of([*self.layer_roots, *update_roots, *early_roots])
         self.needs_ranks = bound.propagates or any(map(across_heads, layer_nodes))
         self.planned = plannable(bound, computed, self.everything)
         self.later = frozenset(node for node in computed if self._is_later(node))
         readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
-        result_nodes = {*self.everything, *self.looks, *self.early_looks}
+        result_nodes = {*self.everything, *self.read_later, *self.read_before_scoring}
         self.unheld_nodes = frozenset(node for node in readers if readers[node] == 1) - result_nodes
         others = [*self.roots, *merge, *early_roots]
         self.sums = () if bound.propagates or _reads_all(others) else self._sums()
@@ -101,7 +106,7 @@ class Prefill:
 
     def _alike_by(self, planned: set[Node]) -> tuple[Node, ...] | None:
         roots = [*self.scored, *state_roots(self.updates)]
-        if self.looks or not roots:
+        if self.read_later or not roots:
             return None
         seen, static = {*planned}, self.bound.static
         nodes = [node for root in roots for node in root.walk(seen)]
@@ -199,16 +204,16 @@ def reads_budget(bound: Bound) -> bool:
     )
 
 
-def _looks(roots: Iterable[Node]) -> dict[Node, list[Node] | None]:
-    """The nodes that `past` and `at` read of earlier layers, see `Prefill.looks`."""
-    looks: dict[Node, list[Node] | None] = {}
+def _read_later(roots: Iterable[Node]) -> dict[Node, list[Node] | None]:
+    """The nodes that `past` and `at` read of earlier layers, see `Prefill.read_later`."""
+    read: dict[Node, list[Node] | None] = {}
     for node in nodes_of(roots):
         if node.operation.kind is not Kind.LOOK or node.when > When.LAYER:
             continue
         target = node.args[0 if node.op == "past" else 1]
-        numbers = looks.get(target, [])
+        numbers = read.get(target, [])
         if node.op == "at" or numbers is None:
-            looks[target] = None
+            read[target] = None
         else:
-            looks[target] = [*numbers, node.args[1]]
-    return looks
+            read[target] = [*numbers, node.args[1]]
+    return read

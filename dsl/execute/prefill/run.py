@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.layer.choice import shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.layer.exchange import decoded, encoded, entries_of_layers
 from kvpolicy.dsl.execute.layer.merge import Merging
-from kvpolicy.dsl.execute.layer.share import Shared, shared
+from kvpolicy.dsl.execute.layer.share import Pair, Shared, shared
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.execute.planned.plan import Plan
 from kvpolicy.dsl.execute.planned.prefill import Prefill
@@ -26,25 +26,13 @@ from kvpolicy.dsl.execute.prefill.waiting import WaitingLayers
 from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
 from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.execute.tensors.kernels import Keys, Slots
-from kvpolicy.dsl.execute.tensors.values import Frame, Value, of_layer, snapped, with_layer_axis
+from kvpolicy.dsl.execute.tensors.values import Frame, Value, of_layer, with_layer_axis
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node, Propagate, Type, When
 from kvpolicy.dsl.ir.traverse import state_roots
-from kvpolicy.dsl.ops.host import Number
 
 # Keys after RoPE and values [l * G, n, D] of l layers, or rows of a pool; None: none are needed.
 KeysValues = tuple[torch.Tensor | Slots, torch.Tensor | Slots | None]
-
-
-def _floored(x: Value) -> Value:
-    """The floor; a number of the host stays one, so that no step waits for the device."""
-    if isinstance(x.data, torch.Tensor):
-        return Value(snapped(x.data.double()).floor(), x.axes, finite=x.finite)
-    return _floored_number(x.data)
-
-
-def _floored_number(x: Number) -> Value:
-    return Value(float(counts.floored(x)))
 
 
 @dataclass
@@ -240,7 +228,9 @@ class Run:
             self._scored_values = values
         for index, layer in enumerate(layers):
             frame = self._frame(layer, k.device, k.shape[1], positions, {})
-            evaluation = replace(self._evaluation(frame), unheld_nodes=frozenset(), others=alone)
+            evaluation = replace(
+                self._evaluation(frame), unheld_nodes=frozenset(), across_layers=alone
+            )
             evaluation.known.update({node: of_layer(x, index) for node, x in values.items()})
             evaluation.after.update({name: of_layer(x, index) for name, x in states.items()})
             self._evaluations[layer] = evaluation
@@ -251,7 +241,11 @@ class Run:
         propagate, bound = self._tested(), self.program.bound
         if propagate is None:
             return True
-        if self._scores_later() or self._prefill.early_looks or self._prefill.propagation_lets:
+        if (
+            self._scores_later()
+            or self._prefill.read_before_scoring
+            or self._prefill.propagation_lets
+        ):
             return False
         if bound.static.needs(propagate.moment) is None:
             return False
@@ -343,11 +337,11 @@ class Run:
         prefill, plan = self._prefill, self._planned(frame.device)
         return Evaluation(
             frame, prefill.updates, known=dict(plan.values[frame.layer]),
-            unheld_nodes=prefill.unheld_nodes, others=self._others,
+            unheld_nodes=prefill.unheld_nodes, across_layers=self._of_layers_so_far,
             generated=self.program.generated,
         )  # fmt: skip
 
-    def _others(self, node: Node, evaluation: Evaluation) -> Value:
+    def _of_layers_so_far(self, node: Node, evaluation: Evaluation) -> Value:
         """The value of a node over layers done so far, or over `layer` without data."""
         if node.when <= When.PROMPT:
             return known_before(node, evaluation)
@@ -386,7 +380,7 @@ class Run:
                 [propagate.tokens, *([] if self.program.bound.restarts else self._computed_here)]
             )
             chosen = evaluation.tensor(propagate.tokens, ("token",))
-        for node, numbers in prefill.early_looks.items():
+        for node, numbers in prefill.read_before_scoring.items():
             self._history.record(node, evaluation, _read(numbers, evaluation))
         if chosen is None:
             return None
@@ -430,11 +424,11 @@ class Run:
         evaluation.ask(self._computed_here)
         known.update({node: evaluation.value(node) for node in prefill.layer_roots})
         evaluation.states_of(self.program.bound.lowered.prefill.states)
-        for node, numbers in prefill.looks.items():
+        for node, numbers in prefill.read_later.items():
             self._history.record(node, evaluation, _read(numbers, evaluation))
         frame.vectors = {}  # the frame is this layer's alone
         self._evaluations[frame.layer] = replace(
-            evaluation, known=known, unheld_nodes=frozenset(), others=alone
+            evaluation, known=known, unheld_nodes=frozenset(), across_layers=alone
         )
 
     def layer_numbers(self) -> torch.Tensor:
@@ -602,11 +596,7 @@ class Run:
         bound, root = self.program.bound, self.program.bound.lowered.prefill.budget
         if root is None:
             raise TypeError(f"`{bound.program.name}` has no budget")
-        if bound.static.needs(root) is None:
-            return [_floored(value) for value in self.result(root)]
-        return [
-            _floored_number(evaluation.number(root)) for evaluation in self._all_layers.evaluations
-        ]
+        return self.result(root)
 
     def decided(self) -> dict[str, list[Value]]:
         """Values of the prefill's `let`s that decode reads, by name and layer; after `finish`."""
@@ -713,19 +703,10 @@ class Run:
         updates = self._prefill.merge_updates
         return Merging.begun(merge, replace(evaluation, frame=frame), kept, updates, {}, most)
 
-    def shared(
-        self,
-        layer: int,
-        below_k: torch.Tensor,
-        below_v: torch.Tensor,
-        own_k: torch.Tensor,
-        own_v: torch.Tensor,
-    ) -> Shared | None:
+    def shared(self, layer: int, below: Pair, own: Pair) -> dict[str, Shared] | None:
         """What a layer and the one below store together, see `share.shared`; None: nothing."""
-        below, own = (below_k, below_v), (own_k, own_v)
-        kernels = self.program.kernels
-        heads = self.program.heads
-        return shared(self.program.bound, self.prompt, layer, below, own, kernels, heads)
+        program = self.program
+        return shared(program.bound, self.prompt, layer, below, own, program.kernels, program.heads)
 
     def _kept_at(self, layer: int) -> torch.Tensor:
         return self._kept[layer - self.program.layers.start]
