@@ -82,7 +82,7 @@ ROWS = (
     Operation("data", Kind.MODEL, meaning="delivered with the model", value="tensor",
               interpret="leaves.data"),
     Operation("head_table", Kind.MODEL, meaning="what `data` decides, at each layer and head",
-              value="head_table", made_by_lowering=True, keeps_present=True,
+              value="head_table", made_by_lowering=True, per_head=True,
               torch="leaves.head_table"),
     Operation("state", Kind.REMEMBERED, meaning="before this step's update inside its own `next`, "
               "after it elsewhere", value="state", per_head=True, gone_after_layer=True,

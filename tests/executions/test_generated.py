@@ -27,6 +27,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.explain_kernels import kernels
+from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.kernels.scoring.generated import generated
 from kvpolicy.kernels.table import REFERENCE
@@ -98,7 +99,7 @@ def inline(score: str, shape: ModelShape, rest: str = "") -> Bound:
         f"policy: a-test\nlanguage: 1\nabout: a test\n{rest}score: |\n  {score}\n"
         "budget: 9\nkeep: recent(2) then top(score)\n"
     )
-    return bind(load(Source("a-test.yaml", text)).require(), shape)
+    return bind(sampled(load(Source("a-test.yaml", text)).require(), shape), shape)
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -781,6 +782,37 @@ def test_expressions(number):
         runs = [prefill(program, q, k, v) for program in programs]
         for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
             torch.testing.assert_close(a.data, b.data, rtol=0.0, atol=bar * size_of(a))
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "sum[group, query](attn(recent(7)) * weight)",
+        "max[group](sum[query](attn(new) where attn(new) > part)) * gate",
+        "norm1[dim](value * gate) + sum[head, query](attn(recent(3))) / (1 + part)",
+        "sum[group, query](attn(recent(7)) where gate > 0.4 else 0) + 0 * norm1[dim](key)",
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_tensors_of_the_model_in_kernels(score, together):
+    case = Case(3, 6, 2, 16, 45)
+    data = "{gate: {axes: [layer, kv]}, part: {axes: [layer]}, weight: {axes: [kv, group]}}"
+    bound = inline(score, case.shape, f"data: {data}\n")
+    q, k, v = case.tensors(4)
+    bar = 32 * relative_error(case, q, k, 45, 45 * 3 + case.size)
+    programs = [TorchProgram(bound, report=True, kernels=t, keys_stay=together) for t in TABLES]
+    assert programs[1].layers_together(45) == (3 if together else 1)
+    runs = [
+        drive(program, 45, InPools(q, *(x.transpose(1, 2) for x in (k, v)))).run
+        for program in programs
+    ]
+    kept = [torch.stack(run.finish()) for run in runs]
+    assert torch.equal(*kept)
+    for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
+        torch.testing.assert_close(
+            torch.as_tensor(a.data).double(), torch.as_tensor(b.data).double(),
+            rtol=0.0, atol=bar * size_of(a),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [3, 8, 16])

@@ -106,6 +106,14 @@ def test_tables_are_what_the_interpreter_computes():
         "state: {heat: 'heat * gate + sum[group, query](attn(new))'}\nscore: heat\nbudget: 4\n"
         "keep: recent(1) then top(score)\ndecode: same\n",
         "keep: all where rank[kv](gate) == 1 else recent(3)\n",
+        "score: max[group](weight * sum[query](attn(recent(2))))\nkeep: top(score, 4)\n"
+        "decode: same\n",
+        "let: {kinds: 'max[kv](weight)'}\nscore: max[group, query](attn(recent(2)) * kinds)\n"
+        "budget: 5\nkeep: recent(1) then top(score)\ndecode: same\n",
+        "let: {some: '(gate where gate > 0.5)'}\nscore: norm1[dim](key) * some\n"
+        "keep: recent(2) then top(score, 3)\ndecode: same\n",
+        "let: {some: '(part where part > 0.5)'}\nscore: norm1[dim](key) * some\n"
+        "keep: recent(2) then top(score, 3)\ndecode: same\n",
         "let: {best: 'top[layer, kv](gate, 2)'}\nkeep: sinks(1) where best else recent(4)\n"
         "decode: same\n",
         "let: {before: 'max[past](past(gate, 2))'}\nkeep: all where before > 0.6 else recent(3)\n",

@@ -25,6 +25,7 @@ from kvpolicy.dsl.execute.decode.lists import LastQueries, RequestBlock
 from kvpolicy.dsl.execute.layer.across import known_before
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.layer.generated import Generated
+from kvpolicy.dsl.execute.operations.leaves import table_of_layers
 from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
 from kvpolicy.dsl.execute.tensors.heads import Heads
@@ -310,6 +311,7 @@ class ListsAtOnce:
         own_operations = {
             "position": self._position,
             "uniform": self._uniform,
+            "head_table": self._head_table,
             "top": self._top,
             "or": self._then,
             "fill": self._then,
@@ -398,6 +400,11 @@ class ListsAtOnce:
         """The operation `position`; -1 in front of a layer's first entry."""
         block = self.inputs.block
         return Value(block.positions.repeat_interleave(block.kv, 0).double(), OF_LISTS, finite=True)
+
+    def _head_table(self, node: Node, evaluation: Evaluation) -> Value:
+        """The operation `head_table`."""
+        layers = [*self.inputs.steps.layers] * len(self.inputs.prompts)
+        return table_of_layers(node, layers, evaluation.frame)
 
     def _uniform(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `uniform`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from kvpolicy.dsl.execute.tensors.values import Frame, Value, filled, sent
@@ -43,24 +44,37 @@ def size(node: Node, frame: Frame) -> Value:
 
 
 def head_table(node: Node, frame: Frame) -> Value:
-    """What tensors of the model decide for this layer, of the KV heads at hand."""
-    numbers, axes = node.head_table.layers[frame.layer], node.type.axes
-    shape = frame.bound.shape
-    sizes = [{"kv": shape.kv_heads, "group": shape.group}[axis] for axis in axes]
+    """What tensors of the model decide, for the KV heads of the layer or layers at hand."""
+    if frame.layered:
+        number = frame.kv // frame.heads.number(frame.bound.shape.kv_heads)
+        return table_of_layers(node, range(frame.layer, frame.layer + number), frame)
+    x, axes = table_of_layers(node, [frame.layer], frame), node.type.axes
+    if "kv" in axes:
+        return x.along("kv", lambda data, dim: data.narrow(dim, frame.kv_start, frame.kv))
+    if x.mask is None:
+        return Value(x.tensor[0], axes, finite=x.finite)
+    return Value(x.tensor[0], axes, x.mask[0], axes, finite=x.finite)
 
-    def part(x: torch.Tensor) -> torch.Tensor:
-        if "kv" in axes:
-            x = frame.heads.part(x, 0).narrow(0, frame.kv_start, frame.kv)
-        return sent(x, frame.device)
 
-    kind = torch.bool if node.type.kind == "truth" else torch.float64
+def table_of_layers(node: Node, layers: Sequence[int], frame: Frame) -> Value:
+    """A head table with the axis `kv`: the KV heads here of each of some layers."""
+    shape, axes = frame.bound.shape, node.type.axes
+    repeats = 1 if "kv" in axes else shape.kv_heads
+    numbers = [x for layer in layers for x in node.head_table.layers[layer] * repeats]
     known = [0.0 if x is None else float(x) for x in numbers]
-    data = torch.tensor(known, dtype=torch.float64).to(kind).view(sizes)
+    sizes = [len(layers) * shape.kv_heads, *([shape.group] if "group" in axes else [])]
+    axes = ("kv", *(axis for axis in axes if axis != "kv"))
+
+    def part(values: Sequence[float | bool], kind: torch.dtype) -> torch.Tensor:
+        x = torch.tensor(values, dtype=torch.float64).to(kind).view(sizes)
+        return sent(frame.heads.part(x, 0), frame.device)
+
+    data = part(known, torch.bool if node.type.kind == "truth" else torch.float64)
     finite = all(map(math.isfinite, known))
     if None not in numbers:
-        return Value(part(data), axes, finite=finite)
-    present = torch.tensor([x is not None for x in numbers]).view(sizes)
-    return Value(part(data), axes, part(present), axes, finite=finite)
+        return Value(data, axes, finite=finite)
+    present = part([x is not None for x in numbers], torch.bool)
+    return Value(data, axes, present, axes, finite=finite)
 
 
 def distance(node: Node, frame: Frame) -> Value:

@@ -75,7 +75,8 @@ class Plan:
         per_layer: set[Node] = set()
         for node in nodes_of(nodes):
             needs, inputs = bound.static.needs(node), {*operands(node)}
-            if "layer" in needs if needs is not None else node.across_layers or inputs & per_layer:
+            differs = node.across_layers or node.op == "head_table" or bool(inputs & per_layer)
+            if differs if needs is None else "layer" in needs:
                 per_layer.add(node)
             if node not in planned_nodes:
                 continue
