@@ -63,6 +63,7 @@ class Phases:
         row = node.operation
         if self._propagates and (
             row.of_tokens_there
+            or node.op == "remaining"  # it counts tokens, also beside no set at all
             or (node.op == "size" and node.value == "length")
             or (node.op == "broadcast" and "token" in node.type.axes)
         ):

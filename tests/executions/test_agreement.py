@@ -496,3 +496,12 @@ def test_what_a_layers_state_starts_from_may_differ_by_head(start, next_):
 def test_merges_read_scores_that_look_at_all_layers(reduced):
     score = f"score: {reduced}[layer](norm1[dim](key))\n"
     assert_agreement(f"{score}{FILL}merge: {{into: next(3), weight: score}}\n")
+
+
+def test_a_budget_that_holds_all_tokens_that_are_left():
+    """Tokens have left, so that what remains is less than the prompt; nothing is taken before."""
+    assert_agreement(
+        f"{AWAY}score: norm1[dim](key) where var[kv](norm1[dim](key)) < 0\n"
+        "budget: 3 where layer < 1 else 11\nkeep: top[token, kv](score)\n",
+        tokens=(1, 24),
+    )
