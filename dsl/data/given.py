@@ -28,7 +28,7 @@ def with_data(
             read.
     """
     tensors: dict[str, object] = {}
-    declared = {name for program in programs for name in program.data}
+    declared = dict.fromkeys(name for program in programs for name in program.data)
     for value in values:
         name, equals, file = value.partition("=")
         if not equals or not name or not file:
@@ -38,11 +38,11 @@ def with_data(
             raise refused(option, "arguments", message, did_you_mean(name, declared))
         if name in tensors:
             raise refused(option, "arguments", f"`{value}`: `{name}` is given twice")
-        tensors[name] = read_tensor(file)
+        tensors[name] = _read(file)
     return [program.given(tensors) for program in programs]
 
 
-def read_tensor(file: str) -> object:
+def _read(file: str) -> object:
     """The numbers of one file.
 
     Raises:

@@ -403,8 +403,9 @@ class ListsAtOnce:
 
     def _head_table(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `head_table`."""
-        layers = [*self.inputs.steps.layers] * len(self.inputs.prompts)
-        return table_of_layers(node, layers, evaluation.frame)
+        x = table_of_layers(node, self.inputs.steps.layers, evaluation.frame)
+        requests = len(self.inputs.prompts)
+        return x.along("kv", lambda data, dim: torch.cat([data] * requests, dim))
 
     def _uniform(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `uniform`."""
