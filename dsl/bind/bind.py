@@ -85,7 +85,7 @@ class Bound:
     @property
     def prefill_changes_vectors(self) -> bool:
         """Whether keys or values may differ from the model's once a prompt is prefilled."""
-        merges = self.folded.prefill.merge is not None or self.lowered.share is not None
+        merges = self.folded.prefill.merge is not None or self.folded.share is not None
         return merges or self.positions == "slots"
 
     @property
@@ -265,7 +265,7 @@ class Bound:
     @cached_property
     def upper_layers(self) -> list[int]:
         """Layers that are stored with the one below (`share:`), ascending."""
-        share, layers = self.lowered.share, range(self.shape.layers)
+        share, layers = self.folded.share, range(self.shape.layers)
         return [] if share is None else [n for n in layers if self.number(share.when, 0, n)]
 
     @cached_property

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kept import filling, is_rest, keep_of
+from kvpolicy.dsl.bind.kept import filling, keep_of, present_outside
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import Node, Rules
 from kvpolicy.dsl.ir.once import PROMPTS, once_at_most
 from kvpolicy.dsl.ir.split import MOST
 
@@ -23,18 +23,12 @@ class FixedSize:
     """Tells when the decode steps of a bound policy have cut every list to a budget that lasts.
 
     Args:
-        bound: a policy by which entries leave while decoding.
-        states_present: whether every entry has a value in every state.
-
-    Raises:
-        ValueError: nothing leaves while decoding.
+        bound: the policy.
+        rules: its lowered rules of decode steps.
     """
 
-    def __init__(self, bound: Bound, *, states_present: bool) -> None:
-        if bound.lowered.decode is None:
-            raise ValueError(f"by `{bound.program.name}` nothing leaves while decoding")
-        self._bound, self._states_present = bound, states_present
-        self._keep = keep_of(bound.lowered.decode)
+    def __init__(self, bound: Bound, rules: Rules) -> None:
+        self._bound, self._keep = bound, keep_of(rules)
 
     def holds(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
         """Whether every list keeps the same number of entries whenever entries leave from now on.
@@ -66,7 +60,7 @@ class FixedSize:
         score, taken_set, budget = filling(keep)
         lasts = budget.op == "budget" or self._same(budget)
         numbers = self._numbers(taken_set)
-        if not lasts or numbers is None or not self._present(score, taken_set):
+        if not lasts or numbers is None or not present_outside(score, taken_set):
             return None
         return sum(whole(self._bound.number(number, prompt, layer), MOST) for number in numbers)
 
@@ -84,16 +78,3 @@ class FixedSize:
     def _same(self, number: Node) -> bool:
         """Whether the host knows a number, and it is the same at every step of a request."""
         return self._bound.static.follows(number, "prompt", "layer")
-
-    def _present(self, node: Node, taken_set: Node) -> bool:
-        """Whether every entry that is not taken has a value, if the model's tensors are finite."""
-        if self._bound.static.needs(node) is not None:
-            return True
-        if node.op == "mask":
-            return is_rest(node, taken_set) and self._present(node.args[0], taken_set)
-        if node.op == "state":
-            return self._states_present
-        row = node.operation
-        reduced = row.is_reduction and not {"token", "layer"} & set(node.axes)
-        known = row.keeps_present or reduced
-        return known and all(self._present(arg, taken_set) for arg in node.args)

@@ -207,7 +207,7 @@ class _Pass:
                 e.state(name, layer)
             e.forget_maps(layer)
         share = self.bound.program.share
-        if share is not None and self.bound.lowered.share is not None:
+        if share is not None and self.bound.folded.share is not None:
             self.vectors = shared(e, share)
             return
         for layer, kept in enumerate(self.kept):

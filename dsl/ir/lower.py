@@ -14,6 +14,8 @@ operations that say what they take:
     fill[axes](x, taken, n, left)   taken, and the n best of the rest by x (all if n >= left)
     mask["rest"](x, left)           x at the entries of each KV head that are left over
 
+Expressions over two vectors per entry become inner products, see `ir/inner_products.py`.
+
 The section and the name `budget` become the floored budget. In decode rules without a `budget` of
 their own it stays the leaf `budget`: the whole numbers that the prefill decided.
 """
@@ -29,6 +31,7 @@ from functools import cache
 from kvpolicy.dsl.ir.graph import in_order
 from kvpolicy.dsl.ir.head_tables import HeadTables, has_head_table
 from kvpolicy.dsl.ir.host import Value, evaluator
+from kvpolicy.dsl.ir.inner_products import with_inner_products
 from kvpolicy.dsl.ir.nodes import HeadTable, ModelShape, Node, Type, When
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import Sections, rewritten
@@ -237,9 +240,8 @@ def lower(sections: Sections) -> Sections:
     if decode_budget is None and budget is not None:
         kind = Type("number", budget.type.axes, "tokens")
         decode_budget = Node("budget", type=kind, when=When.STEP)
-    return Sections(
-        prefill, rewritten(sections.decode, _Lowering(decode_budget).visit), propagate, share
-    )
+    decode = rewritten(sections.decode, _Lowering(decode_budget).visit)
+    return with_inner_products(Sections(prefill, decode, propagate, share))
 
 
 class _Lowering:

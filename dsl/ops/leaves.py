@@ -32,7 +32,7 @@ def _named(
 def _vector(name: str, meaning: str) -> Operation:
     return _named(
         name, Kind.VECTOR, "tensors", meaning, _VECTOR, result_axes=_VECTOR, always_finite=True,
-        keeps_present=True, same_at_each_step=True, tensors=(name,), interpret=f"leaves.{name}",
+        same_at_each_step=True, tensors=(name,), interpret=f"leaves.{name}",
         torch=f"leaves.{name}",
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ ROWS = (
     Operation("decided", Kind.REMEMBERED, meaning="of the prefill, see `Rules.decided`",
               value="let", per_head=True, interpret="leaves.decided"),
     _named("position", Kind.PLACE, "tensors", "original position, counted from 0", ("token",),
-           "tokens", result_axes=("token",), always_finite=True, keeps_present=True, whole=True,
+           "tokens", result_axes=("token",), always_finite=True, whole=True,
            of_tokens_there=True, same_at_each_step=True, interpret="leaves.position",
            torch="leaves.position", triton="leaves.position"),
     _named("all", Kind.PLACE, "tensors", "every candidate", ("token",), result="truth",
@@ -110,7 +110,7 @@ ROWS = (
     _hidden("hidden_mid", "residual stream after attention, before the MLP"),
     _window("attn", "softmax over all candidates of q.k / sqrt(D), causal, in float32; absent "
             "where the token comes after the query", "O(w N D); all queries: O(N^2 D)", _HEADS,
-            keeps_present=True, tensors=_SCORED, softmax=True, gone_after_layer=True,
+            tensors=_SCORED, softmax=True, gone_after_layer=True,
             interval=SHARE),
     _window("logits", "the same before the softmax", "O(w N D)", _HEADS, tensors=_SCORED,
             gone_after_layer=True),

@@ -7,6 +7,7 @@ from functools import partial
 from kvpolicy.dsl.ops.operations import Kind, Operation, Parameter, called
 
 _call = partial(called, kind=Kind.MERGE, group="Merging")
+_lowered = partial(Operation, kind=Kind.MERGE, least=2, most=2, made_by_lowering=True)
 
 ROWS = (
     _call("nearest", "receivers", (Parameter("x"),),
@@ -21,4 +22,9 @@ ROWS = (
           shape="as x, per dropped entry", reads_along=("token",)),
     Operation("dropped", Kind.MERGE, 1, 1, "x with its axis token read at the dropped entries",
               reads_along=("token",)),
+    # Of the two vectors of an entry; see `ir/inner_products.py`.
+    _lowered("inner_product", meaning="x, y: the inner product of two of the vectors",
+             of_two_vectors=True),
+    _lowered("inner_cosine", meaning="x, y: the cosine of both vectors", of_two_vectors=True),
+    _lowered("blend", meaning="a, b: a times the first vector plus b times the second"),
 )  # fmt: skip

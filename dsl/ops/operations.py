@@ -141,7 +141,6 @@ class Operation:
     always_finite: bool = False  # no value is infinite
     keeps_finite: bool = False  # finite arguments give finite values, whatever they are
     keeps_zero: bool = False  # 0 where its first argument is 0; a power if its exponent is positive
-    keeps_present: bool = False  # has a value wherever its arguments are finite
     may_be_nan: bool = False  # finite arguments may give NaN, which counts as 0
     divides: bool = False  # by its second argument
     linear: bool = False  # for sums of arguments it gives the sum of their results
@@ -158,6 +157,7 @@ class Operation:
     softmax: bool = False  # a softmax of logits over all candidates
     of_tokens_there: bool = False  # follows from which tokens reach a layer
     same_at_each_step: bool = False  # the same at every step for a cached entry
+    of_two_vectors: bool = False  # a number per entry that a kernel finds of two vectors
     gone_after_layer: bool = False  # not available when a layer's entries are merged or shared
     host: Callable[..., Any] | None = None  # of numbers that the host knows; a reduction: of a list
     interval: Rule | None = None  # interval of its values; None: not known

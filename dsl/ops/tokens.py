@@ -18,7 +18,7 @@ _lowered = partial(
 )
 _along_tokens = partial(
     called, group="Along tokens", unit="first", shape="as x", result="number", takes="number",
-    keeps_finite=True, keeps_present=True, per_head=True,
+    keeps_finite=True, per_head=True,
 )  # fmt: skip
 
 ROWS = (

@@ -98,8 +98,8 @@ def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
             yield f"{prefix}merge.{place}", node
     for place, node in enumerate(propagate_roots(bound.folded.propagate)):
         yield f"propagate.{place}", node
-    if bound.lowered.share is not None:
-        yield "share.direction", bound.lowered.share.direction
+    if bound.folded.share is not None:
+        yield "share.direction", bound.folded.share.direction
 
 
 def explanation(
@@ -171,10 +171,10 @@ def _sections(
     merge = bound.folded.prefill.merge
     if merge is not None:
         yield "What becomes of dropped entries", explain_sections.merging(merge, written)
-    if bound.lowered.share is not None:
+    if bound.folded.share is not None:
         yield (
             "Layers that share directions",
-            explain_sections.sharing(bound, bound.lowered.share, written),
+            explain_sections.sharing(bound, bound.folded.share, written),
         )
     if bound.folded.decode is not None:
         text = explain_sections.decode(bound, bound.folded.decode, config, length, written)

@@ -8,9 +8,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import written_window
 from kvpolicy.dsl.codegen.fusion import Bundle, Fusion
 from kvpolicy.dsl.execute.layer.across import OF_LAYERS
-from kvpolicy.dsl.execute.layer.combination import is_combination
 from kvpolicy.dsl.execute.layer.evaluate import reduces_past
-from kvpolicy.dsl.execute.layer.share import side_of_share
 from kvpolicy.dsl.execute.operations.operands import distribution
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.execute.planned.steps import Steps
@@ -30,8 +28,9 @@ def kernels(bound: Bound) -> Iterator[str]:
     yield from (f"  {line}" for line in (*_passes(prefill_fusion), *reasons([prefill_fusion])))
     if bound.folded.prefill.merge is not None:
         yield f"  {_MERGE}"
-    if bound.lowered.share is not None:
-        yield f"  {_share(bound.lowered.share.direction)}"
+    if bound.folded.share is not None and bound.lowered.share is not None:
+        blends = bound.lowered.share.direction.op == "blend"
+        yield f"  {_SHARE if blends else _by_torch(bound.folded.share.direction)}"
     if program.steps is None:
         return
     yield f"  {_while_decoding(program.steps)}"
@@ -97,9 +96,10 @@ def _small(fusion: Fusion) -> set[tuple[str, bool]]:
     return names
 
 
-def _share(direction: Node) -> str:
-    if is_combination(direction, side_of_share):
-        return "kernel  hand-written: share, of directions as sums of two layers' vectors"
+_SHARE = "kernel  hand-written: share, of directions as sums of two layers' vectors"
+
+
+def _by_torch(direction: Node) -> str:
     return f"torch   share: {_short(direction)}: it is no sum of two layers' vectors"
 
 

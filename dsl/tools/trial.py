@@ -120,8 +120,8 @@ class _Attempt:
             return None if bound.folded.propagate is None else bound.folded.propagate.tokens
         if mismatch.section == "merge" and rules.merge is not None:
             return rules.merge.into
-        if mismatch.section == "merge" and bound.lowered.share is not None:
-            return bound.lowered.share.direction
+        if mismatch.section == "merge" and bound.folded.share is not None:
+            return bound.folded.share.direction
         return {"budget": rules.budget, "score": rules.score, "keep": rules.keep}.get(
             mismatch.section
         )

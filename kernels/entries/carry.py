@@ -33,14 +33,14 @@ def carry(
         used: int64 [S], number of columns of a layer that are collected.
         newest: int64 [N], position of the last new entry of each of N requests, which have S / N
             consecutive layers each; positions of new entries are consecutive.
-        states: each float64 [S * G, M], one number per entry, or [S * G, C, M], C numbers.
+        states: each float64 [S * G, C, M], C numbers per entry.
         fresh: value of each state for new entries.
         steps: T, number of new entries.
         width: M', at least T plus the largest of `used`.
 
     Returns:
         int64 [S, M'] positions, -1 in empty columns; bool [S * G, M'], the entries that each list
-        holds, new ones included; states, each float64 [S * G, ..., M'], 0 in empty columns.
+        holds, new ones included; states, each float64 [S * G, C, M'], 0 in empty columns.
 
     Raises:
         ValueError: names the argument, what was expected and what was given.
@@ -51,7 +51,7 @@ def carry(
     new_positions = torch.full((layers, width), -1, dtype=torch.int64, device=device)
     holds = torch.zeros((layers, kv_heads, width), dtype=torch.bool, device=device)
     new_states = [
-        torch.zeros((layers, kv_heads, *x.shape[1:-1], width), dtype=torch.float64, device=device)
+        torch.zeros((layers, kv_heads, x.shape[1], width), dtype=torch.float64, device=device)
         for x in states
     ]
     new_positions[:, width - steps :] = newest.repeat_interleave(layers // max(len(newest), 1))[
@@ -89,7 +89,7 @@ def check(
         ("positions", positions, torch.int64, (layers, kept.shape[1])),
         ("used", used, torch.int64, (layers,)),
         *(
-            (f"states[{i}]", x, torch.float64, (len(kept), *x.shape[1:-1][:1], kept.shape[1]))
+            (f"states[{i}]", x, torch.float64, (len(kept), *x.shape[1:2], kept.shape[1]))
             for i, x in enumerate(states)
         ),
     ]

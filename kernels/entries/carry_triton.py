@@ -38,7 +38,7 @@ def carry(
             all lists of a layer together, but at least 16 of each.
 
     Returns:
-        int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, ..., M'].
+        int64 [S, M'], bool [S * G, M'] and states, each float64 [S * G, C, M'].
     """
     check(kept, columns, positions, used, newest, states, fresh)
     layers, device = len(positions), kept.device
@@ -57,7 +57,7 @@ def carry(
             (states[i], new_states[i], fresh[i]) if states else (None, None, 0.0)
         )
         low, high = struct.unpack("<ii", struct.pack("<d", value))  # Triton would pass a float32
-        numbers_per_entry = 1 if state is None or state.dim() == 2 else state.shape[1]
+        numbers_per_entry = 1 if state is None else state.shape[1]
         _carry[(layers, numbers_per_entry)](
             stays, collected, layer_positions if first else None, used, used.stride(0), newest,
             new_positions, holds.view(torch.uint8),

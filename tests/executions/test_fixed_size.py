@@ -62,13 +62,14 @@ def test_shipped_policies(name):
         ("score: heat\nbudget: 9\nkeep: recent(3) then top(score)", 3),
         ("score: heat\nbudget: 9\nkeep: sinks(2) then recent(3) then top(score)", 5),
         ("score: heat\nbudget: floor(prompt / 2)\nkeep: top(score)", 0),
+        # Infinite is a score, too.
+        ("score: 1 / heat\nbudget: 9\nkeep: recent(3) then top(score)", 3),
         # Numbers that differ from step to step, or that data decide.
         ("score: heat\nbudget: 4 + floor(cached / 2)\nkeep: recent(3) then top(score)", None),
         ("score: heat\nbudget: 4 + generated\nkeep: recent(3) then top(score)", None),
         ("score: heat\nbudget: 9\nkeep: heat > 0.1 then top(score)", None),
         # Entries without a score are never chosen.
         ("score: heat where heat > 0.1\nbudget: 9\nkeep: recent(3) then top(score)", None),
-        ("score: 1 / heat\nbudget: 9\nkeep: recent(3) then top(score)", None),
         # Heads that compete, and sets that are not filled up to a budget.
         ("score: heat\nkeep: top[kv, token](score, 12)", None),
         ("keep: sinks(2) then recent(6)", None),

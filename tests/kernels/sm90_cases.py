@@ -152,7 +152,8 @@ def together(dtype: torch.dtype = torch.bfloat16, size: int = D) -> None:
     tally(kept, there, empty(lists, dtype=torch.bool), ids(B * L, 3 + 2 * G), G)
     tally(kept, there, None, None, G)
     positions = ids(B * L, width)
-    for states in ([], [score], [score, score], [score[:, None].expand(-1, 2, -1)]):
+    state = score[:, None]
+    for states in ([], [state], [state, state], [state.expand(-1, 2, -1)]):
         fresh = [0.0] * len(states)
         carry(kept, None, positions, ids(B * L), ids(B), states, fresh, steps=16, width=width)
     for interleaved in (False, True):

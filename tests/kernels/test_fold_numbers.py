@@ -77,12 +77,13 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0, *, 
     positions = torch.randperm(500, generator=generator)[: layers * width].view(layers, width)
     positions = positions.sort(1).values
     values = [
-        torch.randn(layers * kv_heads, width, generator=generator, dtype=torch.float64)
+        torch.randn(layers * kv_heads, 1, width, generator=generator, dtype=torch.float64)
         for _ in range(states)
     ]
     for value in values:
-        value[~kept & (value < 0)] = float("nan")  # of what no head of a layer keeps it is nothing
-        value[kept] = value[kept].nan_to_num(1.0)
+        number = value[:, 0]
+        number[~kept & (number < 0)] = float("nan")  # of what no head keeps it is nothing
+        number[kept] = number[kept].nan_to_num(1.0)
     fresh = [0.7 * i for i in range(states)]  # no numbers of 32 bits
     newest = torch.tensor([600 + 10 * i for i in range(requests)])
     some = kept.view(layers, kv_heads, width).any(1)
@@ -92,7 +93,7 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0, *, 
     wide = int(used.max()) + steps + extra
     made = torch.full((layers, wide), -1)
     held = torch.zeros(layers * kv_heads, wide, dtype=torch.bool)
-    later = [torch.zeros(layers * kv_heads, wide, dtype=torch.float64) for _ in values]
+    later = [torch.zeros(layers * kv_heads, 1, wide, dtype=torch.float64) for _ in values]
     for layer in range(layers):
         columns = some[layer].nonzero()[:, 0].tolist()
         first = wide - steps - len(columns)
@@ -101,14 +102,14 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0, *, 
             for row in range(layer * kv_heads, (layer + 1) * kv_heads):
                 held[row, place] = kept[row, column]
                 for old, new in zip(values, later, strict=True):
-                    new[row, place] = old[row, column]
+                    new[row, 0, place] = old[row, 0, column]
         for step in range(steps):
             end = int(newest[layer // (layers // requests)])
             made[layer, wide - 1 - step] = end - step
             own = slice(layer * kv_heads, (layer + 1) * kv_heads)
             held[own, wide - 1 - step] = True
             for new, value in zip(later, fresh, strict=True):
-                new[own, wide - 1 - step] = value
+                new[own, 0, wide - 1 - step] = value
     given = (kept, some if more else None, positions, used, newest)
     return given, values, fresh, {"steps": steps, "width": wide}, (made, held, later)
 
@@ -118,13 +119,13 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0, *, 
 def test_numbers_of_an_entry_are_carried_as_of_more_lists(moved, layers, kv_heads, width):
     given, values, _, options, wanted = carried(layers, kv_heads, width, 3, 1, 4, 1)
     more = {} if moved is carry.carry else {"block": 16}
-    several = torch.stack(values, 1)
+    several = torch.cat(values, 1)
     alone = [moved(*on_device(*given), on_device(x), [0.5], **options, **more) for x in values]
     made = moved(*on_device(*given), on_device(several), [0.5], **options, **more)
     assert torch.equal(made[0].cpu(), wanted[0])
     assert torch.equal(made[1].cpu(), wanted[1])
     for i, (*_, (own,)) in enumerate(alone):
-        assert torch.equal(made[2][0][:, i].nan_to_num(7.0), own.nan_to_num(7.0))
+        assert torch.equal(made[2][0][:, i : i + 1].nan_to_num(7.0), own.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("moved", CARRIES)

@@ -18,6 +18,7 @@ size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from kvpolicy.dsl.execute.layer.choice import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, spread
 from kvpolicy.dsl.execute.layer.merge import Merging
 from kvpolicy.dsl.execute.tensors.kernels import Entries
-from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS, Value, aligned
+from kvpolicy.dsl.execute.tensors.values import OF_LISTS, Value
 from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], the entries of each list, to the keys and values of all lists.
@@ -267,25 +268,17 @@ class _Following:
 
     def _extended(self, block: RequestBlock) -> RequestBlock:
         """The block without the entries that have left, and with those of the steps."""
-        number, rows = self.number, len(block.held_mask)
-        width = max(block.lengths) + number
-        plain = {name: x for name, x in block.states.items() if x.axes in (OF_LISTS, OF_HEADS)}
-        others = {name: x for name, x in block.states.items() if name not in plain}
-        old_states = [x.tensor for x in plain.values()]
-        initial = [self.steps.initial_values[name] for name in plain]
-        if others:  # states that are gathered from the entries' old columns
-            places = self.steps.places(block.width, block.held_mask.device)
-            old_states, initial = [*old_states, places.double().expand(rows, -1)], [*initial, 0.0]
+        number = self.number
+        followed = {name: x for name, x in block.states.items() if "token" in x.axes}
         positions, held, new_states = self.steps.kernels["carry"](
             block.held_mask, block.columns, block.positions, block.on_device, self.newest,
-            old_states, initial, steps=number, width=width,
+            [_per_entry(x) for x in followed.values()],
+            [self.steps.initial_values[name] for name in followed],
+            steps=number, width=max(block.lengths) + number,
         )  # fmt: skip
-        states = {
-            name: Value(x, plain[name].axes, finite=True)
-            for name, x in zip(plain, new_states, strict=False)
-        }
-        for name, x in others.items():
-            states[name] = _moved(x, new_states[-1], number, self.steps.initial_values[name])
+        states = dict(block.states)
+        for (name, x), new_state in zip(followed.items(), new_states, strict=True):
+            states[name] = _with_entries(x, new_state)
         lengths = [n + number for n in block.lengths]
         return replace(
             block,
@@ -506,19 +499,16 @@ def _together(all_lists: list[ListsAtOnce], values: list[Value]) -> Value:
     )
 
 
-def _moved(x: Value, columns: torch.Tensor, number: int, initial: float) -> Value:
-    """A state that follows its entries, and begins for new ones.
+def _per_entry(x: Value) -> torch.Tensor:
+    """A state of entries as [B * L * G, C, M], C numbers of each entry."""
+    rows = x.tensor.movedim(x.axes.index("token"), -1)
+    return rows.reshape(len(rows), math.prod(rows.shape[1:-1]), rows.shape[-1])
 
-    Args:
-        columns: float64 [B * L * G, M], the column in which each entry was.
-        number: number of new entries; initial: their value.
-    """
-    if "token" not in x.axes:
-        return x
-    dim, shape = x.axes.index("token"), list(x.tensor.shape)
-    shape[dim] = columns.shape[1]
-    data = x.tensor.gather(dim, aligned(columns.long(), OF_LISTS, x.axes).expand(shape))
-    data.narrow(dim, shape[dim] - number, number).fill_(initial)
+
+def _with_entries(x: Value, rows: torch.Tensor) -> Value:
+    """A state as before, with the numbers [B * L * G, C, M'] of the entries that there are now."""
+    sizes = [size for axis, size in zip(x.axes, x.tensor.shape, strict=True) if axis != "token"]
+    data = rows.reshape(*sizes, rows.shape[-1]).movedim(-1, x.axes.index("token"))
     return Value(data, x.axes, finite=x.finite)
 
 

@@ -10,18 +10,18 @@ of a dropped entry at most, D head size, B requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 
 import torch
-from kvpolicy.dsl.execute.layer.combination import Combinations, is_product
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Keys, dense
 from kvpolicy.dsl.execute.tensors.values import Value, aligned, as_tensor, filled, sizes_of, union
 from kvpolicy.dsl.ir import counts
+from kvpolicy.dsl.ir.inner_products import place
 from kvpolicy.dsl.ir.nodes import Merge, Node, State
-from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
+from kvpolicy.dsl.ir.once import once
+from kvpolicy.dsl.ir.traverse import state_roots
 from kvpolicy.dsl.ops.operations import Kind
 
 _DROPPED = ("kv", "dropped")
@@ -99,12 +99,13 @@ class Merging:
                 "dropped": merging._read_dropped,
                 "target": merging._read_target,
                 "special": merging._sum,
+                "inner_product": merging._of_two_vectors,
+                "inner_cosine": merging._of_two_vectors,
                 "mean": merging._mean,
             },
         )
         merging._find(most)
         merging.evaluation.dropped = merging._present
-        merging._compare()
         decide = [node for node in (merge.accept, merge.weight) if node is not None]
         merging.evaluation.ask([*decide, *state_roots(updates)])
         return merging
@@ -208,26 +209,18 @@ class Merging:
 
     # What the expressions of a merge read.
 
-    def _compare(self) -> None:
-        """Finds inner products of dropped entries and their receivers in one pass over the cache.
+    def _of_two_vectors(self, node: Node, evaluation: Evaluation) -> Value:
+        """An inner product, or the cosine, of a dropped entry and its receiver."""
+        return self._inner_products(node.args[0].args[0].op)[place(node)]
 
-        Torch would hold both as float64 vectors.
+    @once
+    def _inner_products(self, name: str) -> list[Value]:
+        """What the kernel "inner_products" gives for dropped entries and their receivers.
+
+        Args:
+            name: "key" or "value".
         """
-        frame, roots = self.evaluation.frame, merge_roots(self.merge)
-        if self._receivers.index.shape[2] != 1:
-            return
-        for name in ("key", "value"):
-            side, inner = partial(_side, name), cache(partial(self._inner, frame.vectors[name]))
-            cosines = [node for node in nodes_of(roots) if _is_cosine(node, side)]
-            for node in cosines:
-                self.evaluation.set_value(node, inner()[3])
-            seen = set(cosines)
-            Combinations(self.evaluation, side, inner).prepare(
-                node for root in roots for node in root.walk(seen)
-            )
-
-    def _inner(self, x: Keys) -> list[Value]:
-        """What the kernel "inner_products" gives for dropped entries and their receivers."""
+        x = self.evaluation.frame.vectors[name]
         ((receivers, present),) = self._receivers
         vectors, ids = _vectors(x)
         arguments = (vectors, self._index, self._present, receivers, present, ids)
@@ -351,36 +344,3 @@ class Merging:
 def _vectors(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Vectors [G, n, D] and None, or a pool [E, D] and rows int64 [G, n], as kernels take them."""
     return (x.pool, x.ids) if isinstance(x, Entries) else (dense(x), None)
-
-
-def compares(node: Node) -> bool:
-    """Whether a node follows from inner products of dropped entries and their receivers."""
-    return any(is_product(node, partial(_side, name)) for name in ("key", "value"))
-
-
-def _side(name: str, node: Node) -> int | None:
-    """0 for the key (or value) of the dropped entries, 1 for that of receivers, else None."""
-    sides = ("dropped", "target")
-    return sides.index(node.op) if node.op in sides and node.args[0].op == name else None
-
-
-def _is_cosine(node: Node, side: Callable[[Node], int | None]) -> bool:
-    """Whether a node is the cosine of both vectors, as the language writes it out."""
-    if node.op != "divide" or node.args[1].op != "multiply":
-        return False
-    product, lengths = node.args
-    if product.op != "sum" or product.axes != ("dim",) or product.args[0].op != "multiply":
-        return False
-    vectors = product.args[0].args
-    norm_vectors = [_measured(length) for length in lengths.args]
-    same = all(x is y for x, y in zip(norm_vectors, vectors, strict=True))
-    return same and {side(x) for x in vectors} == {0, 1}
-
-
-def _measured(length: Node) -> Node | None:
-    """The x of `sqrt(sum[dim](x ^ 2))`; None of another node."""
-    if length.op != "sqrt" or length.args[0].op != "sum" or length.args[0].axes != ("dim",):
-        return None
-    square = length.args[0].args[0]
-    is_square = square.op == "power" and square.args[1].op == "number" and square.args[1].value == 2
-    return square.args[0] if is_square else None

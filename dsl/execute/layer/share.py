@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.execute.layer.combination import Combinations
-from kvpolicy.dsl.execute.layer.evaluate import Evaluation, spread
+from kvpolicy.dsl.execute.layer.evaluate import Evaluation
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels
 from kvpolicy.dsl.execute.tensors.values import Frame, Value, aligned, as_tensor, filled
+from kvpolicy.dsl.ir.inner_products import place
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.traverse import nodes_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _AXES = ("kv", "token")
@@ -69,31 +68,27 @@ def shared(
     return results
 
 
-def side_of_share(node: Node) -> int | None:
-    """0 for the vectors of the layer below, 1 for those of this one."""
-    return ("below", "own").index(node.symbol) if node.op == "special" else None
-
-
 def _one(
     evaluation: Evaluation,
     direction: Node,
     exceptions: Node | None,
     vectors: dict[str, torch.Tensor],
 ) -> Shared:
+    kernels = evaluation.frame.kernels
+    products = kernels["gram"](vectors["below"], vectors["own"])
+    # NaN or infinity decides nothing: both vectors stay.
+    finite = evaluation.frame.heads.per_rank(products.isfinite().all()).all()
+
     def special(node: Node, _: Evaluation) -> Value:
         return Value(vectors[node.symbol].double(), ("kv", "token", "dim"), finite=True)
 
-    evaluation = replace(evaluation, own_operations={"special": special})
-    kernels = evaluation.frame.kernels
-    inner = kernels["gram"](vectors["below"], vectors["own"])
-    # NaN or infinity decides nothing: both vectors stay.
-    finite = evaluation.frame.heads.per_rank(inner.isfinite().all()).all()
-    products = [Value(x, _AXES) for x in inner]
-    combinations = Combinations(evaluation, side_of_share, lambda: products)
-    combinations.prepare(nodes_of([direction, exceptions]))
-    weights = combinations.weights(direction)
-    if weights is not None:
-        a, b = (spread(x, _AXES, evaluation.frame) for x in weights)
+    def inner_product(node: Node, _: Evaluation) -> Value:
+        return Value(products[place(node)], _AXES)
+
+    own_operations = {"special": special, "inner_product": inner_product}
+    evaluation = replace(evaluation, own_operations=own_operations)
+    if direction.op == "blend":
+        a, b = (evaluation.tensor(weight, _AXES) for weight in direction.args)
         data = kernels["blend"](vectors["below"], vectors["own"], a, b)
     else:
         x = evaluation.value(direction)
@@ -102,5 +97,5 @@ def _one(
         data = data.double().expand(vectors["own"].shape)
     excepted = torch.zeros(data.shape[:2], dtype=torch.bool, device=data.device)
     if exceptions is not None:
-        excepted = spread(evaluation.value(exceptions), _AXES, evaluation.frame)
+        excepted = evaluation.tensor(exceptions, _AXES)
     return Shared(torch.where(finite, data, 0.0), excepted | ~finite)

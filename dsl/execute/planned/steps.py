@@ -15,7 +15,6 @@ from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.layer.evaluate import updating
 from kvpolicy.dsl.execute.layer.generated import Generated
-from kvpolicy.dsl.execute.layer.merge import compares
 from kvpolicy.dsl.execute.operations.table import is_computed
 from kvpolicy.dsl.execute.planned.alike import like_heads
 from kvpolicy.dsl.execute.planned.prefill import reads_budget
@@ -145,7 +144,7 @@ class Steps:
         self.advances = any(state.next is not None for state in states)
         self.advances |= any(map(math.isnan, self.initial_values.values()))
         self.at_once = all(map(sums.state, states))
-        self.fixed_size = FixedSize(bound, states_present=self.at_once)
+        self.fixed_size = FixedSize(bound, rules)
         self.advancing_reads = any(node.operation.reads_tensors for node in state_nodes)
         reads_tensors = any(node.operation.reads_tensors for node in leaving_nodes)
         self.leaving_reads = reads_tensors or rules.merge is not None
@@ -262,9 +261,8 @@ class Steps:
         if not nearest and self._bound.static.needs(into_argument) is None:
             return False
         roots = [node for node in merge_roots(merge) if node is not merge.into]
-        # A kernel finds inner products of entries and their receivers, see `Merging`.
-        products = [node for node in nodes_of(roots) if nearest and compares(node)]
-        seen = set(products)
+        # A kernel finds inner products of entries and their receivers.
+        seen = {node for node in nodes_of(roots) if node.operation.of_two_vectors}
         nodes = [node for root in roots for node in root.walk(seen)]
         if any(node.operation.kind is Kind.VECTOR or not _of_each_head(node) for node in nodes):
             return False

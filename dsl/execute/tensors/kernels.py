@@ -43,13 +43,14 @@ whole(x) -> int64
     float64 numbers of entries, floored, at least 0 and at most 2**31; NaN is 0, and a number that
     misses a multiple of 1/2 by rounding errors alone is that multiple. The shape of x.
 
-carry(kept, positions, used, newest, states, fresh, *, steps, width) -> positions, holds, states
-    Of S layers of G KV heads: the entries that some head of bool `kept` [S * G, M] keeps, in order,
-    then `steps` new ones, which end in the last of `width` columns. The results are int64
-    [S, width] positions, -1 where there is no entry; bool [S * G, width], the entries of each list;
-    and each float64 state [S * G, width], or [S * G, C, width] with C numbers per entry, its float
-    in `fresh` for new entries. int64 `newest` [N] is the last position of S / N layers each, int64
-    `used` [S] the number of positions that some head of a layer keeps.
+carry(kept, columns, positions, used, newest, states, fresh, *, steps, width)
+        -> positions, holds, states
+    Of S layers of G KV heads: the entries that some head of bool `kept` [S * G, M] keeps, or those
+    in bool `columns` [S, M], in order, then `steps` new ones, which end in the last of `width`
+    columns. The results are int64 [S, width] positions, -1 where there is no entry; bool
+    [S * G, width], the entries of each list; and each float64 state [S * G, C, width] of C numbers
+    per entry, its float in `fresh` for new entries. int64 `newest` [N] is the last position of
+    S / N layers each, int64 `used` [S] the number of columns of a layer that are collected.
 
 tally(kept, holds, finite, expected, kv_heads) -> int64 [S, 3 + 2 * G], bool [S]
     For each of S layers: positions that some KV head keeps; whether all heads keep the same;
