@@ -26,7 +26,7 @@ from kvpolicy.dsl.execute.decode.lists import Counts
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.tools.launches import Observed, Watch
+from kvpolicy.dsl.tools.launches import Observed, StandIns
 from kvpolicy.sglang_ext.face.kernels_in_use import KernelsInUse, chosen_for
 from kvpolicy.sglang_ext.forward.decode_step import DecodeStep
 from kvpolicy.sglang_ext.forward.rotary import Rotary
@@ -46,7 +46,7 @@ _MOVING = (
 _OWN_STATE = "kv_policy_state"  # attribute of a request
 
 
-def in_use(watch: Watch) -> KernelsInUse:
+def in_use(watch: StandIns) -> KernelsInUse:
     """The torch references, each call counted as a launch."""
     plain = chosen_for("torch", "cpu")
     moving = {name: watch.kernel(getattr(plain, name)) for name in _MOVING}
@@ -54,7 +54,7 @@ def in_use(watch: Watch) -> KernelsInUse:
 
 
 @contextmanager
-def stand_in(watch: Watch):
+def stand_in(watch: StandIns):
     """A block in which the numbers of folds do not arrive; each transfer is counted."""
     begin = Counts.__init__
 
@@ -142,7 +142,7 @@ class Crowd:
         """
         self.case, shape = case, case.shape
         self.random = torch.Generator().manual_seed(case.seed)
-        self.watch = Watch()
+        self.watch = StandIns()
         self.bound = bind(
             load(case.policy).require(), shape, case.settings, fold_interval=case.interval
         )

@@ -20,7 +20,7 @@ from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.tensors import kernels
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools import forecast
-from kvpolicy.dsl.tools.launches import Observed, Watch, launches
+from kvpolicy.dsl.tools.launches import Observed, StandIns, launches
 from shipped import settings
 from tqdm import tqdm
 
@@ -35,7 +35,7 @@ HEADER = ("what", "policy", "layers x KV heads", "requests", "asked for", "expec
 
 def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
     """Processor seconds of the host's own work for a prompt, per round; a first one warms up."""
-    shape, watch = bound.shape, Watch()
+    shape, watch = bound.shape, StandIns()
     program = watch.program(bound, kernels.installed())
     pool = torch.randn(shape.layers, PROMPT, shape.kv_heads, shape.head_dim)
     shown = InPools(torch.randn(shape.layers, shape.heads, PROMPT, shape.head_dim), pool, pool)
@@ -70,7 +70,7 @@ def asked_of_prompt(policy: str, tokens: int) -> int:
     As a server's program scores it, with stand-ins for kernels that give zeros.
     """
     given = dict(x.split("=") for x in settings(0.125, tokens)[policy])
-    bound, watch = bind(load(policy).require(), LARGE, given), Watch()
+    bound, watch = bind(load(policy).require(), LARGE, given), StandIns()
     program = watch.program(bound, kernels.installed())
     row = torch.zeros(LARGE.head_dim)
     pool = row.expand(LARGE.layers, tokens, LARGE.kv_heads, -1)

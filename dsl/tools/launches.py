@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -37,31 +37,31 @@ _FOLDS, _STEPS = 3, 129  # most folds that are carried out, all before this deco
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How much the host asks of the device.
+class DeviceWork:
+    """How much the host asks of the device, or a mean of that.
 
     Attributes:
-        operations: torch operations that compute.
-        launches: launches of kernels.
-        transfers: copies of small tensors between host and device.
-        views: torch operations that only make a view; only the host spends time on them.
+        device: what a GPU does one after the other: operations of torch that compute, launches of
+            kernels, and copies of small tensors from and to the host.
+        views: operations of torch that only make a view; only the host spends time on them.
     """
 
-    operations: int = 0
-    launches: int = 0
-    transfers: int = 0
-    views: int = 0
-
-    def __add__(self, other: Asked) -> Asked:
-        return Asked(*(getattr(self, x) + getattr(other, x) for x in self.__dataclass_fields__))
-
-    def __sub__(self, other: Asked) -> Asked:
-        return Asked(*(getattr(self, x) - getattr(other, x) for x in self.__dataclass_fields__))
+    device: float = 0
+    views: float = 0
 
     @property
-    def device(self) -> int:
-        """What the GPU does one after the other: operations, launches and transfers."""
-        return self.operations + self.launches + self.transfers
+    def host(self) -> float:
+        """All that costs the host time."""
+        return self.device + self.views
+
+    def __add__(self, other: DeviceWork) -> DeviceWork:
+        return DeviceWork(self.device + other.device, self.views + other.views)
+
+    def __sub__(self, other: DeviceWork) -> DeviceWork:
+        return self + other * -1
+
+    def __mul__(self, number: float) -> DeviceWork:
+        return DeviceWork(self.device * number, self.views * number)
 
 
 class Observed(TorchDispatchMode):
@@ -97,15 +97,14 @@ class Observed(TorchDispatchMode):
             self._sending.__exit__(*error)
 
     @property
-    def asked(self) -> Asked:
-        """What has been asked so far."""
-        computed = self.operations - self.views
-        return Asked(computed, self.launches, self.transfers, self.views)
+    def device(self) -> int:
+        """`DeviceWork.device` so far."""
+        return self.operations - self.views + self.launches + self.transfers
 
     @property
-    def device(self) -> int:
-        """`Asked.device` so far."""
-        return self.asked.device
+    def work(self) -> DeviceWork:
+        """What has been asked so far."""
+        return DeviceWork(self.device, self.views)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,8 +144,8 @@ class _Transfers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Watch:
-    """Makes stand-ins for kernels, whose launches `observed` counts; it may be replaced."""
+class StandIns:
+    """Makes stand-ins for kernels, whose launches `observed` counts; callers may set it anew."""
 
     def __init__(self) -> None:
         self.observed = Observed(counting=False)
@@ -196,7 +195,7 @@ class Watch:
 class _ZeroKernels(Generated):
     """Generated kernels that are not compiled and give zeros."""
 
-    def __init__(self, *args: Any, watch: Watch) -> None:
+    def __init__(self, *args: Any, watch: StandIns) -> None:
         super().__init__(*args)
         self._watch = watch
 
@@ -236,16 +235,16 @@ class _InGroups(TorchProgram):
         return min(self._most, super().layers_together(prompt))
 
 
-class _Shown:
+class _CountedPrompt:
     """A prompt that notes, of each layer, what was asked before it was scored with others.
 
     Attributes:
         noted: of each layer shown; None: it was scored by itself, or waits for others.
     """
 
-    def __init__(self, watch: Watch, prompt: InPools) -> None:
+    def __init__(self, watch: StandIns, prompt: InPools) -> None:
         self._watch, self._prompt = watch, prompt
-        self.noted: list[Asked | None] = []
+        self.noted: list[DeviceWork | None] = []
 
     def queries(self, layer: int, tokens: torch.Tensor, number: int) -> torch.Tensor:
         """See `PromptTensors`."""
@@ -255,7 +254,7 @@ class _Shown:
     def entries(self, layers: range, tokens: torch.Tensor) -> tuple[Slots, Slots]:
         """See `PromptTensors`."""
         if len(layers) > 1:
-            self.noted[-1] = self._watch.observed.asked
+            self.noted[-1] = self._watch.observed.work
         return self._prompt.entries(layers, tokens)
 
 
@@ -273,29 +272,16 @@ class Launches:
         one_by_one: whether requests and layers fold one by one.
     """
 
-    layer: Mean
-    group: Mean
+    layer: DeviceWork
+    group: DeviceWork
     groups: int
-    end: Mean
-    fold: Mean | None
+    end: DeviceWork
+    fold: DeviceWork | None
     one_by_one: bool
 
-    def prefill(self, layers: int) -> Mean:
+    def prefill(self, layers: int) -> DeviceWork:
         """What a prompt asks in all."""
-        parts = (self.layer, layers), (self.group, self.groups), (self.end, 1)
-        return Mean(*(sum(mean[i] * number for mean, number in parts) for i in range(2)))
-
-
-class Mean(NamedTuple):
-    """A mean of `Asked`.
-
-    Attributes:
-        device: operations that compute, launches and transfers.
-        host: the same and views, which all cost the host time.
-    """
-
-    device: float
-    host: float
+        return self.layer * layers + self.group * self.groups + self.end
 
 
 def launches(bound: Bound, prompt: int | None = None) -> Launches:
@@ -309,7 +295,7 @@ def launches(bound: Bound, prompt: int | None = None) -> Launches:
     """
     most = bound.shape.layers
     if prompt is not None:
-        most = Watch().program(bound, installed()).layers_together(prompt)
+        most = StandIns().program(bound, installed()).layers_together(prompt)
     with torch.no_grad():
         return _Counting(deepest(bound), most).launches()
 
@@ -318,7 +304,7 @@ class _Counting:
     """Counts in a trial's longest prompt, and in the last of its folds."""
 
     def __init__(self, case: TrialCase, most: int) -> None:
-        self.case, self.bound, self.watch = case, case.bound, Watch()
+        self.case, self.bound, self.watch = case, case.bound, StandIns()
         self.program = self.watch.program(
             case.bound, installed(), make=partial(_InGroups, most), deferred_bytes=sys.maxsize
         )
@@ -328,15 +314,15 @@ class _Counting:
         layers = self.bound.shape.layers
         run, by_layer, groups, end = self._prefill()
         in_one, copies = self._compaction(run)
-        layer, group = sum([*by_layer, *copies], Asked()), sum(groups, Asked())
+        layer, group = sum([*by_layer, *copies], DeviceWork()), sum(groups, DeviceWork())
         memory = Memory.after(run)
         fold, one_by_one = None, False
         if memory is not None and self.bound.folded.decode is not None:
             one_by_one = memory.steps.rule(self.case.tokens) is None
-            fold = _mean(self._fold(memory), layers if one_by_one else 1)
+            fold = self._fold(memory) * (1 / layers if one_by_one else 1)
         number = len(groups)
         return Launches(
-            _mean(layer, layers), _mean(group, max(number, 1)), number, _mean(end + in_one, 1),
+            layer * (1 / layers), group * (1 / max(number, 1)), number, end + in_one,
             fold, one_by_one,
         )  # fmt: skip
 
@@ -346,21 +332,21 @@ class _Counting:
         return torch.randn(sizes, generator=self.random)
 
     @contextmanager
-    def _counted(self, counts: list[Asked]) -> Iterator[None]:
+    def _counted(self, counts: list[DeviceWork]) -> Iterator[None]:
         self.watch.observed = Observed(counting=True)
         with self.watch.observed:
             yield
-        counts.append(self.watch.observed.asked)
+        counts.append(self.watch.observed.work)
 
-    def _prefill(self) -> tuple[PrefillRun, list[Asked], list[Asked], Asked]:
+    def _prefill(self) -> tuple[PrefillRun, list[DeviceWork], list[DeviceWork], DeviceWork]:
         """A finished prefill; what was asked at layers, of several together, and at the end."""
-        layer_counts: list[Asked] = []
-        end: list[Asked] = []
+        layer_counts: list[DeviceWork] = []
+        end: list[DeviceWork] = []
         q = self._tensor(self.bound.shape.heads, self.case.tokens)
         k, v = (
             self._tensor(self.bound.shape.kv_heads, self.case.tokens).transpose(1, 2) for _ in "kv"
         )
-        prompt = _Shown(self.watch, InPools(q, k, v))
+        prompt = _CountedPrompt(self.watch, InPools(q, k, v))
         run = drive(
             self.program, self.case.tokens, prompt, within=lambda: self._counted(layer_counts)
         ).run
@@ -373,7 +359,7 @@ class _Counting:
         ]
         return run, layers, groups, end[0]
 
-    def _compaction(self, run: PrefillRun) -> tuple[Asked, list[Asked]]:
+    def _compaction(self, run: PrefillRun) -> tuple[DeviceWork, list[DeviceWork]]:
         """What copying to private pages asks: for all layers at once, and for each layer.
 
         As sglang_ext/forward/compress.py copies; what `share` adds is not counted.
@@ -381,17 +367,17 @@ class _Counting:
         bound, shape = self.bound, self.bound.shape
         slots = bound.positions == "slots"
         if bound.folded.prefill.merge is None and not slots:
-            return Asked(launches=1), []
+            return DeviceWork(1), []
         # Each layer is gathered, rotated (slot positions) and placed.
-        layer_counts = [Asked(operations=1, launches=1 + slots)] * shape.layers
+        layer_counts = [DeviceWork(2 + slots)] * shape.layers
         if bound.folded.prefill.merge is not None:
             k, v = (self._tensor(shape.kv_heads, run.size) for _ in range(2))
             for layer in range(shape.layers):
                 with self._counted(layer_counts):
                     run.merged(layer, k[layer], v[layer], len(run.reached(layer)))
-        return Asked(), layer_counts
+        return DeviceWork(), layer_counts
 
-    def _fold(self, memory: Memory) -> Asked:
+    def _fold(self, memory: Memory) -> DeviceWork:
         """What the last of `_FOLDS` folds asks; every later one asks the same.
 
         Moving lists that outgrow their pages is not counted.
@@ -399,8 +385,8 @@ class _Counting:
         bound, shape, prompt = self.bound, self.bound.shape, self.case.tokens
         pool = self._tensor(shape.kv_heads, 1).flatten(0, 2)
         fold_steps = (step for step in range(1, _STEPS) if bound.leaves_at(step, prompt))
-        counts: list[Asked] = []
-        last_fold, last_step = Asked(), 0
+        counts: list[DeviceWork] = []
+        last_fold, last_step = DeviceWork(), 0
 
         def read(present: torch.Tensor) -> tuple[Entries, Entries]:
             with self.watch.observed.launch():  # the kernel `entry_ids`
@@ -408,9 +394,9 @@ class _Counting:
             return Entries(pool, ids), Entries(pool, ids)
 
         def queries() -> torch.Tensor:
-            counts.append(Asked(operations=1))  # queries of all steps are joined
+            counts.append(DeviceWork(1))  # queries of all steps are joined
             if not memory.steps.advancing_reads_queries:  # which were not noted step by step
-                counts.append(Asked(operations=1))
+                counts.append(DeviceWork(1))
             return q
 
         for step in islice(fold_steps, _FOLDS):
@@ -423,15 +409,11 @@ class _Counting:
                 if staying is not None:
                     staying.merge(staying.proceed)
             if staying is not None:
-                last_fold = sum([*counts, self._written()], Asked())
+                last_fold = sum([*counts, self._written()], DeviceWork())
             last_step = step
         return last_fold
 
-    def _written(self) -> Asked:
+    def _written(self) -> DeviceWork:
         """What moving entries within pages asks (sglang_ext/forward/group_fold.py)."""
         # To the device: the rows and their lengths; from it: how many entries stay.
-        return Asked(launches=1 + (self.bound.positions == "slots"), transfers=2)
-
-
-def _mean(total: Asked, number: int) -> Mean:
-    return Mean(total.device / number, (total.device + total.views) / number)
+        return DeviceWork(3 + (self.bound.positions == "slots"))

@@ -15,7 +15,7 @@ from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.tools import forecast as model
 from kvpolicy.dsl.tools.cost import cost
 from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Forecast, Load, forecast, pool_of
-from kvpolicy.dsl.tools.launches import Observed, Watch, launches
+from kvpolicy.dsl.tools.launches import Observed, StandIns, launches
 from shipped_policies import shipped_program
 
 LLAMA = config_of(
@@ -172,7 +172,7 @@ def test_what_is_asked_for_is_what_a_prompt_of_that_length_asks(name, tokens):
     """Beside the copy, which is one launch: in groups of as many layers as fit into 256 MiB."""
     given = {"snapkv": {"capacity": "128"}, "h2o": {"rate": "0.125"}, "vatp": {"rate": "0.0625"}}
     bound = bind(shipped_program(name), LLAMA.shape, given[name])
-    watch, row = Watch(), torch.zeros(128)
+    watch, row = StandIns(), torch.zeros(128)
     program = watch.program(bound, installed())
     pool, q = row.expand(32, tokens, 8, -1), row.expand(32, 32, tokens, -1)
     watch.observed = Observed(counting=True)
