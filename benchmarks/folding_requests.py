@@ -22,7 +22,7 @@ import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.apply import prefilled
-from kvpolicy.dsl.execute.decode.lists import Counts
+from kvpolicy.dsl.execute.decode.lists import ArrivingNumbers
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -56,15 +56,15 @@ def in_use(watch: StandIns) -> KernelsInUse:
 @contextmanager
 def stand_in(watch: StandIns):
     """A block in which the numbers of folds do not arrive; each transfer is counted."""
-    begin = Counts.__init__
+    begin = ArrivingNumbers.__init__
 
-    def counts(made: Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
+    def counts(made: ArrivingNumbers, numbers: torch.Tensor, requests: int, kv: int) -> None:
         begin(made, numbers, requests, kv)
         watch.observed.transfers += 1
 
     with (
-        mock.patch.object(Counts, "__init__", counts),
-        mock.patch.object(Counts, "arrived", return_value=False),
+        mock.patch.object(ArrivingNumbers, "__init__", counts),
+        mock.patch.object(ArrivingNumbers, "arrived", return_value=False),
     ):
         yield
 

@@ -14,7 +14,7 @@ def remembered(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         int64 [M], ascending positions that some KV head holds; bool [G, M], which of them each
         KV head holds.
     """
-    memory.land()
+    memory.read_numbers()
     found, place = memory.block
     block, there = (
         (found.block, found.staying) if isinstance(found, Folded) else (found, found.held_mask)

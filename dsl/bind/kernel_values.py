@@ -27,7 +27,7 @@ def window_key(node: Node, bound: Bound, steps: bool) -> tuple[object, ...]:
     return ("recent", count)
 
 
-def inlined(node: Node, bound: Bound) -> bool:
+def needs_no_tensor(node: Node, bound: Bound) -> bool:
     """Whether a value needs no tensor: it follows from the token's place and the host's numbers."""
     if bound.static.needs(node) is not None:
         return True
@@ -41,7 +41,7 @@ def inlined(node: Node, bound: Bound) -> bool:
         return is_end(node, bound)
     if not node.operation.in_kernels or (node.op == "power" and exponent(node) is None):
         return False
-    return node.op != "exp" and all(inlined(arg, bound) for arg in node.args)
+    return node.op != "exp" and all(needs_no_tensor(arg, bound) for arg in node.args)
 
 
 def looks_across(node: Node, bound: Bound) -> bool:

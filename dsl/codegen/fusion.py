@@ -19,8 +19,8 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kernel_values import (
     exponent,
     finite,
-    inlined,
     looks_across,
+    needs_no_tensor,
     window_key,
 )
 from kvpolicy.dsl.ir.nodes import Node, State, When
@@ -171,7 +171,7 @@ class Fusion:
         waiting = [x]
         while waiting:
             value = waiting.pop()
-            if value in seen or inlined(value, self.bound):
+            if value in seen or needs_no_tensor(value, self.bound):
                 continue
             seen.add(value)
             reduction = self._reductions.get(value)
@@ -339,7 +339,7 @@ class Fusion:
         return all(x in bundle_nodes or self._readable(x, level) for x in node.args)
 
     def _readable(self, node: Node, level: int) -> bool:
-        if inlined(node, self.bound):
+        if needs_no_tensor(node, self.bound):
             return True
         if not set(node.type.axes) <= _PER_TOKEN or node.when > self._latest:
             return False
@@ -365,7 +365,7 @@ class Fusion:
             seen.add(node)
             owner = bundle_of.get(node)
             # A mask from tokens' places costs torch nothing; a kernel would store one more tensor.
-            masks = node.op == "mask" and inlined(node.args[1], self.bound)
+            masks = node.op == "mask" and needs_no_tensor(node.args[1], self.bound)
             if owner is None or masks:
                 waiting.extend(() if node.operation.is_window else node.args)
                 continue
@@ -395,7 +395,7 @@ def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
     for node in bundle.tail:
         args = node.args[:1] if node.operation.kind is Kind.POOL else node.args
         for argument in args:
-            if argument not in bundle_nodes and not inlined(argument, bound):
+            if argument not in bundle_nodes and not needs_no_tensor(argument, bound):
                 inputs[argument] = None
     return tuple(inputs)
 

@@ -67,11 +67,11 @@ def _merge(merge: Merge) -> Merge:
     into = merge.into
     if into.op == "next" and (into.args[0].op != "number" or into.args[0].literal != 1):
         return merge  # the vector of several receivers is their mean
-    return rewritten(merge, _Rewriting().visit)
+    return rewritten(merge, _InnerProducts().visit)
 
 
 def _share(share: Share) -> Share:
-    rewriting = _Rewriting()
+    rewriting = _InnerProducts()
     share = rewritten(share, rewriting.visit)
     weights = rewriting.weights(share.direction)
     if weights is None:
@@ -81,7 +81,7 @@ def _share(share: Share) -> Share:
     return replace(share, direction=replace(share.direction, op="blend", args=args, value=None))
 
 
-class _Rewriting:
+class _InnerProducts:
     @once
     def visit(self, node: Node) -> Node:
         """The node rewritten."""

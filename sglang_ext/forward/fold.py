@@ -26,7 +26,7 @@ from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.request.request import RequestState
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.decode.lists import Landed
+    from kvpolicy.dsl.execute.decode.lists import FoldNumbers
     from kvpolicy.dsl.execute.layer.choice import Choice
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.private import Private
@@ -54,9 +54,9 @@ class Left:
     fewest: int
 
     @classmethod
-    def of(cls, landed: Landed) -> Left:
+    def of(cls, numbers: FoldNumbers) -> Left:
         """From the device's numbers, if there is only one stage."""
-        return cls(landed.counts_after, landed.left, landed.fewest)
+        return cls(numbers.counts_after, numbers.left, numbers.fewest)
 
     @classmethod
     def between(cls, before: torch.Tensor, kept: torch.Tensor) -> Left:

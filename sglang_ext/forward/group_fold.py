@@ -42,7 +42,7 @@ from kvpolicy.sglang_ext.forward.reader import EntryReader
 from kvpolicy.sglang_ext.request.request import RequestState
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.decode.lists import Landed
+    from kvpolicy.dsl.execute.decode.lists import FoldNumbers
     from kvpolicy.dsl.execute.decode.memory import Memory
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.memory.arena import Arena
@@ -73,7 +73,7 @@ class Member:
         return self.state.memory
 
     @property
-    def landed(self) -> Landed:
+    def fold_numbers(self) -> FoldNumbers:
         """Numbers of what stays at this fold in the layers here; the host waits for them."""
         return self.memory.numbers()
 
@@ -161,14 +161,15 @@ class GroupFold:
         started, members = time.perf_counter(), self.members
         failures, staying = self._services.failures, self._staying
         # All are in one block: the numbers of one arrive with those of the others.
-        waits = staying.in_place and staying.checks_counts and not members[0].memory.landed()
+        first = members[0].memory
+        waits = staying.in_place and staying.checks_counts and not first.numbers_arrived()
         fixed: list[int] = []
         for place, member in enumerate(members):
             with failures.contained(member.request, FOLD):
                 if waits and self._keeps_size(member):
                     fixed.append(place)
                 else:
-                    self._left[place] = Left.of(member.landed)
+                    self._left[place] = Left.of(member.fold_numbers)
         self._write(fixed, started)
 
     def carry_out(self, agreed: Mapping[int, Left]) -> None:

@@ -72,10 +72,10 @@ def check_last_fold(services: Services, request: Any, state: RequestState) -> No
     Raises:
         RuntimeError: it kept other numbers of entries than the host assumed.
     """
-    landed, private, span = state.memory.land(), state.private, services.arena.span
-    if landed is None or not landed.finite or private is None or not private.every_list_lost:
+    numbers, private, span = state.memory.read_numbers(), state.private, services.arena.span
+    if numbers is None or not numbers.finite or private is None or not private.every_list_lost:
         return
-    if landed.counts_after.tolist() != private.laid_out[span.start : span.stop]:
+    if numbers.counts_after.tolist() != private.laid_out[span.start : span.stop]:
         raise RuntimeError(f"request {request.rid}: a fold kept other numbers of entries")
 
 

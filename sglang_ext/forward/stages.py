@@ -22,7 +22,7 @@ from kvpolicy.sglang_ext.forward.parts import Part, numbers_of_layer
 from kvpolicy.sglang_ext.request.request import RequestState, state_of
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.decode.lists import Landed
+    from kvpolicy.dsl.execute.decode.lists import FoldNumbers
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.forward.step import ForwardStep
 
@@ -55,10 +55,9 @@ class Outcome:
         self._leaving = [leaving for substep in steps for leaving in substep.leaving]
         self._folds = [fold for substep in steps for fold in substep.folds]
         numbers = [self._numbers_of_prompt(req, state) for req, state in self._ending]
-        landed = {
-            id(member.request): member.landed for fold in self._folds for member in fold.members
-        }
-        numbers += [self._lists_of(landed.get(id(leaving.request))) for leaving in self._leaving]
+        members = [member for fold in self._folds for member in fold.members]
+        of_fold = {id(member.request): member.fold_numbers for member in members}
+        numbers += [self._lists_of(of_fold.get(id(leaving.request))) for leaving in self._leaving]
         # Read last: what precedes may fail.
         numbers.insert(0, torch.tensor([state.failure_code for _, state, _ in self._concerned]))
         self._sizes = [tensor.numel() for tensor in numbers]
@@ -96,10 +95,10 @@ class Outcome:
         layer_numbers = self._of_model(None if part is None else part.stage_numbers(), size)
         return torch.cat([not_finite, layer_numbers])
 
-    def _lists_of(self, landed: Landed | None) -> torch.Tensor:
+    def _lists_of(self, numbers: FoldNumbers | None) -> torch.Tensor:
         """int64 [1 + L * G] of a request that may lose entries: not finite, and what stays."""
-        not_finite = torch.tensor([landed is not None and not landed.finite])
-        kept = None if landed is None else landed.counts_after
+        not_finite = torch.tensor([numbers is not None and not numbers.finite])
+        kept = None if numbers is None else numbers.counts_after
         return torch.cat([not_finite, self._of_model(kept, self._services.store.kv_heads)])
 
     def _of_model(self, stage_numbers: torch.Tensor | None, size: int) -> torch.Tensor:

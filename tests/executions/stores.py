@@ -212,7 +212,7 @@ def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
             i, lambda layer, there, own=each: in_columns(own.rows[layer], there, own.poison),
             slots=each.memory.bound.positions == "slots",
         )  # fmt: skip
-        each.memory.land()
+        each.memory.read_numbers()
         assert each.memory.not_finite != bool(staying.proceed[i].all()) or staying.checks_counts
         for layer, choice in enumerate(choices if not each.memory.not_finite else ()):
             each.leave(layer, choice)
@@ -237,7 +237,7 @@ def assert_merged_in_the_pool(staying: Staying, stores: list[Store]) -> None:
             layers = range(len(stores[0].rows)) if lists.layer is None else [lists.layer]
             requests = range(len(stores)) if lists.layer is None else [lists.request]
             for i, layer in itertools.product(requests, layers):
-                heads, first = staying.block.where(i, layer)
+                heads, first = staying.block.rows_of(i, layer)
                 own = ids[heads, first:] if lists.layer is None else ids
                 kept, rows = staying.kept[heads, first:], stores[i].rows[layer]
                 stays = kept[:, kept.any(0)]
@@ -251,7 +251,7 @@ def states_of(memory: Memory, layer: int) -> dict[str, torch.Tensor]:
     remembered, place = memory.block
     folded = isinstance(remembered, Folded)
     block = remembered.block if folded else remembered
-    heads, first = block.where(place, layer)
+    heads, first = block.rows_of(place, layer)
     stays = (remembered.staying if folded else block.held_mask)[heads, first:]
     made = {}
     for name, x in block.states.items():

@@ -157,42 +157,42 @@ def test_nothing_waits_before_the_numbers_land(name):
     at_once = memory.bound.folded.decode.merge is not None and memory.steps.rule(14) is None
     waited = ["arriving.py:read numpy"]
     for number in (1, 4, 16):
-        memory.land()
+        memory.read_numbers()
         memory.block[0].after_leaving()  # as far as that was read
         with HostWaits() as waits:
             staying = begun([store], number)
         found = [each for each in waits.found if not each.startswith("stores.py")]
         assert found == (waited if at_once and staying else [])
         if staying is None:
-            assert memory.land() is None
+            assert memory.read_numbers() is None
             continue
         with HostWaits() as waits:
-            landed = memory.land()
-            assert memory.land() is landed
+            numbers = memory.read_numbers()
+            assert memory.read_numbers() is numbers
         assert waits.found == ([] if at_once else waited)
         ((*choices,),) = finished(staying, [store])
         for layer, choice in enumerate(choices):
-            assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist()
+            assert numbers.counts_after[layer].tolist() == choice.kept.sum(-1).tolist()
 
 
-def test_what_landed():
+def test_numbers_of_a_fold():
     shape = SHAPES[0]
     _, store = stores(bound_to("h2o", shape, rate="0"), shape, 14, 0)
-    assert store.memory.landed()
-    assert store.memory.land() is None
+    assert store.memory.numbers_arrived()
+    assert store.memory.read_numbers() is None
     for number in (2, 3):
         before = [remembered(store.memory, layer) for layer in range(shape[0])]
         choices = store.follow(number)
-        landed = store.memory.land()
-        assert landed.finite
+        numbers = store.memory.read_numbers()
+        assert numbers.finite
         for layer, ((positions, own), choice) in enumerate(zip(before, choices, strict=True)):
-            assert landed.counts_before[layer].tolist() == (own.sum(-1) + number).tolist()
-            assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
+            assert numbers.counts_before[layer].tolist() == (own.sum(-1) + number).tolist()
+            assert numbers.counts_after[layer].tolist() == choice.kept.sum(-1).tolist() == [9, 9]
             assert (choice.held_mask is None) == bool(own.all())
             assert choice.kept.shape[1] == len(positions) + number
     assert not before[0][1].all()
     store.follow(1, leaves=False)
-    assert store.memory.land() is None
+    assert store.memory.read_numbers() is None
 
 
 def test_entries_are_read_once():
@@ -217,11 +217,11 @@ def test_numbers_that_are_not_finite(name):
         getattr(store.steps, place)[2 + step, layer, -1, 1] = float("nan")
         begun([store], 4)
         if name == "tova" and place == "q" and step < 3:  # the last query alone decides
-            assert store.memory.land().finite
+            assert store.memory.read_numbers().finite
             continue
-        landed = store.memory.land()
-        assert not landed.finite
-        assert torch.equal(landed.counts_after, landed.counts_before)
+        numbers = store.memory.read_numbers()
+        assert not numbers.finite
+        assert torch.equal(numbers.counts_after, numbers.counts_before)
         assert store.memory.not_finite
         store.follow(3)
         for i, own in enumerate(before):

@@ -115,8 +115,8 @@ def test_each_gets_what_it_gets_alone(name):
             same_vectors(one, other)
             if choices and turn == 2:
                 for layer, choice in enumerate(choices):
-                    landed = other.memory.land()
-                    assert landed.counts_after[layer].tolist() == choice.kept.sum(-1).tolist()
+                    numbers = other.memory.read_numbers()
+                    assert numbers.counts_after[layer].tolist() == choice.kept.sum(-1).tolist()
     assert all(each.done == 25 for each in crowd)
 
 
@@ -137,7 +137,7 @@ def test_what_layers_decide_once_is_decided_of_all_at_once(spare):
         assert len(found) == 1
         together(found[0], number)
         assert [each.held() for each in crowd] == [each.held() for each in plain]
-    poisoned.memory.land()
+    poisoned.memory.read_numbers()
     assert poisoned.memory.not_finite
     layers = [[len(own[0]) for own in each.held()] for each in crowd]
     longest = [tokens + 20 for tokens in PROMPTS]

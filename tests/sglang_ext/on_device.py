@@ -140,16 +140,16 @@ def names() -> list[str]:
 def made_up(shape: ModelShape) -> Iterator[None]:
     """A block in which numbers that the host reads of the device are made up."""
 
-    def counts(self: block.Counts, numbers: torch.Tensor, requests: int, kv: int) -> None:
+    def counts(self: block.ArrivingNumbers, numbers: torch.Tensor, requests: int, kv: int) -> None:
         self.numbers = numbers
         row = [KEPT, 0, 1, *[KEPT + STEPS] * shape.kv_heads, *[KEPT] * shape.kv_heads]
         rows = np.array([row] * len(numbers))
         self._arriving = SimpleNamespace(arrived=lambda: True)
-        self._read = block._landed(rows, requests, kv)
+        self._read = block._fold_numbers(rows, requests, kv)
 
     program = partial(TorchProgram, deferred_bytes=DEFERRED)
     with (
-        mock.patch.object(block.Counts, "__init__", counts),
+        mock.patch.object(block.ArrivingNumbers, "__init__", counts),
         mock.patch.object(Run, "_number", lambda self, chosen: max(len(chosen) // 2, 1)),
         mock.patch.object(request_module, "TorchProgram", program),
         mock.patch.object(request_module, "in_use", return_value=chosen_for("triton", "cuda")),

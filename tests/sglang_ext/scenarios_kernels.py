@@ -101,7 +101,7 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     `lagging`: numbers never arrive before they are read, as on a device that is behind.
     """
     from host_waits import HostWaits, on_host
-    from kvpolicy.dsl.execute.decode.lists import Counts
+    from kvpolicy.dsl.execute.decode.lists import ArrivingNumbers
     from kvpolicy.sglang_ext.forward.step import ForwardStep
     from kvpolicy.sglang_ext.report.reports import Reports
     from kvpolicy.sglang_ext.runtime import Runtime
@@ -109,7 +109,7 @@ def decode_waits(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     policies, lengths = flags.pop("policies"), flags.pop("lengths")
     output = flags.pop("output")
     if flags.pop("lagging", False):
-        Counts.arrived = lambda self: False
+        ArrivingNumbers.arrived = lambda self: False
     driver = start(model, policies, flags)
     seen: list[dict[str, Any]] = []
     forward, make, end = Runtime.forward, ForwardStep.__init__, ForwardStep.finish

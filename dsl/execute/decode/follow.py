@@ -31,7 +31,7 @@ from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
 from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Keys
 from kvpolicy.dsl.execute.tensors.values import (
-    OF_LISTS,
+    PER_ENTRY,
     Frame,
     Step,
     Value,
@@ -114,7 +114,7 @@ class ListsAtOnce:
         self.inputs, self.request, self.layer = inputs, request, layer
         self.heads, self.first = slice(0, len(inputs.block.held_mask)), 0
         if layer is not None:
-            self.heads, self.first = inputs.block.where(request, layer)
+            self.heads, self.first = inputs.block.rows_of(request, layer)
         self.cut = False
         self.finite_checks = FiniteChecks()
         if inputs.heads.divided and inputs.block.finite is not None:
@@ -187,7 +187,7 @@ class ListsAtOnce:
         stage, held = KeepStage.of(node), self.inputs.block.held_mask
         if stage is None:
             return None
-        selected = evaluation.tensor(stage.taken, OF_LISTS)
+        selected = evaluation.tensor(stage.taken, PER_ENTRY)
         score, present = self._competing(stage.score, self._narrowed(stage, evaluation))
         number = self._number(stage, evaluation)
         kernel = self.inputs.steps.kernels["then"]
@@ -210,10 +210,10 @@ class ListsAtOnce:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A score per list and column, and where it is present; None: at all entries."""
         x = evaluation.value(node)
-        score = spread(x, OF_LISTS, evaluation.frame)
+        score = spread(x, PER_ENTRY, evaluation.frame)
         if x.mask is None or x.mask is self.inputs.block.held_mask:
             return score, None
-        return score, aligned(x.mask, x.mask_axes, OF_LISTS).expand(score.shape)
+        return score, aligned(x.mask, x.mask_axes, PER_ENTRY).expand(score.shape)
 
     def _number(self, stage: KeepStage, evaluation: Evaluation) -> torch.Tensor:
         """float64 [N], the number of a stage; made once per block if steps do not change it."""
@@ -232,9 +232,9 @@ class ListsAtOnce:
         """The set of kept entries as a value."""
         return Value(
             kept,
-            OF_LISTS,
+            PER_ENTRY,
             self.inputs.block.held_mask,
-            OF_LISTS,
+            PER_ENTRY,
             zero_where_absent=True,
             finite=True,
         )
@@ -399,7 +399,9 @@ class ListsAtOnce:
     def _position(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `position`; -1 in front of a layer's first entry."""
         block = self.inputs.block
-        return Value(block.positions.repeat_interleave(block.kv, 0).double(), OF_LISTS, finite=True)
+        return Value(
+            block.positions.repeat_interleave(block.kv, 0).double(), PER_ENTRY, finite=True
+        )
 
     def _head_table(self, node: Node, evaluation: Evaluation) -> Value:
         """The operation `head_table`."""
@@ -414,4 +416,4 @@ class ListsAtOnce:
         steps, total = self.inputs.steps, self.inputs.bound.shape.kv_heads
         arguments = (seed, block.positions, generated, total, steps.layers.start)
         data = steps.heads.part(steps.kernels["draws"](*arguments), 0)
-        return Value(data, OF_LISTS, finite=True)
+        return Value(data, PER_ENTRY, finite=True)

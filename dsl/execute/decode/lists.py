@@ -27,7 +27,7 @@ _FIRST = 3  # numbers of a layer before those of its KV heads, see the kernel "t
 
 
 @dataclass(frozen=True)
-class Landed:
+class FoldNumbers:
     """How many entries of a request there were and how many stay, on the host.
 
     Attributes:
@@ -52,7 +52,7 @@ class Landed:
     widest: int
 
 
-class Counts:
+class ArrivingNumbers:
     """How many entries of a block's lists stay, as numbers on their way to the host.
 
     Args:
@@ -63,16 +63,16 @@ class Counts:
     def __init__(self, numbers: torch.Tensor, requests: int, kv: int) -> None:
         self.numbers, self._requests, self._kv = numbers, requests, kv
         self._arriving = Arriving(numbers)
-        self._read: list[Landed] | None = None
+        self._read: list[FoldNumbers] | None = None
 
     def arrived(self) -> bool:
         """Whether the numbers can be read without waiting."""
         return self._arriving.arrived()
 
-    def read(self) -> list[Landed]:
+    def read(self) -> list[FoldNumbers]:
         """The numbers of each request; the host waits for them."""
         if self._read is None:
-            self._read = _landed(self._arriving.read(), self._requests, self._kv)
+            self._read = _fold_numbers(self._arriving.read(), self._requests, self._kv)
         return self._read
 
 
@@ -127,7 +127,7 @@ def tally_gathered_later(
     return tallied
 
 
-def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
+def _fold_numbers(numbers: np.ndarray, requests: int, kv: int) -> list[FoldNumbers]:
     """The numbers of each request, from `tally_gathered_later`; computed for all at once."""
     rows, end = numbers.reshape(requests, -1, numbers.shape[1]), _FIRST + 2 * kv
     counts_before, counts_staying = rows[:, :, _FIRST : _FIRST + kv], rows[:, :, _FIRST + kv : end]
@@ -144,7 +144,7 @@ def _landed(numbers: np.ndarray, requests: int, kv: int) -> list[Landed]:
         leaving.max(2).tolist(), rows[:, :, 0].tolist(), rows[:, :, 1].astype(bool).tolist(),
         widest.tolist(), strict=True,
     )  # fmt: skip
-    return [Landed(*fields) for fields in fields_of_requests]
+    return [FoldNumbers(*fields) for fields in fields_of_requests]
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class RequestBlock:
         used: int64 [B * L], `lengths` on the device, if entries that left are gaps; None: no gaps.
         columns: bool [B * L, M], the columns that are in use, with `Steps.columns_of_all_ranks`;
             None: those in which a list holds an entry.
-        since: steps since every list was cut to at most what its rule keeps; None: unknown.
+        steps_since_cut: since every list was cut to at most what its rule keeps; None: unknown.
         ends: tensors made so far, which serve all steps: int64 [N, 3] `limits` of the kernel "best"
             by node that selects entries by their place, float64 [N] by number of a `KeepStage`.
     """
@@ -257,7 +257,7 @@ class RequestBlock:
     numbers: torch.Tensor | None = None
     used: torch.Tensor | None = None
     columns: torch.Tensor | None = None
-    since: int | None = None
+    steps_since_cut: int | None = None
     ends: dict[Node, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -270,11 +270,11 @@ class RequestBlock:
         """M."""
         return self.held_mask.shape[1]
 
-    def broad(self, request: int) -> int:
+    def widest_of(self, request: int) -> int:
         """Number of cached positions of a request's longest layer, on any rank."""
         return self.widest[request]
 
-    def where(self, request: int, layer: int) -> tuple[slice, int]:
+    def rows_of(self, request: int, layer: int) -> tuple[slice, int]:
         """The lists of one layer of a request, and their first column."""
         row = request * self.layers + layer
         heads = slice(row * self.kv, (row + 1) * self.kv)
@@ -282,7 +282,7 @@ class RequestBlock:
 
     def part(self, x: torch.Tensor, request: int, layer: int) -> torch.Tensor:
         """The rows of one layer of a request, without the empty columns in front."""
-        heads, first = self.where(request, layer)
+        heads, first = self.rows_of(request, layer)
         return x[heads, first:]
 
     def after_leaving(self) -> RequestBlock:
@@ -321,7 +321,7 @@ class RequestBlock:
             budgets=maybe(self.budgets),
             last_queries=None if queries is None else queries.select(self.requests, places, of),
             finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
-            columns=maybe(self.columns), since=self.since,
+            columns=maybe(self.columns), steps_since_cut=self.steps_since_cut,
         )  # fmt: skip
 
 
@@ -339,22 +339,22 @@ class Folded:
 
     block: RequestBlock
     staying: torch.Tensor
-    counts: Counts
+    counts: ArrivingNumbers
     columns: torch.Tensor | None
     whole: RequestBlock
 
-    def broad(self, request: int) -> int:
+    def widest_of(self, request: int) -> int:
         """As in `RequestBlock`; the host waits for the numbers."""
         return self.counts.read()[request].widest
 
     def after_leaving(self) -> RequestBlock:
         """The block, with gaps for entries that have left; the host waits for the numbers."""
-        landed = self.counts.read()
+        numbers = self.counts.read()
         return replace(
             self.block,
-            lengths=[n for request in landed for n in request.positions],
-            alike=[alike for request in landed for alike in request.alike],
-            widest=[request.widest for request in landed],
+            lengths=[n for request in numbers for n in request.positions],
+            alike=[alike for request in numbers for alike in request.alike],
+            widest=[request.widest for request in numbers],
             held_mask=self.staying, used=self.counts.numbers[:, 0], columns=self.columns,
         )  # fmt: skip
 
@@ -408,7 +408,7 @@ def _joined(blocks: list[RequestBlock]) -> RequestBlock:
     columns = [
         None if block.columns is None else pad(block.columns, 1, nothing=False) for block in blocks
     ]
-    since = [block.since for block in blocks if block.since is not None]
+    since = [block.steps_since_cut for block in blocks if block.steps_since_cut is not None]
     return RequestBlock(
         sum(block.requests for block in blocks), first.kv,
         [n for block in blocks for n in block.lengths],
@@ -423,7 +423,7 @@ def _joined(blocks: list[RequestBlock]) -> RequestBlock:
         last_queries=LastQueries.joined(blocks), finite=concatenated(finite),
         numbers=concatenated([block.numbers for block in blocks]),
         used=used, columns=concatenated(columns),
-        since=max(since) if len(since) == len(blocks) else None,
+        steps_since_cut=max(since) if len(since) == len(blocks) else None,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.execute.decode.lists import (
     Folded,
-    Landed,
+    FoldNumbers,
     LastQueries,
     Remembered,
     RequestBlock,
@@ -55,7 +55,7 @@ class Memory:
     Attributes:
         generated: number of decode steps so far.
         not_finite: whether the model's tensors held NaN or infinity; from then on nothing leaves.
-            `land` finds it after the next fold.
+            `read_numbers` finds it after the next fold.
         steps: what a decode step computes.
         reported: let -> layer -> value, at the layers where the last step computed it.
     """
@@ -71,7 +71,7 @@ class Memory:
         self._block: Remembered = block
         self._place = 0
         self.reported: dict[str, dict[int, Value]] = {name: {} for name in steps.report}
-        self._landed: Landed | None = None
+        self._numbers: FoldNumbers | None = None
 
     @classmethod
     def after(cls, run: Run, known: Known | None = None) -> Memory | None:
@@ -95,12 +95,12 @@ class Memory:
     def joint_key(self, steps: int, *, leaves: bool) -> Hashable:
         """A key, equal for requests that can be taken through `steps` steps together.
 
-        The host waits for numbers, see `land`.
+        The host waits for numbers, see `read_numbers`.
 
         Args:
             leaves: whether entries may leave at the last step.
         """
-        self.land()
+        self.read_numbers()
         generated = self.generated + steps
         leaves = leaves and self.bound.leaves_at(generated, self.prompt)
         numbers = self.steps.joint_key(self.steps.rule(self.prompt), self.prompt, generated)
@@ -110,23 +110,23 @@ class Memory:
 
     @property
     def width(self) -> int:
-        """Number of cached positions of the longest layer, on any rank; call `land` before."""
-        return self._block.broad(self._place)
+        """Number of cached positions of the longest layer, on any rank; after `read_numbers`."""
+        return self._block.widest_of(self._place)
 
     def followed(
         self, block: Remembered, place: int, steps: int, reported: dict[str, dict[int, Value]]
     ) -> None:
         """Takes over the result of `steps` steps: block, place in it, and reported lets."""
         self.generated += steps
-        self._block, self._place, self._landed = block, place, None
+        self._block, self._place, self._numbers = block, place, None
         self.reported = reported
 
     def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
         """As `FixedSize.holds`, for counts after a step."""
         return self.steps.fixed_size.holds(self.prompt, counts)
 
-    def landed(self) -> bool:
-        """Whether `land` would not wait for the device; the same on all ranks."""
+    def numbers_arrived(self) -> bool:
+        """Whether `read_numbers` would not wait for the device; the same on all ranks."""
         if not isinstance(self._block, Folded):
             return True
         counts = self._block.counts
@@ -134,7 +134,7 @@ class Memory:
             return counts.numbers.device.type == "cpu"
         return counts.arrived()
 
-    def land(self) -> Landed | None:
+    def read_numbers(self) -> FoldNumbers | None:
         """Reads how many entries left at the last steps; the host waits for the numbers.
 
         If the model's tensors were not finite, none have.
@@ -142,12 +142,12 @@ class Memory:
         Returns:
             The numbers; None if nothing could leave at the last steps.
         """
-        if self._landed is None and isinstance(self._block, Folded):
-            self._landed = self._block.counts.read()[self._place]
-            if not self._landed.finite:
+        if self._numbers is None and isinstance(self._block, Folded):
+            self._numbers = self._block.counts.read()[self._place]
+            if not self._numbers.finite:
                 self.not_finite = True
                 self._block, self._place = self._block.block.select([self._place]), 0
-        return self._landed
+        return self._numbers
 
     def withdraw(self, *, finite: bool) -> None:
         """Keeps all entries that would have left at the last steps.
@@ -157,19 +157,19 @@ class Memory:
         """
         if isinstance(self._block, Folded):
             self._block, self._place = self._block.whole.select([self._place]), 0
-        self._landed = None
+        self._numbers = None
         self.not_finite |= not finite
 
-    def numbers(self) -> Landed:
-        """As `land`, after steps at which entries might leave.
+    def numbers(self) -> FoldNumbers:
+        """As `read_numbers`, after steps at which entries might leave.
 
         Raises:
             TypeError: nothing could leave.
         """
-        landed = self.land()
-        if landed is None:
+        numbers = self.read_numbers()
+        if numbers is None:
             raise TypeError("nothing could leave at the last steps")
-        return landed
+        return numbers
 
     def thresholds(self) -> dict[str, list[Value | None]]:
         """State of the merge -> its value at each layer, None where it has not begun."""
@@ -183,7 +183,7 @@ class Memory:
     def _threshold(self, name: str, layer: int) -> Value | None:
         block = self._block.block if isinstance(self._block, Folded) else self._block
         merge = self.steps.rules.merge
-        x, (heads, _) = block.merge_states[name], block.where(self._place, layer)
+        x, (heads, _) = block.merge_states[name], block.rows_of(self._place, layer)
         if merge is None or not isinstance(x.data, torch.Tensor):
             return None  # no layer has merged
         threshold = replace(x, data=x.data[heads])

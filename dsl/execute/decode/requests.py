@@ -27,7 +27,7 @@ import torch
 from kvpolicy.dsl.bind.ends import Ends
 from kvpolicy.dsl.execute.decode.follow import ListsAtOnce, StepInputs
 from kvpolicy.dsl.execute.decode.lists import (
-    Counts,
+    ArrivingNumbers,
     Folded,
     LastQueries,
     RequestBlock,
@@ -43,7 +43,7 @@ from kvpolicy.dsl.execute.layer.choice import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, spread
 from kvpolicy.dsl.execute.layer.merge import Merging
 from kvpolicy.dsl.execute.tensors.kernels import Entries
-from kvpolicy.dsl.execute.tensors.values import OF_LISTS, Value
+from kvpolicy.dsl.execute.tensors.values import PER_ENTRY, Value
 from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], the entries of each list, to the keys and values of all lists.
@@ -118,7 +118,7 @@ class Merges:
     def of(self, request: int, layer: int) -> Merging | None:
         """The merge of a layer of a request; None if that is not among the lists."""
         if self.lists.layer is None:
-            return self.merging.of_some(*self.lists.inputs.block.where(request, layer))
+            return self.merging.of_some(*self.lists.inputs.block.rows_of(request, layer))
         return self.merging if (self.lists.request, self.lists.layer) == (request, layer) else None
 
 
@@ -289,7 +289,9 @@ class _Following:
             states=states,
             used=None,
             columns=positions >= 0 if self.steps.columns_of_all_ranks else None,
-            since=None if block.since is None else block.since + number,
+            steps_since_cut=None
+            if block.steps_since_cut is None
+            else block.steps_since_cut + number,
         )
 
     def _inputs(self, block: RequestBlock) -> StepInputs:
@@ -326,8 +328,8 @@ class _Following:
             kept = lists.best(evaluation, self._ends())
         else:
             frame = evaluation.frame
-            kept = spread(frame.present(evaluation.value(steps.keep)), OF_LISTS, frame)
-        reported = {name: _told(evaluation.value(x), x) for name, x in steps.report.items()}
+            kept = spread(frame.present(evaluation.value(steps.keep)), PER_ENTRY, frame)
+        reported = {name: _as_reported(evaluation.value(x), x) for name, x in steps.report.items()}
         merge_evaluation = None if steps.rules.merge is None else self._merging(lists, evaluation)
         return _Decision(lists, kept, merge_evaluation, reported)
 
@@ -388,8 +390,8 @@ class _Following:
             if check_counts != [len(lists.finite_checks.results) for lists in all_lists]:
                 tallied = self._tallied(block, last_numbers, kept, all_lists)
         numbers, good, columns = tallied()
-        counts = Counts(numbers, block.requests, self.bound.shape.kv_heads)
-        block.since = 0 if all(lists.cut for lists in all_lists) else None
+        counts = ArrivingNumbers(numbers, block.requests, self.bound.shape.kv_heads)
+        block.steps_since_cut = 0 if all(lists.cut for lists in all_lists) else None
         block.finite = None  # in `numbers` now; a request that is not finite loses nothing
         folded = Folded(block, kept, counts, columns, fallback)
         if not at_once:
@@ -425,7 +427,7 @@ class _Following:
         return tally_gathered_later(self.heads, block.numbers, good, columns, alike=alike)
 
     def _merges(
-        self, block: RequestBlock, decisions: list[_Decision], counts: Counts | None
+        self, block: RequestBlock, decisions: list[_Decision], counts: ArrivingNumbers | None
     ) -> list[Merges]:
         """What leaving entries add to others.
 
@@ -440,7 +442,7 @@ class _Following:
         return merges
 
     def _merged(
-        self, block: RequestBlock, decision: _Decision, counts: Counts | None
+        self, block: RequestBlock, decision: _Decision, counts: ArrivingNumbers | None
     ) -> Merges | None:
         """The merge of some lists; None if no entry leaves, or the policy merges none."""
         steps, lists, evaluation = self.steps, decision.lists, decision.evaluation
@@ -456,7 +458,7 @@ class _Following:
         vectors = [frame.vectors[name] for name in merge.apply]
         return Merges(merging, [x for x in vectors if isinstance(x, Entries)], lists)
 
-    def _most(self, block: RequestBlock, lists: ListsAtOnce, counts: Counts | None) -> int:
+    def _most(self, block: RequestBlock, lists: ListsAtOnce, counts: ArrivingNumbers | None) -> int:
         """Upper bound of the entries that leave a list; for one layer the host reads the number."""
         if lists.layer is not None and counts is not None:
             return counts.read()[lists.request].dropped[lists.layer]
@@ -465,10 +467,10 @@ class _Following:
             rows = [row for memory in self.memories for row in self.steps.rows(memory.prompt)]
             fewest_kept = min(map(sum, rows))
         most = max(block.widest) - fewest_kept
-        if block.since is None or not lists.cut:
+        if block.steps_since_cut is None or not lists.cut:
             return most
         # A list that was cut by this rule before loses no more entries than have come since.
-        return min(block.since, most)
+        return min(block.steps_since_cut, most)
 
     def _take_up(
         self, block: RequestBlock, decisions: list[_Decision], merges: list[Merges]
@@ -512,6 +514,6 @@ def _with_entries(x: Value, rows: torch.Tensor) -> Value:
     return Value(data, x.axes, finite=x.finite)
 
 
-def _told(x: Value, node: Node) -> Value:
+def _as_reported(x: Value, node: Node) -> Value:
     """A reported value, without the axis of lists if the `let` is one number of the layer."""
     return x if {"kv", "token"} & {*node.type.axes, *x.axes[1:]} else without_heads(x)

@@ -34,8 +34,10 @@ _CPU_BLOCK_BYTES = 4 << 20
 # Number of blocks of a sum over all queries, and fewest queries of one: blocks save reading the
 # tokens after their last query.
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64
-_LONG = frozenset(("query", "dim"))
-_INSIDE = frozenset((Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL, Kind.SELECTION))
+_LARGE_AXES = frozenset(("query", "dim"))
+_COMPUTED_IN_BLOCKS = frozenset(
+    (Kind.REDUCTION, Kind.WINDOW, Kind.VECTOR, Kind.POOL, Kind.SELECTION)
+)
 
 
 def block_bytes(device: torch.device) -> int:
@@ -67,14 +69,18 @@ class Region:
     @classmethod
     def of(cls, node: Node) -> Region | None:
         """The region of a reduction; None if it is computed in one piece."""
-        if not node.operation.is_reduction or "layer" in node.axes or not _LONG & set(node.axes):
+        if (
+            not node.operation.is_reduction
+            or "layer" in node.axes
+            or not _LARGE_AXES & set(node.axes)
+        ):
             return None
         inside: dict[Node, None] = {}
         outside: dict[Node, None] = {}
         waiting = [node.args[0]]
         while waiting:
             operand = waiting.pop()
-            known = inside if _LONG & set(operand.type.axes) else outside
+            known = inside if _LARGE_AXES & set(operand.type.axes) else outside
             if operand not in known:
                 known[operand] = None
                 waiting.extend(operands(operand) if known is inside else ())
@@ -99,7 +105,7 @@ class Region:
 
 def _fits(node: Node) -> bool:
     """Whether a value can be computed in blocks."""
-    return node.operation.elementwise or node.operation.kind in _INSIDE
+    return node.operation.elementwise or node.operation.kind in _COMPUTED_IN_BLOCKS
 
 
 def _by_token(node: Node) -> bool:

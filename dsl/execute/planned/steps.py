@@ -20,7 +20,7 @@ from kvpolicy.dsl.execute.planned.alike import like_heads
 from kvpolicy.dsl.execute.planned.prefill import reads_budget
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels
-from kvpolicy.dsl.execute.tensors.values import OF_HEADS, OF_LISTS
+from kvpolicy.dsl.execute.tensors.values import PER_ENTRY, PER_ENTRY_AND_HEAD
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.once import PROMPTS, once, once_at_most
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
@@ -194,7 +194,7 @@ class Steps:
         bound, states = self._bound, self.updates.values()
         if not self.states_alike:
             return None
-        per_entry = all(state.type.axes in (OF_LISTS, OF_HEADS) for state in states)
+        per_entry = all(state.type.axes in (PER_ENTRY, PER_ENTRY_AND_HEAD) for state in states)
         if self.report or not per_entry or not self._merges_alike():
             return None
         rule = Ends.of(bound, prompt)

@@ -24,8 +24,8 @@ from kvpolicy.dsl.ir.nodes import AXES, Node, Type
 from kvpolicy.dsl.ops.host import SNAP
 
 ORDER = ("layer", *AXES)
-OF_LISTS = ("kv", "token")  # a number per entry of each list
-OF_HEADS = ("kv", "group", "token")  # one of each query head that reads the list
+PER_ENTRY = ("kv", "token")  # a number per entry of each list
+PER_ENTRY_AND_HEAD = ("kv", "group", "token")  # one of each query head that reads the list
 
 # Numbers that only the host needs are computed here, so that no step waits for the device.
 HOST = torch.device("cpu")
