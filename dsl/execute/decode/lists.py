@@ -19,7 +19,14 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.execute.tensors.arriving import Arriving
 from kvpolicy.dsl.execute.tensors.heads import Heads
-from kvpolicy.dsl.execute.tensors.values import Value, aligned, as_given, sent, sizes_of, union
+from kvpolicy.dsl.execute.tensors.values import (
+    Value,
+    as_given,
+    repeated_along,
+    sent,
+    sizes_of,
+    union,
+)
 from kvpolicy.dsl.ir.nodes import Node
 
 _Number = TypeVar("_Number", bound=int)
@@ -458,7 +465,7 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
         data: torch.Tensor, data_axes: tuple[str, ...], number: int, x: Value
     ) -> torch.Tensor:
         size = {**sizes, **sizes_of(x), "kv": number}
-        data = aligned(data, data_axes, axes).expand([size[axis] for axis in axes])
+        data = repeated_along(data, data_axes, axes, size)
         dim = axes.index("token") if "token" in axes else 0
         return padded(data, dim, sizes["token"], 0) if dim else data
 

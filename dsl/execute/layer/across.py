@@ -21,14 +21,13 @@ from kvpolicy.dsl.execute.operations.table import TORCH_FORMS
 from kvpolicy.dsl.execute.tensors.values import (
     HOST,
     Frame,
-    Scalar,
     Value,
     aligned,
     as_tensor,
     of_layer,
+    of_one_shape,
     over_layers,
     sent,
-    sizes_of,
     stacked,
     union,
 )
@@ -144,17 +143,8 @@ def _past(node: Node, values: list[Value], frame: Frame) -> Value:
     if name is None:
         return TORCH_FORMS[node.op](node, frame, _along_past(values, frame))
     axes = union(*(x.axes for x in values))
-    sizes = sizes_of(*values)
-    shape = [sizes[axis] for axis in axes]
-
-    def spread(data: torch.Tensor | Scalar, data_axes: tuple[str, ...]) -> torch.Tensor:
-        return aligned(as_tensor(data, frame), data_axes, axes).expand(shape)
-
-    masks = None
-    if any(x.mask is not None for x in values):
-        masks = [spread(True if x.mask is None else x.mask, x.mask_axes) for x in values]
     first = max(0, len(values) - 1 - frame.layer)
-    result = frame.kernels[name]([spread(x.data, x.axes) for x in values], masks, first)
+    result = frame.kernels[name](*of_one_shape(values, axes, frame.device), first)
     return Value(result, axes, finite=all(x.finite for x in values))
 
 

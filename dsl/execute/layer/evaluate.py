@@ -26,6 +26,7 @@ from kvpolicy.dsl.execute.tensors.values import (
     aligned,
     as_tensor,
     broadcast,
+    repeated_along,
     scalar,
     sizes_of,
     union,
@@ -307,13 +308,10 @@ class Evaluation:
         """A state, with start values appended for new entries."""
         frame, dim, rows = self.frame, old.axes.index("token"), old.tensor
         missing = frame.tokens - rows.shape[dim]
-        shape = [*rows.shape[:dim], frame.tokens, *rows.shape[dim + 1 :]]
         data = as_tensor(start.data, frame).double()
-        fresh = (
-            aligned(data, start.axes, old.axes)
-            .expand(shape)
-            .narrow(dim, frame.tokens - missing, missing)
-        )
+        sizes = {**sizes_of(old), "token": frame.tokens}
+        fresh = repeated_along(data, start.axes, old.axes, sizes)
+        fresh = fresh.narrow(dim, frame.tokens - missing, missing)
         return Value(torch.cat([rows, fresh], dim), old.axes, finite=old.finite)
 
     def _with_all_axes(self, x: Value, state: State) -> Value:
@@ -327,8 +325,7 @@ class Evaluation:
             "dim": frame.bound.shape.head_dim,
             **sizes_of(x),
         }
-        data = aligned(as_tensor(x.data, frame).double(), x.axes, axes)
-        data = data.expand([sizes[axis] for axis in axes])
+        data = repeated_along(as_tensor(x.data, frame).double(), x.axes, axes, sizes)
         return Value(data, axes, x.mask, x.mask_axes, finite=x.finite)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Value]:
@@ -342,4 +339,4 @@ def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:
     if data.dtype == torch.bool and x.mask is not None and not x.zero_where_absent:
         data = data & aligned(x.mask, x.mask_axes, x.axes)
     sizes = {"kv": frame.kv, "token": frame.tokens}
-    return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])
+    return repeated_along(data, x.axes, axes, sizes)

@@ -22,7 +22,14 @@ from kvpolicy.dsl.codegen.source import GeneratedFile, generate
 from kvpolicy.dsl.execute.operations.operands import operands
 from kvpolicy.dsl.execute.operations.table import reduce
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels, Keys, Slots, dense
-from kvpolicy.dsl.execute.tensors.values import Frame, Step, Value, aligned, as_tensor, sizes_of
+from kvpolicy.dsl.execute.tensors.values import (
+    Frame,
+    Step,
+    Value,
+    as_tensor,
+    repeated_along,
+    sizes_of,
+)
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ir.once import once
@@ -245,11 +252,10 @@ def _tensor(x: Value, to: tuple[str, ...], frame: Frame, of_mask: bool) -> torch
     sizes = {
         "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, **sizes_of(x),
     }  # fmt: skip
-    shape = [sizes[axis] for axis in to]
     source, axes = x.data, x.axes
     if of_mask:
         source, axes = (True if x.mask is None else x.mask), x.mask_axes
-    data = aligned(as_tensor(source, frame), axes, to).expand(shape)
+    data = repeated_along(as_tensor(source, frame), axes, to, sizes)
     return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
 
 

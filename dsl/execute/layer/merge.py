@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Keys, dense
-from kvpolicy.dsl.execute.tensors.values import Value, aligned, as_tensor, filled, sizes_of, union
+from kvpolicy.dsl.execute.tensors.values import (
+    Value,
+    aligned,
+    as_tensor,
+    filled,
+    repeated_along,
+    sizes_of,
+    union,
+)
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.inner_products import place
 from kvpolicy.dsl.ir.nodes import Merge, Node, State
@@ -237,18 +245,17 @@ class Merging:
         frame = self.evaluation.frame
         axes = union(x.axes, ("kv",))
         sizes = {**sizes_of(x), "kv": frame.kv}
-        shape = [sizes[axis] for axis in axes]
         dim = axes.index("token")
         dropped_axes = tuple("dropped" if axis == "token" else axis for axis in axes)
-        places = aligned(index, _DROPPED, dropped_axes)
-        places = places.expand([*shape[:dim], index.shape[1], *shape[dim + 1 :]])
-        data = aligned(as_tensor(x.data, frame), x.axes, axes).expand(shape).gather(dim, places)
+        dropped_sizes = {**sizes, "dropped": index.shape[1]}
+        places = repeated_along(index, _DROPPED, dropped_axes, dropped_sizes)
+        data = repeated_along(as_tensor(x.data, frame), x.axes, axes, sizes).gather(dim, places)
         aligned_present = aligned(present, _DROPPED, dropped_axes)
         if (
             x.mask is None or x.mask is frame.held_mask
         ):  # entries that are dropped or receive are there
             return Value(data, dropped_axes, present, _DROPPED, finite=x.finite), aligned_present
-        mask = aligned(x.mask, x.mask_axes, axes).expand(shape).gather(dim, places)
+        mask = repeated_along(x.mask, x.mask_axes, axes, sizes).gather(dim, places)
         mask = mask & aligned_present
         return Value(data, dropped_axes, mask, dropped_axes, finite=x.finite), mask
 
@@ -338,7 +345,7 @@ class Merging:
         data = as_tensor(x.data, frame)
         if x.mask is not None:
             data = filled(replace(x, data=data), filler)
-        return aligned(data, x.axes, axes).expand([sizes[axis] for axis in axes])
+        return repeated_along(data, x.axes, axes, sizes)
 
 
 def _vectors(x: Keys) -> tuple[torch.Tensor, torch.Tensor | None]:

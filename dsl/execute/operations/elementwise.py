@@ -18,6 +18,7 @@ from kvpolicy.dsl.execute.tensors.values import (
     as_tensor,
     broadcast,
     filled,
+    repeated_along,
     sizes_of,
     snapped,
     union,
@@ -172,10 +173,7 @@ def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
     present, present_axes = holds, condition.axes
     if condition.mask is not None:
         present = filled(condition, False)
-    data = aligned(as_tensor(x.data, frame), x.axes, axes)
-    if axes != x.axes:
-        sizes = sizes_of(x, condition)
-        data = data.expand(tuple(sizes[axis] for axis in axes))
+    data = repeated_along(as_tensor(x.data, frame), x.axes, axes, sizes_of(x, condition))
     if x.mask is not None and not (condition.zero_where_absent and condition.mask is x.mask):
         present, present_axes = frame.conjunction(x.mask, x.mask_axes, present, present_axes)
     return Value(data, axes, present, present_axes, finite=x.finite)

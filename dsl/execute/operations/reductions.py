@@ -8,7 +8,14 @@ from __future__ import annotations
 import math
 
 import torch
-from kvpolicy.dsl.execute.tensors.values import Frame, Value, aligned, filled, mask_of, sizes_of
+from kvpolicy.dsl.execute.tensors.values import (
+    Frame,
+    Value,
+    filled,
+    mask_of,
+    repeated_along,
+    sizes_of,
+)
 from kvpolicy.dsl.ir.nodes import Node
 
 
@@ -60,5 +67,4 @@ def count(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
     number = frame.once(("count", id(mask), tuple(inner), unmasked), (mask,), make)
     axes = tuple(x.axes[i] for i in rest)
     number_axes = tuple(axis for axis in x.mask_axes if axis not in node.axes)
-    sizes = sizes_of(x)
-    return aligned(number, number_axes, axes).expand([sizes[axis] for axis in axes])
+    return repeated_along(number, number_axes, axes, sizes_of(x))

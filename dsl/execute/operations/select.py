@@ -16,6 +16,7 @@ from kvpolicy.dsl.execute.tensors.values import (
     as_tensor,
     mask_of,
     of_layer,
+    repeated_along,
     sizes_of,
     union,
 )
@@ -72,8 +73,7 @@ def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
         missing = [axis for axis in count.axes if axis not in x.axes]
         if missing:
             all_axes = union(x.axes, count.axes)
-            sizes = {**sizes_of(x), **sizes_of(count)}
-            data = aligned(x.tensor, x.axes, all_axes).expand([sizes[axis] for axis in all_axes])
+            data = repeated_along(x.tensor, x.axes, all_axes, sizes_of(x, count))
             x = Value(data, all_axes, x.mask, x.mask_axes)
             rest = tuple(axis for axis in all_axes if axis not in axes)
         number = aligned(number, count.axes, rest) if count.axes else number

@@ -216,7 +216,7 @@ class Frame:
     def _within(self, x: Value, present: torch.Tensor, present_axes: tuple[str, ...]) -> Value:
         axes = union(x.axes, present_axes)
         sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
-        data = aligned(as_tensor(x.data, self), x.axes, axes).expand([sizes[axis] for axis in axes])
+        data = repeated_along(as_tensor(x.data, self), x.axes, axes, sizes)
         if data.dtype == torch.bool:
             data = data & aligned(present, present_axes, axes)
             if x.mask is None:
@@ -279,8 +279,7 @@ def broadcast(x: Value, type_: Type, frame: Frame, dropped: int = 0) -> Value:
     axes = union(x.axes, type_.axes)
     sizes = {axis: dropped if axis == "dropped" else frame.size(axis, type_) for axis in missing}
     sizes.update(sizes_of(x))
-    data = aligned(as_tensor(x.data, frame), x.axes, axes)
-    return replace(x, data=data.expand([sizes[axis] for axis in axes]), axes=axes)
+    return replace(x, data=repeated_along(as_tensor(x.data, frame), x.axes, axes, sizes), axes=axes)
 
 
 def union(*sets: tuple[str, ...]) -> tuple[str, ...]:
@@ -309,6 +308,13 @@ def aligned(
     if axes == to or not isinstance(data, torch.Tensor) or not axes:
         return data
     return data[tuple(slice(None) if axis in axes else None for axis in to)]
+
+
+def repeated_along(
+    data: torch.Tensor, axes: tuple[str, ...], to: tuple[str, ...], sizes: Mapping[str, int]
+) -> torch.Tensor:
+    """The data repeated along the axes of `to` that they lack, without a copy."""
+    return data if axes == to else aligned(data, axes, to).expand([sizes[axis] for axis in to])
 
 
 def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
@@ -367,22 +373,29 @@ def stacked(values: Sequence[Value], device: torch.device) -> Value:
         if all(x == numbers[0] for x in numbers):
             return first
         kind = torch.bool if isinstance(numbers[0], bool) else torch.float64
-        data = sent(torch.tensor(numbers, dtype=kind, device=HOST), device)
-        return Value(data, ("layer",), finite=all(x.finite for x in values))
+        numbers_sent = sent(torch.tensor(numbers, dtype=kind, device=HOST), device)
+        return Value(numbers_sent, ("layer",), finite=all(x.finite for x in values))
     axes = union(*(x.axes for x in values))
-    sizes = sizes_of(*values)
-    shape = [sizes[axis] for axis in axes]
-
-    def spread(data: torch.Tensor | Scalar, data_axes: tuple[str, ...]) -> torch.Tensor:
-        return aligned(as_given(data, device), data_axes, axes).expand(shape)
-
-    data = torch.stack([spread(x.data, x.axes) for x in values])
+    data, masks = of_one_shape(values, axes, device)
     mask, mask_axes = first.mask, first.mask_axes
-    if any(x.mask is not mask for x in values):
-        masks = [spread(True if x.mask is None else x.mask, x.mask_axes) for x in values]
+    if masks is not None and any(x.mask is not mask for x in values):
         mask, mask_axes = torch.stack(masks), ("layer", *axes)
     zero, finite = all(x.zero_where_absent for x in values), all(x.finite for x in values)
-    return Value(data, ("layer", *axes), mask, mask_axes, zero_where_absent=zero, finite=finite)
+    return Value(
+        torch.stack(data), ("layer", *axes), mask, mask_axes, zero_where_absent=zero, finite=finite
+    )
+
+
+def of_one_shape(
+    values: Sequence[Value], axes: tuple[str, ...], device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Data and masks of values, each repeated along all axes that any has; None: all present."""
+    sizes, masks = sizes_of(*values), None
+    data = [repeated_along(as_given(x.data, device), x.axes, axes, sizes) for x in values]
+    if any(x.mask is not None for x in values):
+        present = [(True if x.mask is None else x.mask, x.mask_axes) for x in values]
+        masks = [repeated_along(as_given(x, device), own, axes, sizes) for x, own in present]
+    return data, masks
 
 
 def over_layers(x: Value, layers: int, device: torch.device) -> Value:
