@@ -150,6 +150,8 @@ class DecodeStep:
         failures, rows, lengths = self._services.failures, self._rows, self._lengths
         if len(self._noted_rows):
             rows.note(self._noted_rows, lengths, len(self._all_lengths))
+            if self._services.rows is not rows:  # given up meanwhile: a prompt's policy has failed
+                rows.hand_over()
         candidates = rows.leaving(lengths).tolist()
         full_rows = rows.must_advance(lengths, self._most_steps).tolist()
         leaving = self._leaving(candidates)

@@ -72,6 +72,7 @@ def run(scenario):
 
 CASES = {
     "prefill": (ENTRIES, PREFILL, {"chunked_prefill_size": 64}),
+    "mixed": (ENTRIES, PREFILL, {"chunked_prefill_size": 64, "enable_mixed_chunk": True}),
     "pairs": ({"minicache": ENTRIES["minicache"]}, ["pairs", "attention"], {}),
     "decode": (ENTRIES, DECODE, {"page_size": 4, "count": 18}),
     "propagation": (TOKENS, PROPAGATION, {"chunked_prefill_size": 64, "common": 0}),
