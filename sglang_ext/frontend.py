@@ -223,7 +223,11 @@ async def _generate(
         adapter = compat.ignored_adapter(request, body)
         if adapter is not None and server.traffic.is_policy(adapter) and obj.lora_path is None:
             obj.lora_path = adapter  # as SGLang's other routes have it
-    await server.arrived(manager, obj, request)
+    try:
+        await server.arrived(manager, obj, request)
+    except Exception:
+        compat.refused_before_generation(obj)
+        raise
     async with aclosing(_noted(original(manager, obj, request), obj, request)) as answers:
         async for answer in answers:
             yield answer

@@ -132,6 +132,7 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         config = compat.model_config(server_args)
         refusals.check_model(config)
         policies = options.load_policies(*options.requested())
+        refusals.check_preferred(server_options, [policy.name for policy in policies])
         options.check_policies(policies, refusals.model_sizes(config), config.context_len)
         options.log_warnings(policies)
         if server_options.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):

@@ -19,7 +19,7 @@ from kvpolicy.experiments.definition.experiment import NO_POLICY, KeySource
 from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served
+from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served, quoted
 from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
 from kvpolicy.sglang_ext.serving.allowed import Allowed
 from kvpolicy.sglang_ext.serving.prepared import Prepared
@@ -94,13 +94,10 @@ class Traffic:
                 self._check(custom[POLICY], f"custom_params.{POLICY}")
             (naming_parts if POLICY in custom else other_parts).append(part)
         if other_parts and outer_policy is not None:
-            self._check(
-                outer_policy, "the model's policy" if header is None else f"header {HEADER}"
-            )
-            if not self.is_policy(outer_policy):
-                raise not_served(f"header {HEADER}", outer_policy, self._policies)
+            after_model = "the policy after the model's name"
+            self._check(outer_policy, after_model if header is None else f"header {HEADER}")
         if await self._prepare(manager, customs, outer_policy, _rids(obj)):  # that took some time
-            if request is not None and await request.is_disconnected():
+            if await _has_gone(obj, request):
                 raise ValueError("the client has gone")
             if not self.enabled:
                 write(parts, NO_POLICY, {"reason": AssignmentReason.DISABLED.value})
@@ -141,24 +138,34 @@ class Traffic:
         """Whether a name stands for a served policy or for none."""
         return name == NO_POLICY or name in self._policies
 
+    @property
+    def _names(self) -> list[str]:
+        """What clients may name, where they may name something."""
+        return [*self._policies, *([] if self._override == LISTED else [NO_POLICY])]
+
     def _alias(self, manager: Any, obj: Any) -> str | None:
         """The policy after the model's name, which SGLang takes for a LoRA adapter; or None."""
         name = getattr(obj, "lora_path", None)
-        if not isinstance(name, str) or not self.is_policy(name):
+        if not isinstance(name, str) or compat.is_adapter(manager, name):
             return None
-        if compat.is_adapter(manager, name):
-            return None
+        if not self.is_policy(name):
+            if compat.has_adapters(manager):
+                return None  # SGLang says which there are
+            raise ValueError(
+                f"the request names {named(name)}, after the model's name or in lora_path; LoRA is "
+                f"not enabled, and the policies are {quoted(self._names)}"
+            )
         obj.lora_path = None
         return name
 
     def _check(self, name: Any, where: str) -> None:
-        """Check that clients may name a policy.
+        """Check that clients may name a policy, and that it is served.
 
         Args:
             where: what holds the name, for the message.
 
         Raises:
-            ValueError: they may not.
+            ValueError: they may not, or there is none of this name.
         """
         if self._override == NOBODY:
             raise ValueError(
@@ -166,11 +173,12 @@ class Traffic:
                 "every request (--kv-policy-override none)"
             )
         if self._override == LISTED and name == NO_POLICY:
-            names = ", ".join(f"`{policy}`" for policy in self._policies)
             raise ValueError(
                 f"{where} is `{NO_POLICY}`, but this server gives no request full "
-                f"KV on demand (--kv-policy-override listed); it has {names}"
+                f"KV on demand (--kv-policy-override listed); it has {quoted(self._names)}"
             )
+        if not isinstance(name, str) or not self.is_policy(name):
+            raise not_served(where, name, self._names)
 
     async def _prepare(
         self,
@@ -238,6 +246,14 @@ def _field(body: Any, path: str) -> Any:
     return body
 
 
+async def _has_gone(obj: Any, request: Any) -> bool:
+    """Whether nobody waits for a request's answer; one in the background is asked for later."""
+    if request is None or getattr(obj, "background", False):
+        return False
+    gone: bool = await request.is_disconnected()
+    return gone
+
+
 def _rids(obj: Any) -> list[str]:
     """Ids of a request's parts, where the client has given them."""
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
@@ -281,9 +297,6 @@ def _write(
         fields[ASSIGNED] = dict(assigned)
     if not fields:
         return
-    if policy is not None and isinstance(preferred, dict) and preferred.get(POLICY) != policy:
-        # Its parameters are those of another policy.
-        preferred = {name: value for name, value in preferred.items() if name != SET}
     for params in parts:
         if obj.sampling_params is None:
             obj.sampling_params = params

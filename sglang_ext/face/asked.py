@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, listed
-from kvpolicy.experiments.definition.experiment import NO_POLICY
 
 PREFIX = "kv_"  # keys that begin so are the plugin's; others are left alone
 POLICY = "kv_policy"
@@ -49,6 +48,7 @@ def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
                 f"custom_params.{key} is for evaluation, and this server was started without "
                 "--kv-policy-allow-inspection"
             )
+    check_values(params.get(SET, {}))
     return params
 
 
@@ -64,15 +64,35 @@ def is_scoring(request: Any) -> bool:
     return bool(assigned(request).get("scores"))
 
 
-def not_served(where: str, name: Any, policies: Iterable[str]) -> ValueError:
+def check_values(values: Any) -> Mapping[str, float | bool]:
+    """The values of parameters that a request sets.
+
+    Raises:
+        ValueError: they are no JSON object, or one is no value of a parameter.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"custom_params.{SET} is {shown(values)}; expected a JSON object")
+    for key, value in values.items():
+        if not isinstance(value, bool | int | float):
+            raise ValueError(
+                f"custom_params.{SET}.{key} is {shown(value)}; expected a number, true or false"
+            )
+    return values
+
+
+def not_served(where: str, name: Any, names: Iterable[str]) -> ValueError:
     """The error about a policy that a request names and the server does not have.
 
     Args:
         where: what holds the name, as messages say it.
-        policies: names of those that are served.
+        names: what requests may name.
     """
-    names = ", ".join(f"`{policy}`" for policy in (*policies, NO_POLICY))
-    return ValueError(f"{where} is {named(name)}; this server has {names}")
+    return ValueError(f"{where} is {named(name)}; this server has {quoted(names)}")
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names as messages list them."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def shown(value: Any) -> str:

@@ -1039,9 +1039,20 @@ def session_of(obj: Any) -> str | None:
     return session if isinstance(session, str) else None
 
 
+def has_adapters(manager: Any) -> bool:
+    """Whether requests may name LoRA adapters (`--enable-lora`)."""
+    return bool(manager.enable_lora)
+
+
 def is_adapter(manager: Any, name: str) -> bool:
     """Whether a LoRA adapter is loaded by this name."""
-    return bool(manager.enable_lora) and name in manager.lora_registry.get_all_adapters()
+    return has_adapters(manager) and name in manager.lora_registry.get_all_adapters()
+
+
+def refused_before_generation(obj: Any) -> None:
+    """Complete a request that generates nothing: SGLang reads it again after a stream's error."""
+    if not hasattr(obj, "is_single"):
+        obj.is_single, obj.rid = False, []
 
 
 def is_starting(manager: Any) -> bool:

@@ -65,6 +65,7 @@ DEFAULT_SET_ASIDE = 0.02
 DEFAULT_FAILURES = 3
 
 REQUEST = "request"  # the path of a policy that came while the server ran
+_PLACE = re.compile(r"^\S+: error\[[a-z-]+\]: ")  # what the checker's messages begin with
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")
 
 _FILES = ("kv_experiment", "kv_experiment_state")
@@ -107,6 +108,13 @@ class Policy:
     def with_settings(self, values: Texts) -> Policy:
         """The same policy with other values of some parameters."""
         return replace(self, settings={**self.settings, **dict(values)})
+
+    def reason(self, error: PolicyError | Refused) -> str:
+        """Why it was refused, in one sentence for clients: without option, file and code."""
+        if isinstance(error, PolicyError):
+            return error.diagnostics[0].message
+        text = str(error).removeprefix(f"{self.option}: ").splitlines()[0]
+        return _PLACE.sub("", text)
 
     def bind(self, shape: ModelShape) -> Bound:
         """The policy bound to a model's sizes.
@@ -310,6 +318,8 @@ def export(arguments: Namespace) -> None:
                     "with blanks between them"
                 )
         os.environ[variable] = separator.join(values)
+        if not requested().policies:
+            raise Refused(f"{flag} {values[0]}: there is no --kv-policy")
     for option, variable, check in (
         ("kv_policy_max_one_piece_prefill", ONE_PIECE_VARIABLE, lambda: one_piece(None)),
         ("kv_policy_fold_interval", INTERVAL_VARIABLE, fold_interval),

@@ -12,7 +12,9 @@ from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
 from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
+from kvpolicy.sglang_ext.face.asked import POLICY, PREFIX, SET, not_served
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy, attention, experiment_file, kernels
 
@@ -104,6 +106,28 @@ def check_options(options: Any) -> None:
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING cannot be combined with --kv-policy: "
             "the pool is then not allocated in one piece."
         )
+
+
+def check_preferred(options: Any, policies: Iterable[str]) -> None:
+    """Refuse sampling parameters of all requests that ask of policies what none can have.
+
+    Args:
+        options: as of `check_options`.
+        policies: names of those that are served.
+
+    Raises:
+        Refused: names the key and what to do.
+    """
+    custom = (options.preferred_sampling_params or {}).get("custom_params") or {}
+    keys = [key for key in custom if isinstance(key, str) and key.startswith(PREFIX)]
+    for key in keys:
+        where = f"--preferred-sampling-params: custom_params.{key}"
+        if key == SET:
+            raise Refused(f"{where} cannot be preferred; set parameters with --kv-policy-set.")
+        if key != POLICY:
+            raise Refused(f"{where} cannot be preferred; send it with the requests that need it.")
+        if custom[key] not in (*policies, NO_POLICY):
+            raise Refused(f"{not_served(where, custom[key], (*policies, NO_POLICY))}.")
 
 
 def _check_cache_dtype(options: Any) -> None:

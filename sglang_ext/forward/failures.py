@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.face.options import fold_interval
+from kvpolicy.sglang_ext.face.asked import POLICY
+from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY, fold_interval, override
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.report.metrics import Metrics
@@ -48,6 +50,13 @@ _AGREE = 16
 _STAGES = (
     ADMISSION, ALLOCATION, SCORING, CHOOSING, COMPACTION, PROPAGATION, DECODING, READING, FOLD,
 )  # fmt: skip
+
+# What a client can do whose request was ended, by what clients may name (--kv-policy-override).
+_AGAIN = {
+    ANY: f"Send it again with custom_params.{POLICY} `{NO_POLICY}`",
+    LISTED: f"Send it again with another policy in custom_params.{POLICY}",
+    NOBODY: "Send it again later, or tell the server's operator",
+}
 
 
 class Failures:
@@ -221,7 +230,7 @@ class Failures:
         compat.end_with_error(
             req,
             f"KV-cache policy `{name}` failed at {stage} of this request, and its full KV is gone. "
-            f"Send it again with custom_params.kv_policy `none`; the server's log says why.",
+            f"{_AGAIN[override()]}; the server's log says why.",
         )
         self._metrics.failed(name, Reason.POLICY_ERROR)
 

@@ -157,6 +157,10 @@ class Metrics:
         self._add(policy, requests_total=1)
         self.gave_up(policy, reason)
 
+    def ended_with_prompt(self, policy: str) -> None:
+        """Count a request that its policy ended with an error before its first token."""
+        self._add(policy, requests_total=1)
+
     def gave_up(self, policy: str, reason: Reason) -> None:
         """Count why a request, counted already, goes on in full."""
         if self._on:

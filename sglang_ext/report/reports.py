@@ -109,6 +109,8 @@ class Reports:
         for req, state in requests:
             if state is None:
                 self.without_policy(req)
+            elif state.failed and req.to_finish is not None:
+                self._metrics.ended_with_prompt(state.served.name)
             elif state.uncompressed is not None:
                 self.served_in_full(req, state, state.uncompressed)
 

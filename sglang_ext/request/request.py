@@ -148,8 +148,7 @@ class Served:
         if self.bound.folded.decode is None:
             return False
         # The last token is not computed, so a request of n tokens has n - 1 decode steps.
-        steps = range(1, min(output, _MANY))
-        return output >= _MANY or any(self.bound.leaves_at(step, prompt) for step in steps)
+        return output >= _MANY or self.bound.next_leaving(1, prompt, output - 1) is not None
 
 
 @dataclass(frozen=True)
@@ -495,7 +494,7 @@ def choose(policies: Mapping[str, Served], default: str, asked: Mapping[str, Any
     if name == NO_POLICY:
         return None
     if not isinstance(name, str) or name not in policies:
-        raise not_served(f"custom_params.{POLICY}", name, policies)
+        raise not_served(f"custom_params.{POLICY}", name, (*policies, NO_POLICY))
     return policies[name]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed
 from kvpolicy.dsl.tools.cost_limit import check_cost
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import options
-from kvpolicy.sglang_ext.face.asked import SET, named, shown
+from kvpolicy.sglang_ext.face.asked import POLICY, SET, check_values, named, not_served
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.serving.catalog import Catalog
@@ -52,21 +53,18 @@ class Allowed:
         """
         policies = self._catalog.policies
         name = self._catalog.default if policy is None else policy
-        if not isinstance(values, dict):
-            raise ValueError(f"custom_params.{SET} is {shown(values)}; expected a JSON object")
+        check_values(values)
+        if name == NO_POLICY:
+            raise ValueError(f"custom_params.{SET} sets parameters, and full KV (`none`) has none")
         if not isinstance(name, str) or name not in policies:
-            raise ValueError(f"custom_params.{SET} sets parameters of {named(name)}")
+            raise not_served(f"custom_params.{POLICY}", name, (*policies, NO_POLICY))
         allowed = self._names.get(name, ())
-        for key, value in values.items():
+        for key in values:
             if key not in allowed:
                 settable = f"only {listed(allowed, 'and')}" if allowed else "none"
                 raise ValueError(
                     f"custom_params.{SET} sets {named(key)}; of `{name}` requests may set "
                     f"{settable} (--kv-policy-allow-set)"
-                )
-            if not isinstance(value, bool | int | float):
-                raise ValueError(
-                    f"custom_params.{SET}.{key} is {shown(value)}; expected a number, true or false"
                 )
         checked = policies[name]
         # Other requests do not wait while a policy is bound and its cost is counted.
@@ -83,8 +81,7 @@ class Allowed:
                 option = "--kv-policy-max-cost"
                 check_cost(bound, catalog.model, catalog.length, max_percent / 100, option)
         except (PolicyError, Refused) as error:
-            message = error.diagnostics[0].message if isinstance(error, PolicyError) else str(error)
-            return message.removeprefix(f"{policy.option}: ").splitlines()[0]
+            return policy.reason(error)
         return None
 
 

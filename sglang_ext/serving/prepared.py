@@ -117,5 +117,5 @@ def _take_error(variant: asyncio.Future[None]) -> None:
 def _late(name: str) -> ValueError:
     return ValueError(
         f"custom_params.{SET}: the kernels of `{name}` with these values were not compiled within "
-        f"{PATIENCE:.0f} s"
+        f"{PATIENCE:.0f} s; they are still being made, so send it again later"
     )

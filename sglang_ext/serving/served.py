@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import asked
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request import request
@@ -42,7 +43,8 @@ class ServedPolicies:
                 message is for the client.
         """
         if name not in self._served:
-            raise asked.not_served(f"custom_params.{asked.POLICY}", name, self._served)
+            names = (*self._served, NO_POLICY)
+            raise asked.not_served(f"custom_params.{asked.POLICY}", name, names)
         return self._variants.is_ready(self._served[name], values, front_end)
 
     @property

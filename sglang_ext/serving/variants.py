@@ -136,7 +136,7 @@ class Variants:
         except NotCompiled:
             outcome = _failed(base)
         except Refused as error:
-            problem = str(error).removeprefix(f"{base.policy.option}: ").splitlines()[0]
+            problem = base.policy.reason(error)
             outcome = ValueError(f"custom_params.{SET} of `{base.name}`: {problem}")
         except Exception:
             logger.exception("A variant of KV-cache policy %s cannot be served.", base.name)

@@ -371,6 +371,9 @@ def test_unknown_kernels_and_kernels_without_a_policy_are_refused(files, monkeyp
     monkeypatch.setenv(options.PATHS_VARIABLE, "")
     with pytest.raises(Refused, match="--kv-policy-kernels torch: there is no --kv-policy"):
         options.export(parse("--kv-policy-kernels", "torch"))
+    monkeypatch.setenv(options.ALLOW_SET_VARIABLE, "")
+    with pytest.raises(Refused, match="--kv-policy-allow-set capacity: there is no --kv-policy"):
+        options.export(parse("--kv-policy-allow-set", "capacity"))
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(files, monkeypatch):

@@ -61,6 +61,35 @@ def test_schedulers_without_plugins_are_refused(monkeypatch):
         refusals.check_options(options())
 
 
+@pytest.mark.parametrize(
+    ("custom", "sentence"),
+    [
+        (
+            {"kv_policy_set": {"capacity": 9}},
+            "_set cannot be preferred; set parameters with --kv-",
+        ),
+        ({"kv_policy_kept": True}, "_kept cannot be preferred; send it with the requests that nee"),
+        ({"kv_policy_sets": 1}, "_sets cannot be preferred; "),
+        ({"kv_policy": "lva"}, " is `lva`; this server has `lava`, `none`."),
+        ({"kv_policy": ["lava"]}, ' is ["lava"]; this server has `lava`, `none`.'),
+    ],
+)
+def test_what_all_requests_cannot_ask_of_policies_is_refused_at_the_start(custom, sentence):
+    """The front end checks only what a request brings itself."""
+    preferred = options(preferred_sampling_params={"top_k": 3, "custom_params": custom})
+    with pytest.raises(Refused) as refusal:
+        refusals.check_preferred(preferred, ["lava"])
+    start = "--preferred-sampling-params: custom_params.kv_policy"
+    assert str(refusal.value).startswith(start + sentence)
+
+
+@pytest.mark.parametrize(
+    "preferred", [None, {"top_k": 3}, {"custom_params": {"kv_policy": "none", "mine": 1}}]
+)
+def test_other_preferred_parameters_are_served(preferred):
+    refusals.check_preferred(options(preferred_sampling_params=preferred), ["lava"])
+
+
 def test_harmless_options_are_served():
     refusals.check_options(options())
     refusals.check_options(options(dp_size=2, enable_mixed_chunk=True))

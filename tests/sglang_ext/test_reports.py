@@ -44,6 +44,27 @@ def test_a_compressed_request_that_comes_back_without_room_says_so(reports, metr
     metrics.gave_up.assert_called_once_with("mine", Reason.NO_SLOTS)
 
 
+def test_what_its_policy_ended_is_not_counted_as_served_in_full(reports, metrics):
+    from kvpolicy.sglang_ext.request.reasons import Reason
+    from kvpolicy.sglang_ext.request.request import RequestState
+
+    served = SimpleNamespace(name="mine", set={})
+    state = RequestState(served, prompt=9, slots=4, uncompressed=Reason.POLICY_ERROR)
+    state.failed = True
+    goes_on, ended = (
+        SimpleNamespace(
+            rid="a", customized_info=None, output_ids=[], send_token_offset=0, to_finish=finish
+        )
+        for finish in (None, "an error")
+    )
+    reports.finished([(ended, state)])
+    metrics.ended_with_prompt.assert_called_once_with("mine")
+    assert ended.customized_info is None
+    metrics.uncompressed.assert_not_called()
+    reports.finished([(goes_on, state)])
+    metrics.uncompressed.assert_called_once_with("mine", Reason.POLICY_ERROR)
+
+
 def test_what_was_never_compressed_is_counted_once(reports, metrics):
     from kvpolicy.sglang_ext.request.reasons import Reason
     from kvpolicy.sglang_ext.request.request import RequestState

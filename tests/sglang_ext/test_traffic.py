@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -113,7 +114,10 @@ def test_a_header_or_the_models_name_chooses_too():
     # Adapters of such a name are adapters.
     adapter = choose(traffic, lora_path="lava", adapters=["lava"])
     assert (custom(adapter), adapter.lora_path) == (None, "lava")
-    assert choose(traffic, lora_path="other").lora_path == "other"
+    assert choose(traffic, lora_path="other", adapters=["lava"]).lora_path == "other"
+    message = "^the request names `other`, .* LoRA is not enabled, and the policies are `lava`, "
+    with pytest.raises(ValueError, match=message):
+        choose(traffic, lora_path="other")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_what_a_client_may_not_name(override, name, message, way):
     where, given = {
         "body": ("custom_params.kv_policy", {"params": {"custom_params": {"kv_policy": name}}}),
         "header": ("header x-kv-policy", {"headers": {"x-kv-policy": name}}),
-        "model": ("the model's policy", {"lora_path": name}),
+        "model": ("the policy after the model's name", {"lora_path": name}),
     }[way]
     with pytest.raises(ValueError, match=f"^{where} is `{name}`, but this server {message}"):
         choose(traffic, **given)
@@ -138,10 +142,18 @@ def test_what_a_client_may_not_name(override, name, message, way):
         assert custom(choose(Traffic({"lava": 0}, "listed"), headers={"x-kv-policy": "lava"}))
 
 
-def test_a_header_with_an_unknown_name_is_blamed():
-    message = "^header x-kv-policy is `lva`; this server has `lava`, `none`$"
-    with pytest.raises(ValueError, match=message):
-        choose(Traffic({"lava": 0}), headers={"x-kv-policy": "lva"})
+@pytest.mark.parametrize("name", ["lva", "", ["lava"], None])
+def test_an_unknown_name_is_blamed_before_the_scheduler_sees_it(name):
+    """A stream could only be told when its answer has begun."""
+    shown = f"`{name}`" if isinstance(name, str) else json.dumps(name)
+    ways = {"custom_params.kv_policy": {"params": [{}, {"custom_params": {"kv_policy": name}}]}}
+    if isinstance(name, str):
+        ways["header x-kv-policy"] = {"headers": {"x-kv-policy": name}}
+    for where, given in ways.items():
+        for override, names in (("any", "`lava`, `none`"), ("listed", "`lava`")):
+            message = re.escape(f"{where} is {shown}; this server has {names}")
+            with pytest.raises(ValueError, match=f"^{message}$"):
+                choose(Traffic({"lava": 0}, override), **given)
 
 
 def test_a_programs_own_parameters_stay_as_they_are():
@@ -166,7 +178,7 @@ def test_parts_of_a_batch_are_looked_at_one_by_one():
 
 
 def test_preferred_custom_params_stay_where_a_policy_is_written(live):
-    wanted = {"mine": 1, "kv_policy": "snapkv", "kv_policy_set": {"capacity": 64}}
+    wanted = {"mine": 1, "kv_policy": "snapkv"}
     preferred = {"temperature": 0.5, "custom_params": wanted}
     same = choose(Traffic({"snapkv": 0}), headers={"x-kv-policy": "snapkv"}, preferred=preferred)
     assert custom(same) == wanted
@@ -182,7 +194,7 @@ def test_preferred_custom_params_stay_where_a_policy_is_written(live):
     drawn = choose(traffic, headers={"x-key": key}, preferred=preferred)
     assert custom(drawn)["mine"] == 1
     assert "arm" in custom(drawn)["kv_policy_assigned"]
-    assert set(preferred["custom_params"]) == {"mine", "kv_policy", "kv_policy_set"}
+    assert preferred["custom_params"] == {"mine": 1, "kv_policy": "snapkv"}
 
 
 def test_parts_that_name_no_policy_are_the_experiments(live):
@@ -701,7 +713,7 @@ def test_parameters_are_those_of_the_policy_that_was_checked(monkeypatch):
 def test_a_policy_that_is_withdrawn_while_a_request_waits_fails_it(monkeypatch):
     """Its values would otherwise be set in the default policy."""
     setting = Setting(monkeypatch, lambda policy: setting.policies.pop("lava", None) and None)
-    with pytest.raises(ValueError, match="sets parameters of `lava`"):
+    with pytest.raises(ValueError, match=r"custom_params\.kv_policy is `lava`; this server has"):
         setting.send({"capacity": 77})
 
 
@@ -715,6 +727,9 @@ def test_a_client_that_goes_while_its_request_waits_takes_it_along(monkeypatch):
     gone = []
     with pytest.raises(ValueError, match="the client has gone"):
         setting.send({"capacity": 77}, gone=gone)
+    # It need not wait for an answer in the background (/v1/responses).
+    setting = Setting(monkeypatch)
+    assert setting.send({"capacity": 77}, gone=gone, background=True)["kv_policy"] == "lava"
 
 
 def test_no_parameters_need_no_variant(monkeypatch):
@@ -870,6 +885,33 @@ def test_the_servers_own_requests_take_no_part(arrive, live):
     assert arrive("1", dict(params), "/generate", False).sampling_params != params
     with pytest.raises(ValueError, match="begins with HEALTH_CHECK is SGLang's own"):
         arrive("HEALTH_CHECK_1", params, "/generate", False)
+
+
+def test_a_stream_that_is_refused_ends_without_an_error_in_the_log(monkeypatch):
+    """SGLang looks at it once more, two seconds after its answer."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    async def refuse(manager, obj, request):
+        raise ValueError("on purpose")
+
+    async def at_once(seconds):
+        pass
+
+    async def send(obj):
+        server, request = SimpleNamespace(arrived=refuse), None
+        async for _ in frontend._generate(server, None, None, obj, request):
+            pass
+
+    aborted = []
+    obj = GenerateReqInput(text="one", stream=True, rid="somebody else's")
+    with pytest.raises(ValueError, match="on purpose"):
+        asyncio.run(send(obj))
+    manager = SimpleNamespace(rid_to_state={"somebody else's": 0}, abort_request=aborted.append)
+    (task,) = TokenizerManager.create_abort_task(manager, obj).tasks
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    asyncio.run(task.func())
+    assert aborted == []
 
 
 def test_crash_dumps_hold_no_scoring_requests():

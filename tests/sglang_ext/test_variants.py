@@ -14,7 +14,7 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
-from kvpolicy.sglang_ext.face.options import texts_of
+from kvpolicy.sglang_ext.face.options import Policy, texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.serving import prepared
 from kvpolicy.sglang_ext.serving.background import Background
@@ -59,6 +59,7 @@ def base(name="snapkv"):
         with_settings=lambda texts: SimpleNamespace(bind=lambda shape: texts),
         option=f"--kv-policy {name}=/srv/{name}.yaml",
     )
+    policy.reason = partial(Policy.reason, policy)
     return SimpleNamespace(name=name, policy=policy, standing="standing")
 
 
@@ -422,7 +423,9 @@ def test_the_front_end_knows_of_no_more_variants_than_schedulers_keep(monkeypatc
     ("error", "message"),
     [
         (
-            Refused("--kv-policy snapkv=/srv/snapkv.yaml: `capacity` is too small"),
+            Refused(
+                "--kv-policy snapkv=/srv/snapkv.yaml: a: error[range]: `capacity` is too small"
+            ),
             "custom_params.kv_policy_set of `snapkv`: `capacity` is too small",
         ),
         (
