@@ -168,7 +168,7 @@ def of_arrivals(options: argparse.Namespace) -> Rows:
     import sglang.srt.managers.scheduler  # noqa: F401
     import torch
     from kvpolicy.dsl.syntax.library import shipped
-    from kvpolicy.sglang_ext.face.options import load_policies
+    from kvpolicy.sglang_ext.face.policy_files import load_policies
     from kvpolicy.sglang_ext.memory.arena import create_arena
     from kvpolicy.sglang_ext.request.request import Served
 

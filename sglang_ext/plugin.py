@@ -65,7 +65,7 @@ def _stop(error: Exception, *, command_line: bool) -> BaseException:
 
 
 def _install(asked: Requested) -> None:
-    from kvpolicy.sglang_ext.face import compat, options, refusals
+    from kvpolicy.sglang_ext.face import compat, options, policy_files, refusals
 
     refusals.check_version()
     if compat.in_scheduler():
@@ -74,7 +74,7 @@ def _install(asked: Requested) -> None:
 
         install(
             Runtime(
-                options.load_policies(*asked),
+                policy_files.load_policies(*asked),
                 max_failures=options.max_failures(),
                 inspection=options.allows_inspection(),
             )
@@ -94,7 +94,7 @@ def _add_cli_args(result: Any, parser: ArgumentParser, *args: Any, **kwargs: Any
 def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> None:
     """After ServerArgs.from_cli_args: check the policies before anything is loaded."""
     from kvpolicy.sglang_ext.experiment import loading
-    from kvpolicy.sglang_ext.face import compat, options, refusals
+    from kvpolicy.sglang_ext.face import compat, options, policy_files, refusals
 
     global _command_line
     _command_line = True
@@ -105,7 +105,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
             options.refuse_experiment("there is no --kv-policy")
             return
         refusals.check_version()
-        options.load_policies(*asked)
+        policy_files.load_policies(*asked)
         loading.prepare(result)
     except Refused as error:
         raise _stop(error, command_line=True) from None
@@ -116,7 +116,7 @@ def _from_cli_args(result: Any, cls: type, arguments: Namespace, *args: Any) -> 
 
 def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -> None:
     """After runtime_context.publish in the launcher: options are resolved, nothing is loaded."""
-    from kvpolicy.sglang_ext.face import compat, options, refusals
+    from kvpolicy.sglang_ext.face import compat, options, policy_files, refusals
 
     if role != "tokenizer" or not any(options.requested()):
         return
@@ -131,10 +131,10 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
         refusals.check_options(server_options)
         config = compat.model_config(server_args)
         refusals.check_model(config)
-        policies = options.load_policies(*options.requested())
+        policies = policy_files.load_policies(*options.requested())
         refusals.check_preferred(server_options, [policy.name for policy in policies])
-        options.check_policies(policies, refusals.model_sizes(config), config.context_len)
-        options.log_warnings(policies)
+        policy_files.check_policies(policies, refusals.model_sizes(config), config.context_len)
+        policy_files.log_warnings(policies)
         if server_options.tokenizer_worker_num > 1 and not compat.use_worker_app(WORKER_APP):
             raise Refused(
                 f"--tokenizer-worker-num {server_options.tokenizer_worker_num} cannot be combined "

@@ -27,7 +27,7 @@ from typing import Any
 
 from kvpolicy.sglang_ext.experiment.raw import Raw
 from kvpolicy.sglang_ext.face import asked, collection, compat
-from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.policy_files import Policy
 from kvpolicy.sglang_ext.forward.failures import ADMISSION, ALLOCATION
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.forward.stages import Outcome

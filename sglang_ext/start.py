@@ -17,7 +17,7 @@ from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.face import compat, options, refusals
 from kvpolicy.sglang_ext.face.compiling import compiling, watch_late
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
-from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.policy_files import Policy
 from kvpolicy.sglang_ext.forward import layers
 from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.experiments.definition.experiment import Experiment
-from kvpolicy.sglang_ext.face.options import text_of
+from kvpolicy.sglang_ext.face.policy_files import text_of
 
 
 def with_arms(

@@ -26,7 +26,7 @@ from kvpolicy.sglang_ext.experiment.live import InUse, Live
 from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import text_of
+from kvpolicy.sglang_ext.face.policy_files import text_of
 from kvpolicy.sglang_ext.serving.catalog import Catalog, Claim
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.definition.experiment import NO_POLICY, Experiment
 from kvpolicy.sglang_ext.experiment.arms import with_arms
 from kvpolicy.sglang_ext.experiment.live import LABELS, Live
-from kvpolicy.sglang_ext.face import compat, options
+from kvpolicy.sglang_ext.face import compat, options, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.policy_files import Policy
 
 
 def prepare(server_args: Any) -> None:
@@ -34,16 +34,16 @@ def prepare(server_args: Any) -> None:
             f"--kv-experiment needs SGLang 0.5.23; {compat.installed_version()} is installed."
         )
     paths, settings, data = options.requested()
-    policies = options.load_policies(paths, settings, data)
+    policies = policy_files.load_policies(paths, settings, data)
     experiment = read(file, [policy.name for policy in policies])
     policy_paths = {policy.name: policy.path for policy in policies}
     files, values = with_arms(experiment, policy_paths, settings)
     added = [f"{name}={files[name]}" for name in files if name not in policy_paths]
     if added:
-        os.environ[options.PATHS_VARIABLE] = os.pathsep.join([*paths, *added])
-        os.environ[options.SETTINGS_VARIABLE] = ",".join(values)
+        os.environ[options.PATHS.variable] = os.pathsep.join([*paths, *added])
+        os.environ[options.SETTINGS.variable] = ",".join(values)
     if experiment.shadow is None:
-        os.environ.setdefault(options.SLOTS_VARIABLE, "0")
+        os.environ.setdefault(options.SLOTS.variable, "0")
     compat.allow_labels(server_args, LABELS)
 
 

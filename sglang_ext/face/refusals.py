@@ -16,7 +16,8 @@ from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
 from kvpolicy.sglang_ext.face.asked import POLICY, PREFIX, SET, not_served
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import Policy, attention, experiment_file, kernels
+from kvpolicy.sglang_ext.face.options import attention, experiment_file, kernels
+from kvpolicy.sglang_ext.face.policy_files import Policy
 
 # Attention backends for prefills and decode steps, in any combination; see attention/backend.py.
 SERVED_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")

@@ -20,7 +20,7 @@ from kvpolicy.dsl.ir.once import PROMPTS, once_at_most
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face.asked import POLICY, not_served
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
-from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.policy_files import Policy
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.growth import Growth, share_of_rank
 from kvpolicy.sglang_ext.memory.private import Private

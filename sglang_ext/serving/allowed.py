@@ -16,7 +16,7 @@ from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.asked import POLICY, SET, check_values, named, not_served
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
+from kvpolicy.sglang_ext.face.policy_files import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.serving.catalog import Catalog
 
 _MOST_CHECKED = 1024

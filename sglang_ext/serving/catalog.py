@@ -11,9 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from kvpolicy.dsl.bind.model_config import ModelConfig
-from kvpolicy.sglang_ext.face import compat, options
+from kvpolicy.sglang_ext.face import compat, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.policy_files import Policy
 from kvpolicy.sglang_ext.serving.messages import (
     COMMIT,
     DONE,
@@ -68,8 +68,8 @@ class Catalog:
         Raises:
             Refused: it cannot be served; the message says why.
         """
-        policy = options.policy_of(name, text, dict(settings))
-        await asyncio.to_thread(options.check_policies, [policy], self.model, self.length)
+        policy = policy_files.policy_of(name, text, dict(settings))
+        await asyncio.to_thread(policy_files.check_policies, [policy], self.model, self.length)
         return policy
 
     async def rehearse(

@@ -18,7 +18,7 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import Policy, policy_of
+from kvpolicy.sglang_ext.face.policy_files import Policy, policy_of
 from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.tables import DeviceTables

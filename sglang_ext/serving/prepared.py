@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import SET
-from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
+from kvpolicy.sglang_ext.face.policy_files import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.serving.messages import (
     FAILED,
     LOOK_EVERY,

@@ -25,7 +25,7 @@ from typing import Any
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.asked import SET
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
-from kvpolicy.sglang_ext.face.options import Policy, Texts, texts_of
+from kvpolicy.sglang_ext.face.policy_files import Policy, Texts, texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.serving.background import Background

@@ -21,7 +21,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import Divided, Heads
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.kernels_in_use import chosen_for
-from kvpolicy.sglang_ext.face.options import Policy
+from kvpolicy.sglang_ext.face.policy_files import Policy
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.rotary import Rotary

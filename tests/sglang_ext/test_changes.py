@@ -18,7 +18,7 @@ from kvpolicy.sglang_ext.experiment.control import Control
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.experiment.traffic import Traffic
-from kvpolicy.sglang_ext.face import compat, options
+from kvpolicy.sglang_ext.face import compat, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
@@ -79,7 +79,7 @@ class Scheduler:
 @pytest.fixture
 def fleet(monkeypatch):
     """A catalog and two schedulers, which it reaches instead of SGLang's manager."""
-    given = options.load_policies([f"{name}={FILE}" for name in ("first", "second")], [])
+    given = policy_files.load_policies([f"{name}={FILE}" for name in ("first", "second")], [])
     schedulers = [Scheduler(rank, given) for rank in range(2)]
 
     async def change_policies(manager, body):

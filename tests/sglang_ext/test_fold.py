@@ -152,7 +152,7 @@ class World:
         there = torch.tensor([[entries.shape[1] for entries in heads] for heads in self.entries()])
         kept = torch.stack([choice.kept.sum(1) for choice in choices])
         left = there - kept if finite else there - there
-        landed = SimpleNamespace(
+        of_fold = SimpleNamespace(
             counts_before=there, counts_after=there - left, finite=finite, left=int(left.sum()),
             fewest=int(left.min()),
         )  # fmt: skip
@@ -160,11 +160,11 @@ class World:
 
         def numbers():
             waits[:] = [arrived]  # once they are on the host nobody waits
-            return landed
+            return of_fold
 
         memory = SimpleNamespace(
             numbers=numbers,
-            landed=lambda: arrived,
+            numbers_arrived=lambda: arrived,
             keeps_size=lambda counts: fixed,
         )
         self.state.decoding = Decoding(memory, PendingSteps(1))

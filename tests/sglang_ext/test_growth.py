@@ -10,7 +10,7 @@ from kvpolicy.dsl.bind.bind import bind  # noqa: E402
 from kvpolicy.dsl.bind.bounds import Bounds  # noqa: E402
 from kvpolicy.dsl.check.policy import load  # noqa: E402
 from kvpolicy.dsl.ir.nodes import ModelShape  # noqa: E402
-from kvpolicy.sglang_ext.face.options import Policy  # noqa: E402
+from kvpolicy.sglang_ext.face.policy_files import Policy  # noqa: E402
 from kvpolicy.sglang_ext.memory.arena import create_arena  # noqa: E402
 from kvpolicy.sglang_ext.memory.growth import Growth  # noqa: E402
 from kvpolicy.sglang_ext.request.request import Served  # noqa: E402

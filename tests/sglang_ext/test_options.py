@@ -14,7 +14,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.table import REFERENCE
-from kvpolicy.sglang_ext.face import kernels_in_use, options
+from kvpolicy.sglang_ext.face import kernels_in_use, options, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
@@ -33,7 +33,7 @@ keep: sinks(4) then recent(capacity - 4)
 def files(tmp_path, monkeypatch):
     """Paths of two policy files, `one` and `two`; no policy in the environment."""
     # setenv first, so that what a test exports is removed after it.
-    for variable in (options.PATHS_VARIABLE, options.SETTINGS_VARIABLE, options.DATA_VARIABLE):
+    for variable in (options.PATHS.variable, options.SETTINGS.variable, options.DATA.variable):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     paths = []
@@ -55,14 +55,14 @@ def test_flags_reach_child_processes_through_the_environment(files, monkeypatch)
     options.export(parse("--kv-policy", "one.yaml", "--kv-policy", files[1]))
     options.export(parse("--kv-policy-set", "one.capacity=8", "two.capacity=9"))
     assert options.requested() == (files, ["one.capacity=8", "two.capacity=9"], [])
-    one, two = options.load_policies(*options.requested())
+    one, two = policy_files.load_policies(*options.requested())
     assert (one.name, two.name) == ("one", "two")
     assert one.bind(SHAPE).params["capacity"] == 8
     assert two.bind(SHAPE).params["capacity"] == 9
 
 
 def test_one_policy_needs_no_prefix(files):
-    (policy,) = options.load_policies(files[:1], ["capacity=8"])
+    (policy,) = policy_files.load_policies(files[:1], ["capacity=8"])
     assert policy.bind(SHAPE).params["capacity"] == 8
 
 
@@ -71,13 +71,13 @@ def test_a_shipped_policy_is_served_by_its_name(files, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     options.export(parse("--kv-policy", "snapkv", "small=tova", "--kv-policy-kernels", "torch"))
     paths = options.requested().policies
-    assert [name for name, _ in map(options._named, paths)] == [None, "small"]
-    assert all(os.path.isabs(path) for _, path in map(options._named, paths))
-    found = options.load_policies(paths, ["snapkv.capacity=100"])
+    assert [name for name, _ in map(options.name_and_path, paths)] == [None, "small"]
+    assert all(os.path.isabs(path) for _, path in map(options.name_and_path, paths))
+    found = policy_files.load_policies(paths, ["snapkv.capacity=100"])
     assert [(x.name, x.program.name) for x in found] == [("snapkv", "snapkv"), ("small", "tova")]
     (tmp_path / "tova").write_text(POLICY.format(name="own"))
     options.export(parse("--kv-policy", "tova"))
-    assert [x.name for x in options.load_policies(*options.requested())] == ["own"]
+    assert [x.name for x in policy_files.load_policies(*options.requested())] == ["own"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_shipped_policy_is_served_by_its_name(files, monkeypatch, tmp_path):
 def test_neither_a_file_nor_a_shipped_policy(files, value, sentence):
     options.export(parse("--kv-policy", value))
     with pytest.raises(Refused, match=re.escape(sentence)):
-        options.load_policies(*options.requested())
+        policy_files.load_policies(*options.requested())
 
 
 def test_a_file_may_be_served_by_other_names(files, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_file_may_be_served_by_other_names(files, monkeypatch):
     assert options.requested().policies == [
         f"one@0.5={files[0]}", files[0], f"one@0.125={files[0]}", f"b.2={files[1]}"
     ]  # fmt: skip
-    policies = options.load_policies(*options.requested())
+    policies = policy_files.load_policies(*options.requested())
     assert [policy.name for policy in policies] == ["one@0.5", "one", "one@0.125", "b.2"]
     assert [policy.path for policy in policies] == [files[0], files[0], files[0], files[1]]
     assert [policy.bind(SHAPE).params["capacity"] for policy in policies] == [8, 64, 64, 9]
@@ -113,14 +113,14 @@ def test_a_file_may_be_served_by_other_names(files, monkeypatch):
 
 
 def test_a_file_is_read_once_however_often_it_is_served(files, monkeypatch):
-    read, load = [], options.load
-    monkeypatch.setattr(options, "load", lambda path: read.append(path) or load(path))
-    options.load_policies([f"p{i}={files[i % 2]}" for i in range(10)], [])
+    read, load = [], policy_files.load
+    monkeypatch.setattr(policy_files, "load", lambda path: read.append(path) or load(path))
+    policy_files.load_policies([f"p{i}={files[i % 2]}" for i in range(10)], [])
     assert read == files
 
 
 def test_messages_of_a_renamed_policy_say_which_one(files):
-    (policy,) = options.load_policies([f"a={files[0]}"], ["a.capacity=0"])
+    (policy,) = policy_files.load_policies([f"a={files[0]}"], ["a.capacity=0"])
     with pytest.raises(Refused, match=f"^--kv-policy a={files[0]}: .*at least"):
         policy.bind(SHAPE)
 
@@ -138,7 +138,7 @@ def test_messages_of_a_renamed_policy_say_which_one(files):
 def test_names_that_cannot_be_given(files, value, message):
     value = value.format(files[0])
     with pytest.raises(Refused, match=re.escape(f"--kv-policy {value}: {message}")):
-        options.load_policies([value], [])
+        policy_files.load_policies([value], [])
 
 
 def test_a_wrong_name_is_refused_before_the_environment_carries_it(files):
@@ -155,7 +155,7 @@ def test_two_policies_of_one_name_are_refused_with_a_way_out(files):
             f"another name, as in --kv-policy {name}-2={files[1]}"
         )
         with pytest.raises(Refused, match=f"^{re.escape(sentence)}$"):
-            options.load_policies(values, [])
+            policy_files.load_policies(values, [])
 
 
 def test_an_equals_sign_in_a_folder_is_part_of_the_path(files, tmp_path):
@@ -164,14 +164,14 @@ def test_an_equals_sign_in_a_folder_is_part_of_the_path(files, tmp_path):
     path = folder / "one.yaml"
     path.write_text(POLICY.format(name="one"))
     for value in (str(path), f"x={path}"):
-        (policy,) = options.load_policies([value], [])
+        (policy,) = policy_files.load_policies([value], [])
         assert policy.path == str(path)
 
 
 def test_without_flags_nothing_is_requested(files):
     options.export(parse())
     assert options.requested() == ([], [], [])
-    assert options.load_policies([], []) == ()
+    assert policy_files.load_policies([], []) == ()
 
 
 @pytest.mark.parametrize(
@@ -186,27 +186,27 @@ def test_without_flags_nothing_is_requested(files):
 )
 def test_settings_that_fit_no_policy(files, settings, message):
     with pytest.raises(Refused, match=message):
-        options.load_policies(files, settings)
+        policy_files.load_policies(files, settings)
 
 
 def test_every_variable_is_documented():
-    names = {value for name, value in vars(options).items() if name.endswith("_VARIABLE")}
+    names = {option.variable for option in options.OPTIONS}
     text = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
     assert set(re.findall(r"`(SGLANG_KV_\w+)`", text)) == names
 
 
 def test_an_experiment_without_a_policy(monkeypatch):
     options.refuse_experiment("there is no --kv-policy")
-    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "e.yaml")
+    monkeypatch.setenv(options.EXPERIMENT.variable, "e.yaml")
     with pytest.raises(Refused, match=r"SGLANG_KV_POLICY_EXPERIMENT e.yaml: there is no --kv-pol"):
         options.refuse_experiment("there is no --kv-policy")
 
 
 def test_settings_without_a_policy(files):
     with pytest.raises(Refused, match="there is no --kv-policy"):
-        options.load_policies([], ["capacity=8"])
+        policy_files.load_policies([], ["capacity=8"])
     with pytest.raises(Refused, match=r"^--kv-policy-data gate=g.json: there is no --kv-policy$"):
-        options.load_policies([], [], ["gate=g.json"])
+        policy_files.load_policies([], [], ["gate=g.json"])
 
 
 GATED = """\
@@ -233,15 +233,15 @@ def test_tensors_of_the_model_are_for_all_policies_that_declare_them(gated, monk
     options.export(parse("--kv-policy-data", f"gate={tensor}"))
     assert options.requested().data == [f"gate={tmp_path / tensor}"]
     monkeypatch.chdir("/")
-    first, second, snapkv = options.load_policies(*options.requested())
+    first, second, snapkv = policy_files.load_policies(*options.requested())
     for each in (first, second):
         assert each.bind(SHAPE).tensors["gate"].layers[0] == (0.9,) * SHAPE.kv_heads
     assert snapkv.bind(SHAPE).tensors == {}
     # A policy that comes later reads those of the server's start.
-    later = options.policy_of("later", GATED, {})
+    later = policy_files.policy_of("later", GATED, {})
     assert later.bind(SHAPE).digest == first.bind(SHAPE).digest
     Path(tmp_path / tensor).write_text(json.dumps([[0.1] * SHAPE.kv_heads] * SHAPE.layers))
-    (changed,) = options.load_policies([str(tmp_path / policy)], [], options.requested().data)
+    (changed,) = policy_files.load_policies([str(tmp_path / policy)], [], options.requested().data)
     assert changed.bind(SHAPE).digest != first.bind(SHAPE).digest
 
 
@@ -262,13 +262,13 @@ def test_tensors_that_are_missing_or_wrong(gated):
         (["gate=short.csv", "gate=high.json"], "`gate` is given twice"),
     ):
         with pytest.raises(Refused) as refused:
-            options.load_policies([policy], [], data)[0].bind(SHAPE)
+            policy_files.load_policies([policy], [], data)[0].bind(SHAPE)
         assert sentence in str(refused.value)
 
 
 def test_unknown_and_unaccepted_parameters_name_the_file(files):
     for setting, message in (("capacty=8", "did you mean `capacity`"), ("capacity=0", "at least")):
-        (policy,) = options.load_policies(files[:1], [setting])
+        (policy,) = policy_files.load_policies(files[:1], [setting])
         with pytest.raises(Refused, match=message) as refused:
             policy.bind(SHAPE)
         assert f"--kv-policy {files[0]}" in str(refused.value)
@@ -277,26 +277,26 @@ def test_unknown_and_unaccepted_parameters_name_the_file(files):
 def test_files_that_cannot_be_served(files, tmp_path):
     missing = tmp_path / "missing.yaml"
     with pytest.raises(Refused, match=f"--kv-policy {missing}: there is no such file"):
-        options.load_policies([str(missing)], [])
+        policy_files.load_policies([str(missing)], [])
     with pytest.raises(Refused, match=f"^--kv-policy {tmp_path}: this is a folder, not a policy"):
-        options.load_policies([str(tmp_path)], [])
+        policy_files.load_policies([str(tmp_path)], [])
     loop = tmp_path / "loop.yaml"
     loop.symlink_to(loop)
     with pytest.raises(Refused, match=f"^--kv-policy {loop}: this link leads back to itself$"):
-        options.load_policies([str(loop)], [])
+        policy_files.load_policies([str(loop)], [])
     with pytest.raises(Refused, match="is also called `one`"):
-        options.load_policies([files[0], files[0]], [])
+        policy_files.load_policies([files[0], files[0]], [])
     none = tmp_path / "none.yaml"
     none.write_text(POLICY.format(name="none"))
     with pytest.raises(Refused, match="`none` stands for no policy"):
-        options.load_policies([str(none)], [])
+        policy_files.load_policies([str(none)], [])
 
 
 def test_a_wrong_file_gives_the_checkers_diagnostics(tmp_path):
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(POLICY.format(name="wrong").replace("capacity - 4", "capacty - 4"))
     with pytest.raises(Refused) as refused:
-        options.load_policies([str(wrong)], [])
+        policy_files.load_policies([str(wrong)], [])
     assert f"{wrong}:6:" in str(refused.value)
     assert "did you mean `capacity`?" in str(refused.value)
 
@@ -306,7 +306,7 @@ def test_warnings_are_logged_once_for_a_file(files, tmp_path, caplog):
     path.write_text("policy: nothing\nlanguage: 1\nscore: position\nbudget: 0\nkeep: top(score)\n")
     values = [files[0], str(path), f"also={path}"]
     with caplog.at_level("WARNING"):
-        options.log_warnings(options.load_policies(values, []))
+        policy_files.log_warnings(policy_files.load_policies(values, []))
     (line,) = caplog.messages
     assert line.startswith(f"--kv-policy {path}:\n{path}:4:9: warning[zero]: `budget` is 0")
 
@@ -315,16 +315,16 @@ def test_what_is_not_served_yet_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "read.yaml"
     path.write_text(POLICY.format(name="read") + "read: recent(8)\n")
     with pytest.raises(Refused, match=r"`read` cannot be served yet\.$"):
-        options.load_policies([str(path)], [])
+        policy_files.load_policies([str(path)], [])
 
 
 def test_the_fold_interval_reaches_the_policies(files, monkeypatch):
-    monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
+    monkeypatch.setenv(options.INTERVAL.variable, "")
     path = files[0]
     with open(path, "a") as file:
         file.write("decode: same\n")
     options.export(parse("--kv-policy", path))
-    (policy,) = options.load_policies([path], [])
+    (policy,) = policy_files.load_policies([path], [])
     assert policy.bind(SHAPE).fold_interval == options.DEFAULT_INTERVAL
     options.export(parse("--kv-policy-fold-interval", "3"))
     bound = policy.bind(SHAPE)
@@ -333,27 +333,27 @@ def test_the_fold_interval_reaches_the_policies(files, monkeypatch):
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "often"])
 def test_a_wrong_fold_interval_is_refused(files, monkeypatch, text):
-    monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
+    monkeypatch.setenv(options.INTERVAL.variable, "")
     sentence = f"--kv-policy-fold-interval {text}: expected a whole number from 1 on"
     with pytest.raises(Refused, match=re.escape(sentence)):
         options.export(parse(f"--kv-policy-fold-interval={text}"))
 
 
 def test_a_fold_interval_without_a_policy_is_refused(files, monkeypatch):
-    monkeypatch.setenv(options.INTERVAL_VARIABLE, "")
+    monkeypatch.setenv(options.INTERVAL.variable, "")
     with pytest.raises(Refused, match="--kv-policy-fold-interval 3: there is no --kv-policy"):
         options.export(parse("--kv-policy-fold-interval", "3"))
 
 
 def test_the_kernels_reach_child_processes(files, monkeypatch):
-    monkeypatch.setenv(options.KERNELS_VARIABLE, "")
+    monkeypatch.setenv(options.KERNEL_CHOICE.variable, "")
     assert options.kernels() == "auto"
     options.export(parse("--kv-policy", files[0], "--kv-policy-kernels", "torch"))
     assert options.kernels() == "torch"
 
 
 def test_what_reads_reaches_child_processes(files, monkeypatch):
-    monkeypatch.setenv(options.ATTENTION_VARIABLE, "")
+    monkeypatch.setenv(options.ATTENTION_CHOICE.variable, "")
     assert options.attention() == "auto"
     options.export(parse("--kv-policy", files[0], "--kv-policy-attention", "flashinfer"))
     assert options.attention() == "flashinfer"
@@ -363,15 +363,15 @@ def test_what_reads_reaches_child_processes(files, monkeypatch):
 
 
 def test_unknown_kernels_and_kernels_without_a_policy_are_refused(files, monkeypatch):
-    monkeypatch.setenv(options.KERNELS_VARIABLE, "")
+    monkeypatch.setenv(options.KERNEL_CHOICE.variable, "")
     wrong = parse("--kv-policy", files[0], "--kv-policy-kernels", "cuda")
     sentence = "--kv-policy-kernels cuda: expected one of auto, torch, triton"
     with pytest.raises(Refused, match=re.escape(sentence)):
         options.export(wrong)
-    monkeypatch.setenv(options.PATHS_VARIABLE, "")
+    monkeypatch.setenv(options.PATHS.variable, "")
     with pytest.raises(Refused, match="--kv-policy-kernels torch: there is no --kv-policy"):
         options.export(parse("--kv-policy-kernels", "torch"))
-    monkeypatch.setenv(options.ALLOW_SET_VARIABLE, "")
+    monkeypatch.setenv(options.ALLOW_SET.variable, "")
     with pytest.raises(Refused, match="--kv-policy-allow-set capacity: there is no --kv-policy"):
         options.export(parse("--kv-policy-allow-set", "capacity"))
 
@@ -388,7 +388,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(files, monkeypatch):
 
 def test_the_kernels_in_use_are_said_once(files, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv(options.KERNELS_VARIABLE, "")
+    monkeypatch.setenv(options.KERNEL_CHOICE.variable, "")
     kernels_in_use.chosen_for.cache_clear()
     with caplog.at_level(logging.INFO):
         auto = [kernels_in_use.in_use(torch.device("cpu")) for _ in range(2)]
@@ -399,9 +399,9 @@ def test_the_kernels_in_use_are_said_once(files, monkeypatch, caplog):
     said = caplog.records[-1].getMessage()
     assert said.startswith("KV-cache policy kernels: triton, not tuned for ")
     assert said.endswith("; run `python benchmarks/kernels.py --topics tuning --write`.")
-    monkeypatch.setenv(options.KERNELS_VARIABLE, "triton")
+    monkeypatch.setenv(options.KERNEL_CHOICE.variable, "triton")
     assert set(kernels_in_use.in_use(torch.device("cpu")).table) == {*REFERENCE, "generated"}
-    monkeypatch.setenv(options.KERNELS_VARIABLE, "torch")
+    monkeypatch.setenv(options.KERNEL_CHOICE.variable, "torch")
     assert kernels_in_use.in_use(torch.device("cuda")).name == "torch"
 
 
@@ -436,16 +436,18 @@ def test_policies_are_tried_before_a_server_loads_anything(files, monkeypatch):
 
     monkeypatch.setattr(trial, "trial", failing)
     names = [f"a={files[0]}", f"b={files[0]}", f"c={files[0]}"]
-    options.check_policies(options.load_policies(names, ["b.capacity=9"]), MODEL, 4096)
+    policy_files.check_policies(policy_files.load_policies(names, ["b.capacity=9"]), MODEL, 4096)
     assert tried == [64, 9]
-    policies = options.load_policies(names, ["b.capacity=8"])
+    policies = policy_files.load_policies(names, ["b.capacity=8"])
     with pytest.raises(Refused, match=f"^--kv-policy b={files[0]}: one: .*keeps other entries"):
-        options.check_policies(policies, MODEL, 4096)
+        policy_files.check_policies(policies, MODEL, 4096)
 
 
 def test_a_policy_that_costs_too_much_is_refused_with_the_limit_that_allows_it(monkeypatch):
     def check(length):
-        options.check_policies(options.load_policies(["policies/h2o.yaml"], []), MODEL, length)
+        policy_files.check_policies(
+            policy_files.load_policies(["policies/h2o.yaml"], []), MODEL, length
+        )
 
     monkeypatch.setenv("SGLANG_KV_POLICY_MAX_COST", "50")
     check(64)
@@ -471,27 +473,29 @@ def test_a_policy_that_costs_too_much_is_refused_with_the_limit_that_allows_it(m
     [("", 10_000, 200), ("", 10**7, 4096), ("0", 10_000, 0), ("5000", 10_000, 5000)],
 )
 def test_slots_set_aside_for_an_experiment(monkeypatch, text, pool, slots):
-    monkeypatch.setenv(options.SLOTS_VARIABLE, text)
-    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "")
+    monkeypatch.setenv(options.SLOTS.variable, text)
+    monkeypatch.setenv(options.EXPERIMENT.variable, "")
     if text not in ("", "0"):
         with pytest.raises(Refused, match="--kv-experiment-slots 5000: there is no --kv-exp"):
             options.experiment_slots(pool, 4096)
     else:
         assert options.experiment_slots(pool, 4096) == 0
-    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "/experiment.yaml")
+    monkeypatch.setenv(options.EXPERIMENT.variable, "/experiment.yaml")
     assert options.experiment_slots(pool, 4096) == slots
 
 
 def test_what_is_set_aside_leaves_half_of_the_pool(monkeypatch):
-    monkeypatch.setenv(options.SLOTS_VARIABLE, "501")
-    monkeypatch.setenv(options.EXPERIMENT_VARIABLE, "/experiment.yaml")
+    monkeypatch.setenv(options.SLOTS.variable, "501")
+    monkeypatch.setenv(options.EXPERIMENT.variable, "/experiment.yaml")
     with pytest.raises(Refused, match="501: more than half of the pool, which has 1000 slots"):
         options.experiment_slots(1000, 4096)
     assert options.experiment_slots() == 501  # on the command line no pool is known
 
 
 def test_values_of_parameters_as_settings_write_them():
-    assert [options.text_of(x) for x in (True, 7, 0.25, 0.1)] == [
+    assert [policy_files.text_of(x) for x in (True, 7, 0.25, 0.1)] == [
         "true", "7", "0.25", "0.10000000000000001"
     ]  # fmt: skip
-    assert options.text_of(10**400) == f"{10**400}"  # more than a float holds: refused as any other
+    assert (
+        policy_files.text_of(10**400) == f"{10**400}"
+    )  # more than a float holds: refused as any other

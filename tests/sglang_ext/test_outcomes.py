@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_allocator import Allocator, no_cache
-from kvpolicy.sglang_ext.face.options import INTERVAL_VARIABLE
+from kvpolicy.sglang_ext.face.options import INTERVAL
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
 from kvpolicy.sglang_ext.forward.failures import SCORING, Failures, code_of
@@ -51,8 +51,8 @@ class Stage:
         self.request = SimpleNamespace(kv=SimpleNamespace(holds_kv=True))
         self.request.kv_policy_state = self.state
         self.batch = SimpleNamespace(reqs=[self.request])
-        landed = SimpleNamespace(counts_after=torch.tensor(kept), finite=finite)
-        own = SimpleNamespace(request=self.request, landed=landed)
+        numbers = SimpleNamespace(counts_after=torch.tensor(kept), finite=finite)
+        own = SimpleNamespace(request=self.request, fold_numbers=numbers)
         fold = SimpleNamespace(members=[own], carry_out=self.carry_out)
         leaving = Leaving(self.request, self.state, LENGTH)
         decode = SimpleNamespace(leaving=[leaving], folds=[fold])
@@ -181,7 +181,7 @@ def test_ranks_agree_after_steps_at_which_nothing_else_made_them(monkeypatch):
     folds = {3, 19, 35, 60, 77}  # none, or one, of the steps between is the sixteenth in a row
     agreed = {step for step in range(100) if failures.due(anyway=step in folds)}
     assert agreed - folds == {51, 76, 93}
-    monkeypatch.setenv(INTERVAL_VARIABLE, "40")
+    monkeypatch.setenv(INTERVAL.variable, "40")
     failures = Failures(*[SimpleNamespace()] * 3, OneOfTwo(0), 0)
     assert not any(failures.due(anyway=step % 40 == 0) != (step % 40 == 0) for step in range(200))
 

@@ -446,7 +446,7 @@ def test_other_models_are_refused_by_class():
 def test_longest_prompt_in_one_piece(monkeypatch, text, chunk, most):
     from kvpolicy.sglang_ext.face import options
 
-    monkeypatch.setenv(options.ONE_PIECE_VARIABLE, text)
+    monkeypatch.setenv(options.ONE_PIECE.variable, text)
     assert options.one_piece(chunk) == most
 
 
@@ -455,6 +455,6 @@ def test_a_wrong_length_is_refused(monkeypatch, text):
     from kvpolicy.sglang_ext.face import options
     from kvpolicy.sglang_ext.face.errors import Refused
 
-    monkeypatch.setenv(options.ONE_PIECE_VARIABLE, text)
+    monkeypatch.setenv(options.ONE_PIECE.variable, text)
     with pytest.raises(Refused, match=f"prefill {text}: expected a whole number from 1 on"):
         options.one_piece(512)

@@ -84,7 +84,7 @@ def measured(tmp_path, monkeypatch):
         tuned.load.cache_clear()
 
     monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setenv(options.ATTENTION_VARIABLE, "")
+    monkeypatch.setenv(options.ATTENTION_CHOICE.variable, "")
     tuned.load.cache_clear()
     yield write
     tuned.load.cache_clear()
@@ -219,9 +219,9 @@ def test_who_may_read(services, measured, monkeypatch):
     measured((where(4, 1000), {"reader": "flashinfer"}))
     assert of_backend(services) is not None
     assert of_backend(services, "triton") is None
-    monkeypatch.setenv(options.ATTENTION_VARIABLE, "triton")
+    monkeypatch.setenv(options.ATTENTION_CHOICE.variable, "triton")
     assert of_backend(services) is None
-    monkeypatch.setenv(options.ATTENTION_VARIABLE, "flashinfer")
+    monkeypatch.setenv(options.ATTENTION_CHOICE.variable, "flashinfer")
     measured()
     services.tables = DeviceTables(services.arena, 4, 20)
     reader = of_backend(services)
@@ -240,7 +240,7 @@ def test_without_the_package(services, measured, monkeypatch, caplog):
     [record] = caplog.records
     said = "Measured to be fastest by FlashInfer, but the package flashinfer-python is not"
     assert record.getMessage().startswith(said)
-    monkeypatch.setenv(options.ATTENTION_VARIABLE, "flashinfer")
+    monkeypatch.setenv(options.ATTENTION_CHOICE.variable, "flashinfer")
     said = "--kv-policy-attention flashinfer: the package flashinfer-python is not installed; leave"
     with pytest.raises(Refused, match=re.escape(said)):
         of_backend(services)

@@ -13,7 +13,7 @@ from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.rounding import FLOAT8
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
-from kvpolicy.sglang_ext.face.options import load_policies
+from kvpolicy.sglang_ext.face.policy_files import load_policies
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.memory.arena import create_arena

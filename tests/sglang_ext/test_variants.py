@@ -14,7 +14,7 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
-from kvpolicy.sglang_ext.face.options import Policy, texts_of
+from kvpolicy.sglang_ext.face.policy_files import Policy, texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
 from kvpolicy.sglang_ext.serving import prepared
 from kvpolicy.sglang_ext.serving.background import Background
