@@ -25,8 +25,8 @@ import report
 import requests
 from kvpolicy.evaluation.serving import Server, serve
 from kvpolicy.experiments.definition import reading
+from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.live import LABELS, Live
-from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from scipy.stats import t
 from tqdm import tqdm
 

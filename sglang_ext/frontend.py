@@ -1,6 +1,6 @@
 """The plugin where SGLang talks to clients: in the tokenizer's process, or in HTTP workers.
 
-Requests get back the fields that a route of SGLang drops, and the policy that experiment/traffic.py
+Requests get back the fields that a route of SGLang drops, and the policy that clients/traffic.py
 chooses for them; answers get the facts about what their policy did.
 
 Hooks are installed once per process. A program may make several `sgl.Engine`s, each with its own
@@ -15,10 +15,10 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY
+from kvpolicy.sglang_ext.clients.front_end import FrontEnd, assigned_to, facts_of
+from kvpolicy.sglang_ext.clients.traffic import HEADER
 from kvpolicy.sglang_ext.experiment.raw import RAW
-from kvpolicy.sglang_ext.experiment.server import FrontEnd, assigned_to, facts_of
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
-from kvpolicy.sglang_ext.experiment.traffic import HEADER
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.compat import Function
 from kvpolicy.sglang_ext.face.errors import Refused

@@ -155,13 +155,13 @@ def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
         workers: number of processes that talk to clients.
     """
     from kvpolicy.sglang_ext import frontend
+    from kvpolicy.sglang_ext.clients.allowed import Allowed
+    from kvpolicy.sglang_ext.clients.catalog import Catalog
+    from kvpolicy.sglang_ext.clients.control import Control
+    from kvpolicy.sglang_ext.clients.front_end import FrontEnd
+    from kvpolicy.sglang_ext.clients.traffic import Traffic
     from kvpolicy.sglang_ext.experiment import loading
-    from kvpolicy.sglang_ext.experiment.control import Control
-    from kvpolicy.sglang_ext.experiment.server import FrontEnd
-    from kvpolicy.sglang_ext.experiment.traffic import Traffic
     from kvpolicy.sglang_ext.face import compat, options, refusals
-    from kvpolicy.sglang_ext.serving.allowed import Allowed
-    from kvpolicy.sglang_ext.serving.catalog import Catalog
 
     live = loading.live(policies, workers)
     catalog = Catalog(policies, refusals.model_sizes(config), config.context_len)

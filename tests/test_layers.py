@@ -48,7 +48,7 @@ PACKAGES = {
     "experiments": ("statistics", "definition", "replica", "fleet", "reporting", "simulate"),
     "kernels": ("launch", "entries", "templates", "scoring", "merging", "attention"),
     "sglang_ext": ("face", "memory", "request", "report", "forward", "attention", "serving",
-                   "experiment"),
+                   "experiment", "clients"),
 }  # fmt: skip
 # Functions that Triton compiles, in two ways.
 COMPILED = {"rows_triton._copy"}

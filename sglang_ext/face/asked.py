@@ -53,7 +53,7 @@ def of(request: Any, *, inspection: bool) -> Mapping[str, Any]:
 
 
 def assigned(request: Any) -> Mapping[str, Any]:
-    """What the front end has written into a request (experiment/traffic.py); empty if nothing."""
+    """What the front end has written into a request (clients/traffic.py); empty if nothing."""
     custom = request.sampling_params.custom_params
     note = custom.get(ASSIGNED) if isinstance(custom, dict) else None
     return {} if note is None else note

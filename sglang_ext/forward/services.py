@@ -116,7 +116,10 @@ class Services:
         )  # fmt: skip
 
     def forget_rows(self) -> None:
-        """Give up `rows`: a decoding request has come, gone or changed."""
+        """Give up `rows`: a decoding request has come, gone or changed.
+
+        A decode step under way keeps them for itself, and hands over what it notes.
+        """
         if self.rows is not None:
             self.rows.hand_over()
             self.rows = None

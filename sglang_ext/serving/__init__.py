@@ -1,1 +1,1 @@
-"""Which policies are served: bound at the start, changed at run time, varied by requests."""
+"""The policies of a scheduler: bound at the start, changed at run time, varied by requests."""

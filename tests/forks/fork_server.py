@@ -47,7 +47,7 @@ MODULES = (
     "matplotlib.backends.backend_agg",
     "kvpolicy.sglang_ext.hooks",
     "kvpolicy.sglang_ext.frontend",
-    "kvpolicy.sglang_ext.experiment.control",
+    "kvpolicy.sglang_ext.clients.control",
     "kvpolicy.sglang_ext.experiment.loading",
     "kvpolicy.evaluation.cli",
     "kvpolicy.evaluation.asking.eval",

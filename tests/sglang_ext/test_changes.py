@@ -14,18 +14,18 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.experiments.definition import reading
-from kvpolicy.sglang_ext.experiment.control import Control
+from kvpolicy.sglang_ext.clients import catalog as catalogs
+from kvpolicy.sglang_ext.clients.catalog import Catalog
+from kvpolicy.sglang_ext.clients.control import Control
+from kvpolicy.sglang_ext.clients.front_end import FrontEnd
+from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.server import FrontEnd
-from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import compat, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
-from kvpolicy.sglang_ext.serving import catalog as catalogs
 from kvpolicy.sglang_ext.serving.background import Background
-from kvpolicy.sglang_ext.serving.catalog import Catalog
 from kvpolicy.sglang_ext.serving.changes import Changes
 from kvpolicy.sglang_ext.serving.messages import COMMIT, LOOK, UNDO, WITHDRAW
 from kvpolicy.sglang_ext.serving.served import ServedPolicies

@@ -22,15 +22,15 @@ from kvpolicy.experiments.definition.experiment import (
 )
 from kvpolicy.experiments.replica import state_file
 from kvpolicy.sglang_ext import frontend
+from kvpolicy.sglang_ext.clients.allowed import Allowed
+from kvpolicy.sglang_ext.clients.control import Control, _policy_in
+from kvpolicy.sglang_ext.clients.front_end import FrontEnd
+from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.arms import with_arms
-from kvpolicy.sglang_ext.experiment.control import Control, _policy_in
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.experiment.shadow import Budget
-from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import asked, compat
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.serving.allowed import Allowed
 
 EXPERIMENT = Experiment(
     name="trial",
@@ -496,7 +496,7 @@ def test_a_restart_takes_no_step_back(stepping):
 def test_where_it_stands_is_written_again_and_again(stepping, monkeypatch, tmp_path):
     begin, now = stepping
     live = begin()
-    monkeypatch.setattr("kvpolicy.sglang_ext.experiment.server.POLL", 0.01)
+    monkeypatch.setattr("kvpolicy.sglang_ext.clients.front_end.POLL", 0.01)
 
     async def watch():
         server = FrontEnd(Traffic({}, live=live), context=99)

@@ -12,11 +12,12 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
+from kvpolicy.sglang_ext.clients import prepared
+from kvpolicy.sglang_ext.clients.prepared import Prepared
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
-from kvpolicy.sglang_ext.serving import prepared
 from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.messages import (
     FAILED,
@@ -26,7 +27,6 @@ from kvpolicy.sglang_ext.serving.messages import (
     READY,
     VARY,
 )
-from kvpolicy.sglang_ext.serving.prepared import Prepared
 from kvpolicy.sglang_ext.serving.variants import Variants
 
 FAILURE = "`snapkv` failed with these values; the server"

@@ -17,12 +17,12 @@ from uuid import uuid4
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY, KeySource
 from kvpolicy.experiments.replica.assignment import AssignmentReason
+from kvpolicy.sglang_ext.clients.allowed import Allowed
+from kvpolicy.sglang_ext.clients.prepared import Prepared
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, POLICY, SET, named, not_served, quoted
 from kvpolicy.sglang_ext.face.options import ANY, LISTED, NOBODY
-from kvpolicy.sglang_ext.serving.allowed import Allowed
-from kvpolicy.sglang_ext.serving.prepared import Prepared
 
 HEADER = "x-kv-policy"  # in a request it names a policy, in an answer it holds the facts
 _LONGEST_KEY = 1024  # characters that are hashed

@@ -22,12 +22,12 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.replica.lifecycle import ENDED
+from kvpolicy.sglang_ext.clients.catalog import Catalog, Claim
+from kvpolicy.sglang_ext.clients.front_end import FrontEnd
 from kvpolicy.sglang_ext.experiment.live import InUse, Live
-from kvpolicy.sglang_ext.experiment.server import FrontEnd
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.policy_files import text_of
-from kvpolicy.sglang_ext.serving.catalog import Catalog, Claim
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed
 from kvpolicy.dsl.tools.cost_limit import check_cost
 from kvpolicy.experiments.definition.experiment import NO_POLICY
+from kvpolicy.sglang_ext.clients.catalog import Catalog
 from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.asked import POLICY, SET, check_values, named, not_served
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, Texts, texts_of
-from kvpolicy.sglang_ext.serving.catalog import Catalog
 
 _MOST_CHECKED = 1024
 

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
-from kvpolicy.sglang_ext.experiment.traffic import Traffic
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED
 
