@@ -165,7 +165,7 @@ def _serve_clients(policies: Sequence[Any], config: Any, workers: int) -> None:
 
     live = loading.live(policies, workers)
     catalog = Catalog(policies, refusals.model_sizes(config), config.context_len)
-    allowed = Allowed(catalog, options.allowed_to_set())
+    allowed = Allowed(catalog, options.ALLOW_SET.values)
     labels = compat.allowed_labels()
     traffic = Traffic(catalog.policies, options.override(), live, allowed, labels)
     server = FrontEnd(traffic, context=config.context_len)

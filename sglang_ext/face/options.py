@@ -377,7 +377,6 @@ class Requested(NamedTuple):
 
 def requested() -> Requested:
     """The policies that are asked for."""
-
     return Requested(PATHS.values, SETTINGS.values, DATA.values)
 
 
@@ -393,11 +392,6 @@ def refuse_experiment(why: str) -> None:
     file = experiment_file()
     if file is not None:
         raise Refused(f"{EXPERIMENT.variable} {file}: {why}")
-
-
-def allowed_to_set() -> list[str]:
-    """Parameters that requests may set, `[POLICY.]NAME`, from the environment."""
-    return ALLOW_SET.values
 
 
 @_reads(INTERVAL)
