@@ -155,8 +155,10 @@ def _stored(
             keys = turned(keys, shift, inv_freq)
         stored.append((keys, values))
         if place:
+            # Everything stays where layers share, so that these are the entries as they are stored.
+            below, own = ((k, v) for _, k, v in layers[place - 1 : place + 1])
+            shared = run.shared(layer, below, own) or {}
             pair = stored[place - 1 : place + 1]
-            shared = run.shared(layer, *pair) or {}
             stored[place - 1 : place + 1] = [
                 (_read_back(k, shared.get("key")), _read_back(v, shared.get("value")))
                 for k, v in pair

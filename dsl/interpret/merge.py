@@ -181,10 +181,18 @@ class _MergeValues(Values):
             divide = self.spread(
                 self.value(self.merge.divide, self.layer), ("kv", "token"), self.layer
             ).data
-        # What would become infinite stays as it is.
         changed = self._links().any(-1) & (divide != 0) & np.isfinite(divide)
-        changed &= np.isfinite(total).all(-1)
-        return np.where(changed[..., None], total / np.where(changed, divide, 1.0)[..., None], x)
+        with np.errstate(all="ignore"):
+            merged = total / np.where(changed, divide, 1.0)[..., None]
+        # What would become infinite, rounded to the type of the cache, stays as it is.
+        changed &= storable(merged, vectors.dtype)
+        return np.where(changed[..., None], merged, x)
+
+
+def storable(vectors: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Which vectors [..., D] have no number beyond the largest one of a dtype: bool [...]."""
+    fits: np.ndarray = (np.abs(vectors) <= float(np.finfo(dtype).max)).all(-1)
+    return fits
 
 
 class _ShareValues(Values):
@@ -214,11 +222,17 @@ def shared(e: Values, rules: Share) -> list[tuple[np.ndarray, np.ndarray]]:
             own, below = vectors[name][layer], vectors[name][layer - 1]
             values = _ShareValues(e, own, below)
             direction = values.value(rules.direction, layer).to(("kv", "token", "dim"))[0]
-            exceptions = np.zeros((*own.shape[:2], 1), np.bool_)
+            lengths = [np.sqrt((x**2).sum(-1, keepdims=True)) for x in (own, below)]
+            # Both vectors stay without a direction, and with one that would become infinite by
+            # itself or times the longer vector.
+            with np.errstate(all="ignore"):
+                most = np.maximum(1.0, np.maximum(*lengths)) * direction
+            exceptions = ~storable(most, e.layers[layer].keys.dtype) | (direction == 0).all(-1)
             if rules.exceptions is not None:
                 x = values.truth(rules.exceptions, layer)
-                exceptions = values.spread(x, ("kv", "token"), layer).data[..., None]
-            for target, x in ((layer, own), (layer - 1, below)):
-                length = np.sqrt((x**2).sum(-1, keepdims=True))
-                vectors[name][target] = np.where(exceptions, x, length * direction)
+                exceptions = exceptions | values.spread(x, ("kv", "token"), layer).data
+            for target, x, length in zip((layer, layer - 1), (own, below), lengths, strict=True):
+                kept = np.broadcast_to(exceptions[..., None], x.shape)
+                with np.errstate(all="ignore"):
+                    vectors[name][target] = np.where(kept, x, length * direction)
     return list(zip(vectors["key"], vectors["value"], strict=True))

@@ -177,16 +177,22 @@ def settled(node: Node, env: Env, static: Static, *names: str) -> Node:
         env: as for `fold`, with values of `names`.
         names: as `Static.needs` gives them.
     """
-    evaluate = evaluator(env)
+    return _Settling(env, static, names).visit(node)
 
-    @cache
-    def visit(node: Node) -> Node:
-        value = evaluate(node) if static.follows(node, *names) else None
+
+class _Settling:
+    """As `settled`; an object, as a function that calls itself is freed by a search for circles."""
+
+    def __init__(self, env: Env, static: Static, names: tuple[str, ...]) -> None:
+        self._evaluate, self._static, self._names = evaluator(env), static, names
+
+    @once
+    def visit(self, node: Node) -> Node:
+        """The node rewritten."""
+        value = self._evaluate(node) if self._static.follows(node, *self._names) else None
         if value is None or isinstance(value, float):
-            return replace(node, args=tuple(visit(argument) for argument in node.args))
+            return replace(node, args=tuple(self.visit(argument) for argument in node.args))
         return _constant(value, node)
-
-    return visit(node)
 
 
 def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:

@@ -9,6 +9,15 @@ _MOST = torch.finfo(torch.float8_e4m3fn).max
 _NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
 
 
+def largest(dtype: torch.dtype) -> float:
+    """The largest number of a dtype, beyond which rounding to it may give infinity.
+
+    That of float64 for float8_e4m3fn, which has no infinity.
+    """
+    bounded = dtype != torch.float8_e4m3fn
+    return torch.finfo(dtype if bounded else torch.float64).max
+
+
 def movable(x: torch.Tensor) -> torch.Tensor:
     """View 8-bit floats as bytes, since torch cannot write rows of them; else `x` itself."""
     return x.view(torch.uint8) if x.dtype in FLOAT8 else x

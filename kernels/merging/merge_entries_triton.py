@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_in_place_triton import lanes_of, proceeds
+from kvpolicy.kernels.entries.rounding import largest
 from kvpolicy.kernels.entries.rounding_triton import doubled, rounded
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
@@ -44,7 +45,7 @@ def merge_entries(
         own, *_strides(own), divide, *_strides(divide),
         proceed.contiguous().view(torch.uint8), tokens, sources.shape[1], lists // len(proceed),
         D=size, RECEIVERS=receivers, LINKS=tile, BLOCK_D=triton.next_power_of_2(size),
-        FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
+        LARGEST=largest(pool.dtype), FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),
         num_warps=4,
     )  # fmt: skip
 
@@ -59,7 +60,7 @@ def _merge(
     own, own_list, own_entry, divide, divide_list, divide_entry,
     proceed, tokens, width, share,
     D: tl.constexpr, RECEIVERS: tl.constexpr, LINKS: tl.constexpr, BLOCK_D: tl.constexpr,
-    FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
+    LARGEST: tl.constexpr, FLAGS: tl.constexpr, FLAGS_P: tl.constexpr,
 ):  # fmt: skip
     """Merge into some receivers of one list."""
     list_ = tl.program_id(1).to(tl.int64)
@@ -98,8 +99,7 @@ def _merge(
                 divisor = own_weight + mass
                 if divide is not None:
                     divisor = tl.load(divide + list_ * divide_list + row * divide_entry)
-                bad = tl.max((valid & ~(tl.abs(numerator) < float("inf"))).to(tl.int32), axis=0)
-                if (bad == 0) & (divisor != 0) & (tl.abs(divisor) < float("inf")):
-                    tl.store(
-                        address, rounded(numerator / divisor, pool.dtype.element_ty), mask=valid
-                    )
+                merged = numerator / divisor  # not a number, or infinite, where the divisor is 0
+                bad = tl.max((valid & ~(tl.abs(merged) <= LARGEST)).to(tl.int32), axis=0)
+                if (bad == 0) & (tl.abs(divisor) < float("inf")):
+                    tl.store(address, rounded(merged, pool.dtype.element_ty), mask=valid)

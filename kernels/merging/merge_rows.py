@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from kvpolicy.kernels.entries.rounding import largest
 from kvpolicy.kernels.launch.arguments import check_axes, check_tensors, refused
 from kvpolicy.kernels.merging.links import Links
 
@@ -18,8 +19,8 @@ def merge_rows(
     """Keys or values of a layer after a merge.
 
     Receiver c becomes (own * x[c] + sum of weight * x[source] over the links of c) / divide, if c
-    has links, its divisor is finite and not 0, and all numbers before the division are finite; else
-    it stays x[c]. Sources are read from x as given.
+    has links, its divisor is finite and not 0, and no result is larger than the largest number of
+    x's dtype, in which it is stored; else it stays x[c]. Sources are read from x as given.
 
     Args:
         x: [G, n, D] any float dtype, not changed.
@@ -46,9 +47,10 @@ def merge_rows(
         total.index_add_(0, receivers, terms)
         numerator = (rows if own is None else rows * own[head, :, None]) + total
         divisor = divide[head, :, None]
+        merged = numerator / divisor
         changed = (offsets[head].diff() > 0)[:, None] & (divisor != 0) & divisor.isfinite()
-        changed &= numerator.isfinite().all(-1, keepdim=True)
-        result[head] = torch.where(changed, numerator / divisor, rows)
+        changed &= (merged.abs() <= largest(x.dtype)).all(-1, keepdim=True)
+        result[head] = torch.where(changed, merged, rows)
     return result
 
 

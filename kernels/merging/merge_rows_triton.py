@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.rounding import largest
 from kvpolicy.kernels.entries.rounding_triton import doubled
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
@@ -57,7 +58,8 @@ def merge_rows(
     _rows[(triton.cdiv(tokens, receivers), heads)](
         x, sources, weights, offsets, own, divide, result, x.stride(0), x.stride(1), tokens,
         sources.shape[1],
-        D=size, RECEIVERS=receivers, LINKS=tile, BLOCK_D=triton.next_power_of_2(size), num_warps=4,
+        D=size, RECEIVERS=receivers, LINKS=tile, BLOCK_D=triton.next_power_of_2(size),
+        LARGEST=largest(x.dtype), num_warps=4,
     )  # fmt: skip
     return result
 
@@ -128,6 +130,7 @@ def _links(offsets, head, row, tokens):
 def _rows(
     x, sources, weights, offsets, own, divide, result, stride_head, stride, tokens, width,
     D: tl.constexpr, RECEIVERS: tl.constexpr, LINKS: tl.constexpr, BLOCK_D: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
@@ -156,10 +159,11 @@ def _rows(
             divisor = own_weight + mass
             if divide is not None:
                 divisor = tl.load(divide + head * tokens + row)
-            bad = tl.max((valid & ~(tl.abs(numerator) < float("inf"))).to(tl.int32), axis=0)
-            if (bad == 0) & (divisor != 0) & (tl.abs(divisor) < float("inf")):
+            merged = numerator / divisor  # not a number, or infinite, where the divisor is 0
+            bad = tl.max((valid & ~(tl.abs(merged) <= LARGEST)).to(tl.int32), axis=0)
+            if (bad == 0) & (tl.abs(divisor) < float("inf")):
                 address = result + (head * tokens + row) * D + column
-                tl.store(address, numerator / divisor, mask=valid)
+                tl.store(address, merged, mask=valid)
 
 
 @kernel()

@@ -39,15 +39,21 @@ def _checked(text: str) -> Program:
     return load(Source("a-test.yaml", HEADER + text)).require()
 
 
-def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings: str) -> None:
+def assert_agreement(text: str, shape: Shape = SHAPE, tokens=(1, 13), **settings: str) -> Result:
     """Checks that all executions agree: prompts of `tokens` lengths, 5 steps; the first has ties.
 
     After the longest prompt, entries leave at every second step, so that steps are taken together.
+
+    Returns:
+        The interpreter's result of the last prompt.
     """
     for seed, number in enumerate(tokens):
         every = 2 if number == max(tokens) else 1
         bound = written(text, shape, every, **settings)
-        agree(bound, *tensors(np.random.default_rng(seed), shape, number, 5, ties=seed == 0))
+        result = agree(
+            bound, *tensors(np.random.default_rng(seed), shape, number, 5, ties=not seed)
+        )
+    return result
 
 
 def frequencies(size: int) -> np.ndarray | None:

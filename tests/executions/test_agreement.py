@@ -8,6 +8,7 @@ from agreement import SHAPE, agree, assert_agreement, written
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.tools.trial import trial
 from recordings import tensors
 from shipped_policies import shipped_program
 from stores import TABLE, Store
@@ -490,6 +491,43 @@ def test_what_a_layers_state_starts_from_may_differ_by_head(start, next_):
     assert_agreement(
         f"{state}score: norm2[dim](key) + first\nbudget: 6\nkeep: top(score)\ndecode: same\n"
     )
+
+
+@pytest.mark.parametrize(
+    "weight", ["exp(70 * cosine[dim](key, target(key)))", "exp(norm1[dim](key) * 100)"]
+)
+def test_what_would_be_infinite_in_the_cache_is_not_merged(weight):
+    assert_agreement(
+        f"{SCORE}{FILL}merge: {{into: next(2), weight: '{weight}', divide: 1}}\n"
+        + ("decode: same\n")
+    )
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [
+        "exp(1000 * own) + below",
+        "(own - below) / (layer - 1)",
+        "own / (layer - 1) - below / (layer - 1)",
+        "sqrt(own) + log(below * 0)",
+        "max(own, below) * 1e36",
+        "(own + below) * 1e39",
+        "own * 0",
+        "unit[dim](own - own)",
+    ],
+)
+def test_vectors_without_a_direction_that_can_be_stored_stay(direction):
+    text = f"keep: all\nshare:\n  when: layer == 1\n  direction: {direction}\n"
+    expected = assert_agreement(f"{text}  apply: [key, value]\n", tokens=(1, 9))
+    assert all(np.isfinite(x).all() for layer in expected.merged for x in layer)
+
+
+def test_states_of_a_merge_may_read_vectors_that_were_rounded_apart():
+    """Their sums of three parts are often half-way between two numbers of float32."""
+    size = '{start: 0, next: "0.5 * size + 0.5 * mean[kv, dropped](norm1[dim](key))"}'
+    merge = f"merge:\n  into: next(1)\n  state:\n    size: {size}\n  weight: 1 / 3\n"
+    bound = written(f"keep: recent(5)\n{merge}decode: same\n")
+    trial(bound)
 
 
 @pytest.mark.parametrize("reduced", ["sum", "mean", "max", "min", "var"])

@@ -106,6 +106,41 @@ def test_triton_equals_the_reference(heads, tokens, dim, dtype, links):
 
 
 @pytest.mark.parametrize("function", ROWS)
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [
+        (torch.float16, 65504.0),
+        (torch.bfloat16, 3.3895313892515355e38),
+        (torch.float32, 3.4028234663852886e38),
+        (torch.float64, 1.7976931348623157e308),
+        (torch.float8_e5m2, 57344.0),
+    ],
+)
+def test_what_would_be_infinite_where_it_is_stored_stays(function, dtype, most):
+    """Two receivers of one number each: the first becomes the largest one, the second larger."""
+    x = torch.ones(1, 3, 2, dtype=torch.float32).to(dtype).to(DEVICE)
+    weights = torch.tensor([[most, most]], dtype=torch.float64, device=DEVICE)
+    sources = torch.tensor([[2, 2]], device=DEVICE)
+    offsets = torch.tensor([[0, 1, 2, 2]], dtype=torch.int32, device=DEVICE)
+    divide = torch.tensor([[1.0, 0.99, 1.0]], dtype=torch.float64, device=DEVICE)
+    own = torch.zeros(1, 3, dtype=torch.float64, device=DEVICE)
+    merged = function(x, (sources, weights, offsets), own, divide)
+    assert merged[0, :, 0].tolist() == [most, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_numbers_without_infinity_are_as_large_as_they_get(function):
+    """float8_e4m3fn rounds them to its largest, see `rounded`."""
+    x = torch.ones(1, 2, 2).to(torch.float8_e4m3fn).to(DEVICE)
+    weights = torch.full((1, 1), 1e9, dtype=torch.float64, device=DEVICE)
+    sources = torch.tensor([[1]], device=DEVICE)
+    offsets = torch.tensor([[0, 1, 1]], dtype=torch.int32, device=DEVICE)
+    divide = torch.ones(1, 2, dtype=torch.float64, device=DEVICE)
+    merged = function(x, (sources, weights, offsets), None, divide)
+    assert merged[0, :, 0].tolist() == [1e9 + 1, 1.0]
+
+
+@pytest.mark.parametrize("function", ROWS)
 def test_without_own_weights_and_divisor_receivers_become_means(function):
     x, (sources, _, offsets), *_ = random(2, 40, 10, torch.float32, 60, 3)
     weights = torch.rand(sources.shape, dtype=torch.float64, device=DEVICE) + 0.1
