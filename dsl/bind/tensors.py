@@ -48,6 +48,11 @@ def _table(program: Program, tensor: Data, shape: ModelShape) -> HeadTable:
         )
         raise _refused(program, message, help)
     value = program.delivered[tensor.name]
+    uneven = _uneven(value)
+    if uneven is not None:
+        raise _refused(program, f"`{tensor.name}` has lists of {uneven} values side by side")
+    if not isinstance(value, Sequence) and sizes:
+        raise _refused(program, f"`{tensor.name}` is {value!r:.40}; {axes} is lists of numbers")
     found_sizes = _sizes(value)
     if found_sizes != sizes:
         message = f"`{tensor.name}` has the shape {found_sizes}; {axes} of this model is {sizes}"
@@ -78,6 +83,16 @@ def _sizes(value: object) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return []
     return [len(value), *(_sizes(value[0]) if value else [])]
+
+
+def _uneven(value: object) -> str | None:
+    """Two lengths of lists that should have one, in words; None if there are none."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return None
+    lengths = [len(x) if isinstance(x, Sequence) and not isinstance(x, str) else 0 for x in value]
+    if len(set(lengths)) > 1:
+        return f"{min(lengths)} and {max(lengths)}"
+    return next((text for x in value if (text := _uneven(x)) is not None), None)
 
 
 def _at(value: Any, place: tuple[int, ...]) -> Any:

@@ -107,9 +107,11 @@ def declared_data(scope: Scope) -> dict[str, Data]:
         if definition.kind != "tensor" or not isinstance(block, Block):
             continue
         axes = tuple(item.value for item in block.get("axes") or ())
+        low, high = block.get("min"), block.get("max")
+        if low is not None and high is not None and low > high:
+            message = f"`{definition.name}` is at least {low} and at most {high}: no number is"
+            scope.error("range", message, block.items["max"].span)
         if None not in axes:
             about = (block.get("about") or "").strip()
-            tensors[definition.name] = Data(
-                definition.name, axes, block.get("min"), block.get("max"), about
-            )
+            tensors[definition.name] = Data(definition.name, axes, low, high, about)
     return tensors

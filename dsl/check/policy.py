@@ -79,7 +79,7 @@ def load(policy: str | Path | Source) -> Checked:
     for _ in range(_PASSES):
         previous_uses = deepcopy(uses)
         scope = Scope(source, file, uses)
-        program = _checked_program(scope)
+        program = _checked_program(scope, complete=not diagnostics)
         if uses == previous_uses:
             break
     all_diagnostics = in_order([*diagnostics, *scope.diagnostics])
@@ -90,9 +90,9 @@ def load(policy: str | Path | Source) -> Checked:
     return Checked(source, program, tuple(all_diagnostics), sentences)
 
 
-def _checked_program(scope: Scope) -> Program | None:
+def _checked_program(scope: Scope, *, complete: bool) -> Program | None:
     try:
-        return _FileChecker(scope).program()
+        return _FileChecker(scope, complete=complete).program()
     except TooLarge:
         message = f"the policy is too large: at most {MAX_NODES:,} operations, {MAX_DEPTH} deep"
         scope.error("size", message, Span(0, 0), "write less into one `let`, or use fewer of them")
@@ -100,11 +100,14 @@ def _checked_program(scope: Scope) -> Program | None:
 
 
 class _FileChecker:
-    """Checks the sections and puts them together."""
+    """Checks the sections and puts them together.
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
-        self.file = scope.file
+    Args:
+        complete: whether all of the file could be read; else a section may only seem to be missing.
+    """
+
+    def __init__(self, scope: Scope, *, complete: bool) -> None:
+        self.scope, self.file, self._complete = scope, scope.file, complete
 
     def program(self) -> Program | None:
         scope, file = self.scope, self.file
@@ -119,7 +122,8 @@ class _FileChecker:
         positions = file.get("positions") or "original"
         reported_items = report(scope)
         self.unused(reported_items)
-        if not {"keep", "propagate", "decode", "share", "read"} & set(file.items):
+        acts = {"keep", "propagate", "decode", "share", "read"} & set(file.items)
+        if self._complete and not acts:
             message = "the file has no `keep`: nothing would be dropped"
             scope.error("key", message, file.span, "for example `keep: recent(1024)`")
         if any(d.severity == "error" for d in scope.diagnostics):

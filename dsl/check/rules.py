@@ -260,7 +260,9 @@ def check_count(typer: Typer, node: Node, item: Item, name: str, allowed: tuple[
     unit = node.type.unit
     if unit not in (None, "tokens"):
         message = f"{name} is {UNIT_WORDS[unit]}; a number of tokens is needed"
-        help = f"for example `{typer.shown(item.value)} * prompt`" if unit == "ratio" else None
+        help = "`1 * layer` is a number without a unit" if unit == "layers" else None
+        if unit == "ratio":
+            help = f"for example `{typer.shown(item.value)} * prompt`"
         raise typer.error("unit", message, item.value.span, help)
     check_token_count(typer, node, item.value, name)
     value = typer.graph.literal(node)

@@ -28,6 +28,7 @@ from kvpolicy.dsl.syntax.diagnostics import refused
 _MOST = 2.0**62  # stands for infinity in reported budgets
 
 
+@np.errstate(all="ignore")  # what overflows is infinite, and decides as such
 def interpret(
     bound: Bound,
     q: np.ndarray,

@@ -117,10 +117,9 @@ class _MergeValues(Values):
         vectors = self.spread_vectors(x)
         lengths = np.sqrt((vectors**2).sum(-1))  # [G, M]
         dropped = np.take_along_axis(vectors, self.places[:, :, None], 1)
-        with np.errstate(all="ignore"):
-            cosines = np.einsum("gmd,gpd->gmp", vectors, dropped) / (
-                lengths[:, :, None] * np.take_along_axis(lengths, self.places, 1)[:, None]
-            )
+        cosines = np.einsum("gmd,gpd->gmp", vectors, dropped) / (
+            lengths[:, :, None] * np.take_along_axis(lengths, self.places, 1)[:, None]
+        )
         cosines = np.float32(np.where(np.isnan(cosines), 0.0, cosines))
         cosines = np.where(self.kept[:, :, None], cosines, -np.inf)
         best = cosines.argmax(1)[:, None]  # the first of equal ones, so the lower position
@@ -182,8 +181,7 @@ class _MergeValues(Values):
                 self.value(self.merge.divide, self.layer), ("kv", "token"), self.layer
             ).data
         changed = self._links().any(-1) & (divide != 0) & np.isfinite(divide)
-        with np.errstate(all="ignore"):
-            merged = total / np.where(changed, divide, 1.0)[..., None]
+        merged = total / np.where(changed, divide, 1.0)[..., None]
         # What would become infinite, rounded to the type of the cache, stays as it is.
         changed &= storable(merged, vectors.dtype)
         return np.where(changed[..., None], merged, x)
@@ -225,14 +223,12 @@ def shared(e: Values, rules: Share) -> list[tuple[np.ndarray, np.ndarray]]:
             lengths = [np.sqrt((x**2).sum(-1, keepdims=True)) for x in (own, below)]
             # Both vectors stay without a direction, and with one that would become infinite by
             # itself or times the longer vector.
-            with np.errstate(all="ignore"):
-                most = np.maximum(1.0, np.maximum(*lengths)) * direction
+            most = np.maximum(1.0, np.maximum(*lengths)) * direction
             exceptions = ~storable(most, e.layers[layer].keys.dtype) | (direction == 0).all(-1)
             if rules.exceptions is not None:
                 x = values.truth(rules.exceptions, layer)
                 exceptions = exceptions | values.spread(x, ("kv", "token"), layer).data
             for target, x, length in zip((layer, layer - 1), (own, below), lengths, strict=True):
                 kept = np.broadcast_to(exceptions[..., None], x.shape)
-                with np.errstate(all="ignore"):
-                    vectors[name][target] = np.where(kept, x, length * direction)
+                vectors[name][target] = np.where(kept, x, length * direction)
     return list(zip(vectors["key"], vectors["value"], strict=True))

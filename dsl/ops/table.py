@@ -32,4 +32,7 @@ RESERVED: dict[str, str] = {
     **dict.fromkeys(BUILTINS, "a name of the language"),
     **dict.fromkeys(FUNCTIONS, "a function"),
     **dict.fromkeys(("score", "budget"), "a section"),
+    **dict.fromkeys(
+        ("and", "or", "not", "then", "where", "else", "true", "false"), "a word of the language"
+    ),
 }

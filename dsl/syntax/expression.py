@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import MAX_SHOWN, on_one_line
+from kvpolicy.dsl.syntax.diagnostics import MAX_SHOWN, did_you_mean, on_one_line
 from kvpolicy.dsl.syntax.grammar import literals, parser
 from kvpolicy.dsl.syntax.source import Span
 from kvpolicy.dsl.syntax.tree import (
@@ -330,7 +330,11 @@ def _operator_help(last: Token, token: Token) -> str | None:
         return "the only conditional is `x where condition else y`"
     if token == "(" and last.type == "NUMBER":
         return "multiplication is written `*`"
-    return None
+    if last.type == "NAME" and token.type == "NUMBER":
+        return f"a function's arguments stand in parentheses: `{last}({token})`"
+    if last.type == "NUMBER" and token.type == "NAME":
+        return "numbers have no units; multiplication is written `*`"
+    return did_you_mean(str(token), ("then", "where", "else", "and", "or"))
 
 
 def _follow_help(token: Token, expected: set[str]) -> str | None:

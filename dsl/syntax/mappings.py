@@ -96,18 +96,22 @@ def read_block(
     """
     block = Block(place)
     key_of = {key.name: key for key in keys}
+    meant: set[str] = set()  # help about keys that are probably misspelt
     for name, entry in node.entries:
         key = key_of.get(name.text)
         if key is None:
             location = f" in `{path}`" if path else ""
-            help = did_you_mean(name.text, key_of) or f"the keys here are {listed(key_of, 'and')}"
+            suggestion = did_you_mean(name.text, key_of)
+            meant.update(() if suggestion is None else (suggestion,))
+            help = suggestion or f"the keys here are {listed(key_of, 'and')}"
             report(Diagnostic("key", f"unknown key `{name.text}`{location}", name.span, help))
             continue
         key_path = f"{path}.{name.text}" if path else name.text
         item_value = value(entry, key, key_path, name.span)
         block.items[name.text] = Item(key_path, name.span, entry.span, item_value)
     for key in keys:
-        if key.required and key.name not in block:
+        misspelt = any(f"`{key.name}`" in suggestion for suggestion in meant)
+        if key.required and key.name not in block and not misspelt:
             location = f"`{path}`" if path else "the file"
             message = f"{location} needs the key `{key.name}`"
             help = f"add `{key.name}: {'1' if key.form == 'version' else '...'}`, {key.meaning}"

@@ -136,6 +136,15 @@ class _PolicyReader:
                 items.append(Item(path, name, item.span, value))
             else:
                 self.error("key", f"`{path}` lists plain values", item.span)
+        if key.form == "choices":
+            earlier: set[str] = set()
+            for choice in items:
+                if choice.value in earlier:
+                    self.error("key", f"`{path}` lists `{choice.value}` twice", choice.span)
+                earlier.update(() if choice.value is None else (choice.value,))
+            if not items and not key.required:
+                help = f"leave it out, or list {listed(key.choices)}"
+                self.error("key", f"`{path}` lists nothing", node.span, help)
         return items
 
     def listed_name(self, node: Scalar, key: Key, path: str) -> str | None:

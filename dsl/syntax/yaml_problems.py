@@ -52,6 +52,11 @@ class _Marked:
         """The message, by what PyYAML says of the text."""
         if "expected ',' or" in self.problem:
             return self._flow()
+        if "expected '<document start>'" in self.problem:
+            help = "a file holds one mapping, and nothing after `...`"
+            return self._message_at(
+                self.at, "this stands after the end of the file's mapping", help
+            )
         if "expected <block end>" in self.problem:
             return self._block()
         if "mapping values are not allowed" in self.problem:
@@ -101,6 +106,9 @@ class _Marked:
     def _character(self) -> Diagnostic:
         character = self.text[self.at : self.at + 1]
         if character == "\t":
+            line = self.text[self.text.rfind("\n", 0, self.at) + 1 : self.at]
+            if line.strip():
+                return self._message_at(self.at, "a tab stands where a space is expected")
             return self._message_at(
                 self.at, "a tab stands where a line is indented", "indent by spaces"
             )

@@ -356,11 +356,18 @@ COMMANDS = {
 }
 
 
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("kvpolicy")
+
+
 def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParser:
     """A parser of the chosen command alone, which is quicker; of all if it is not known."""
     parser = argparse.ArgumentParser(
         prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
     )
+    parser.add_argument("--version", action="version", version=f"kvpolicy {_version()}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name in [chosen] if chosen in known else known:
         command = known[name]

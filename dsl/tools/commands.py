@@ -18,13 +18,15 @@ def overrides(settings: Sequence[str] | None) -> dict[str, str]:
     """`name=value` strings as a mapping.
 
     Raises:
-        PolicyError: a string without `=`.
+        PolicyError: a string without `=`, or two with one name.
     """
-    result = {}
+    result: dict[str, str] = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.strip():
             raise refused("--set", "arguments", f"`{setting}` is not name=value")
+        if name.strip() in result:
+            raise refused("--set", "arguments", f"`{name.strip()}` is set twice")
         result[name.strip()] = value
     return result
 

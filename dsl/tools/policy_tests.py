@@ -243,7 +243,8 @@ def _seeded(seed: Seed, size: tuple[int, ...]) -> np.ndarray:
 
 def _written(name: str, numbers: Numbers | None, size: tuple[int, ...]) -> np.ndarray:
     try:
-        values = np.asarray(0.0 if numbers is None else numbers, dtype=np.float32)
+        with np.errstate(over="ignore"):  # a number beyond float32 is infinite
+            values = np.asarray(0.0 if numbers is None else numbers, dtype=np.float32)
     except ValueError:
         raise refused(name, "test", f"lists in `{name}` differ in their lengths") from None
     try:

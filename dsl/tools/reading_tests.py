@@ -132,13 +132,17 @@ class _TestReader:
 
     def file(self) -> tuple[str, list[PolicyTest]]:
         root = yaml_nodes.read_yaml(self.source, self.diagnostics.append)
-        policy, cases = "", []
+        policy = ""
+        cases: list[PolicyTest] = []
         if root is not None and not self.diagnostics:
             try:
                 keys = self.mapping(root, ("policy", "tests"), required=("policy", "tests"))
                 policy = self.text(keys["policy"])
                 for node in self.sequence(self.filled(keys["tests"], "tests"), "tests").items:
-                    cases.extend(self.case(node))
+                    for case in self.case(node):
+                        if case.name in [other.name for other in cases]:
+                            raise self.defect(f"two tests are called `{case.name}`", node)
+                        cases.append(case)
             except PolicyError as error:
                 self.diagnostics += error.diagnostics
         if self.diagnostics:

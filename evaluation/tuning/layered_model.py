@@ -48,7 +48,7 @@ class LayeredModel:
             body = transformers.AutoModel.from_pretrained(
                 self.folder, dtype="auto", attn_implementation=_ATTENTION, local_files_only=True
             )
-            self.device = torch.device(device_name)
+            self.device = _device(device_name)
             self.body = body.to(self.device).eval()
         except PolicyError:
             raise
@@ -125,6 +125,21 @@ class LayeredModel:
             q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=grouped
         )
         return out.transpose(1, 2).contiguous(), None
+
+
+def _device(name: str) -> torch.device:
+    """A device of torch.
+
+    Raises:
+        PolicyError: there is none of this name.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+        return device
+    except (RuntimeError, AssertionError, NotImplementedError):
+        message = f"`{name}` is no device that this torch can use"
+        raise refused("--device", "arguments", message, "for example `cpu` or `cuda`") from None
 
 
 def _reason(error: Exception) -> str:
