@@ -51,8 +51,12 @@ def main(args: argparse.Namespace) -> int:
     named_texts = [named_text for file in args.text for named_text in _texts(file)]
     if args.out is not None:
         _make(args.out)
-    with opened(args) as look:
-        texts = [_split(look.tokens, name, text, args) for name, text in named_texts]
+
+    def split(tokens: Tokens) -> list[Text]:
+        return [_split(tokens, name, text, args) for name, text in named_texts]
+
+    with opened(args, lambda tokens, _: split(tokens)) as look:
+        texts = split(look.tokens)
         top = _top(args.top, look)
         results = list(_compared(look, texts, top))
     print("\n".join(fidelity_report.table(results)))

@@ -31,9 +31,9 @@ def main(args: argparse.Namespace) -> int:
     for path in filter(None, (args.html, args.json)):
         check_place(path)
     text = text_of(args.prompt)
-    with opened(args) as look:
+    with opened(args, lambda _, shape: _check_place(args, shape.layers, shape.kv_heads)) as look:
         kept = asked(look, text, args.new)
-    _check_place(kept, args.layer, args.head)
+    _check_place(args, *kept.held.shape[:2])
     # Files come before the output, whose reader may close it early, as `head` does.
     for path, render in ((args.html, inspect_page.page), (args.json, _as_json)):
         if path is not None:
@@ -63,10 +63,10 @@ def asked(look: Look, text: str, new: int) -> Kept:
     return Kept(policy.alias, policy.setting, words, unpacked(packed), facts, answer["text"])
 
 
-def _check_place(kept: Kept, layer: int | None, head: int | None) -> None:
+def _check_place(args: argparse.Namespace, layers: int, kv_heads: int) -> None:
     for option, index, count, unit in (
-        ("--layer", layer, kept.held.shape[0], "layers"),
-        ("--head", head, kept.held.shape[1], "KV heads"),
+        ("--layer", args.layer, layers, "layers"),
+        ("--head", args.head, kv_heads, "KV heads"),
     ):
         if index is not None and not 0 <= index < count:
             message = f"{index} is none of the model's {count} {unit}, counted from 0"

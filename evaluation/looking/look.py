@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import requests
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation.asking import endpoint
@@ -89,8 +90,13 @@ def _sentence(answer: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace) -> Iterator[Look]:
+def opened(
+    args: argparse.Namespace, check: Callable[[Tokens, ModelShape], object]
+) -> Iterator[Look]:
     """The server of the options in look_arguments.py, for the time of a `with` block.
+
+    Args:
+        check: finds mistakes, by the tokenizer and the model, before a server is started.
 
     Raises:
         PolicyError: a policy, a setting or the model cannot be used, or nobody answers.
@@ -105,6 +111,7 @@ def opened(args: argparse.Namespace) -> Iterator[Look]:
     _not_nothing(policies)
     paths, settings = options(policies)
     tokens = Tokens(args.model)
+    check(tokens, shape)
     with contextlib.ExitStack() as stack:
         # On a GPU SGLang chooses kernels and precision.
         flags: dict[str, Any] = dict.fromkeys(GPU_FLAGS) if has_gpu() else {}

@@ -212,6 +212,25 @@ def test_a_server_is_started_with_the_policy_and_its_settings(server, tmp_path, 
     assert started == [(str(MODEL), [file], settings, ["--page-size", "1"])]
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["inspect", "--prompt", "{}", "--layer", "99"], "99 is none of the model's 4 layers"),
+        (["fidelity", "--text", "{}", "--prompt-tokens", "9999"], "9,999 would be the prompt"),
+    ],
+)
+def test_what_the_model_does_not_have_is_found_before_a_server_starts(
+    tmp_path, monkeypatch, capsys, words, sentence
+):
+    from kvpolicy.evaluation.looking import look
+
+    monkeypatch.setattr(look, "serve", None)
+    (tmp_path / "prompt.txt").write_text("he even know start " * 20)
+    words = [word.format(tmp_path / "prompt.txt") for word in words]
+    assert run(*words, "--policy", "snapkv", "--model", MODEL) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_inspect_of_a_short_prompt_says_that_nothing_left(server, capsys, monkeypatch):
     import io
 
