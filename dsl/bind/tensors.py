@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvpolicy.dsl.ir.nodes import Data, HeadTable, ModelShape, Program
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import refused
 
 _HEADS = ("kv", "group")
 
@@ -46,24 +46,25 @@ def _table(program: Program, tensor: Data, shape: ModelShape) -> HeadTable:
             f"give {numbers_text} with `--data {tensor.name}=FILE`, to a server with "
             f"`--kv-policy-data {tensor.name}=FILE`"
         )
-        raise _refused(program, message, help)
-    value = program.delivered[tensor.name]
+        raise refused(program.name, "data", message, help)
+    value, where = program.delivered[tensor.name]
     uneven = _uneven(value)
     if uneven is not None:
-        raise _refused(program, f"`{tensor.name}` has lists of {uneven} values side by side")
-    if not isinstance(value, Sequence) and sizes:
-        raise _refused(program, f"`{tensor.name}` is {value!r:.40}; {axes} is lists of numbers")
+        raise refused(where, "data", f"`{tensor.name}` has lists of {uneven} values side by side")
+    if sizes and not _is_list(value):
+        message = f"`{tensor.name}` is {value!r:.40}; {axes} takes lists of numbers"
+        raise refused(where, "data", message)
     found_sizes = _sizes(value)
     if found_sizes != sizes:
         message = f"`{tensor.name}` has the shape {found_sizes}; {axes} of this model is {sizes}"
-        raise _refused(program, message, "is it a file for another model?")
+        raise refused(where, "data", message, "is it a file for another model?")
     numbers = {}
     for place in product(*map(range, sizes)):
         number = _at(value, place)
         problem = _problem(tensor, number)
         if problem is not None:
-            where = "".join(f"[{i}]" for i in place)
-            raise _refused(program, f"`{tensor.name}{where}` is {number!r:.40}; {problem}")
+            indices = "".join(f"[{i}]" for i in place)
+            raise refused(where, "data", f"`{tensor.name}{indices}` is {number!r:.40}; {problem}")
         numbers[place] = float(number)
     heads = [axis for axis in _HEADS if axis in tensor.axes]
 
@@ -78,18 +79,22 @@ def _table(program: Program, tensor: Data, shape: ModelShape) -> HeadTable:
     )
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _sizes(value: object) -> list[int]:
     """Sizes of lists of lists, by the first of each."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not _is_list(value):
         return []
     return [len(value), *(_sizes(value[0]) if value else [])]
 
 
 def _uneven(value: object) -> str | None:
     """Two lengths of lists that should have one, in words; None if there are none."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not _is_list(value):
         return None
-    lengths = [len(x) if isinstance(x, Sequence) and not isinstance(x, str) else 0 for x in value]
+    lengths = [len(x) if _is_list(x) else 0 for x in value]
     if len(set(lengths)) > 1:
         return f"{min(lengths)} and {max(lengths)}"
     return next((text for x in value if (text := _uneven(x)) is not None), None)
@@ -98,10 +103,10 @@ def _uneven(value: object) -> str | None:
 def _at(value: Any, place: tuple[int, ...]) -> Any:
     """What is at a place of lists of lists; None if there is none, or if it is a list."""
     for i in place:
-        if not isinstance(value, Sequence) or isinstance(value, str) or i >= len(value):
+        if not _is_list(value) or i >= len(value):
             return None
         value = value[i]
-    return None if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return None if _is_list(value) else value
 
 
 def _problem(tensor: Data, number: object) -> str | None:
@@ -120,7 +125,3 @@ def _is_finite(number: int | float) -> bool:
         return math.isfinite(number)
     except OverflowError:  # more digits than a float64 has
         return False
-
-
-def _refused(program: Program, message: str, help: str | None = None) -> PolicyError:
-    return refused(program.name, "data", message, help)

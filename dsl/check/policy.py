@@ -227,6 +227,10 @@ class _FileChecker:
                 message = f"`{scope.shown(node.span)}` does not hold for the defaults"
                 scope.error("range", message, node.span)
         scope.diagnostics.extend(does_not_fit(program, scope.source, env))
+        when = None if program.share is None else program.share.when
+        if when is not None and _static(when, {**env, "layer": Fraction(0)}):
+            message = "`share.when` holds at layer 0, but there is no layer below"
+            scope.error("share", message, when.span or Span(0, 0), "for example `layer % 2 == 1`")
 
 
 def default_env(params: Mapping[str, Param]) -> dict[str, Value]:

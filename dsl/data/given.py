@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.dsl.ir.nodes import Delivered, Program
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused, why
 
 _MOST_BYTES = 1 << 24
@@ -27,7 +27,7 @@ def with_data(
         PolicyError: a value has another form, no policy declares its name, or a file cannot be
             read.
     """
-    tensors: dict[str, object] = {}
+    tensors: dict[str, Delivered] = {}
     declared = dict.fromkeys(name for program in programs for name in program.data)
     for value in values:
         name, equals, file = value.partition("=")
@@ -38,7 +38,7 @@ def with_data(
             raise refused(option, "arguments", message, did_you_mean(name, declared))
         if name in tensors:
             raise refused(option, "arguments", f"`{value}`: `{name}` is given twice")
-        tensors[name] = _read(file)
+        tensors[name] = Delivered(_read(file), file)
     return [program.given(tensors) for program in programs]
 
 

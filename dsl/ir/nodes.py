@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from kvpolicy.dsl.ops.operations import Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
@@ -84,6 +85,18 @@ class Type:
     def extent(self, axis: str) -> Extent | None:
         """The extent of the axis `query` or `past`; None for other axes."""
         return {"query": self.window, "past": self.reach}.get(axis)
+
+
+class Delivered(NamedTuple):
+    """A tensor that came with the model.
+
+    Attributes:
+        numbers: lists of lists, one level for each axis; not checked.
+        place: the file or policy that holds them, for messages.
+    """
+
+    numbers: object
+    place: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,10 +345,10 @@ class Program:
     positions: str = "original"  # or "slots"
     report: tuple[str, ...] = ()  # names of lets
     file: Source | None = field(default=None, repr=False)  # what it was checked from
-    # Tensors that came with the model, by name, as lists of lists; see `bind/tensors.py`.
-    delivered: Mapping[str, object] = field(default_factory=dict, repr=False)
+    # Tensors that came with the model, by name.
+    delivered: Mapping[str, Delivered] = field(default_factory=dict, repr=False)
 
-    def given(self, tensors: Mapping[str, object]) -> Program:
+    def given(self, tensors: Mapping[str, Delivered]) -> Program:
         """The policy with those of some tensors that it declares under `data`."""
         delivered = {name: x for name, x in tensors.items() if name in self.data}
         return replace(self, delivered=delivered)

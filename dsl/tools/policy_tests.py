@@ -15,7 +15,7 @@ from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.bind.model_config import USUAL
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.recording import Recording
-from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.dsl.ir.nodes import Delivered, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, did_you_mean, refused, why
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
 from kvpolicy.dsl.tools.commands import EXECUTIONS, execute, overrides
@@ -123,7 +123,7 @@ def check_case(program: Program, case: PolicyTest, execution: str) -> list[str]:
             if name not in program.data:
                 message = f"the policy has no tensor `{name}` under `data`"
                 raise refused("data", "test", message, did_you_mean(name, program.data))
-        program = program.given(case.data)
+        program = program.given({x: Delivered(case.data[x], program.name) for x in case.data})
         bound = bind(
             program, case.shape, overrides(case.settings), fold_interval=case.fold_interval
         )

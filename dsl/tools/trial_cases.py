@@ -18,7 +18,7 @@ from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds
 from kvpolicy.dsl.bind.parameters import parameter_values
 from kvpolicy.dsl.bind.tensors import tensor_shape
-from kvpolicy.dsl.ir.nodes import Data, ModelShape, Node, Param, Program
+from kvpolicy.dsl.ir.nodes import Data, Delivered, ModelShape, Node, Param, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 
 LAYERS, KV_HEADS, GROUP, SIZE = 6, 2, 2, 8
@@ -121,7 +121,7 @@ def _rebound(
 def sampled(program: Program, shape: ModelShape) -> Program:
     """A policy with tensors for a model of any size: numbers it accepts, always the same."""
     tensors = {
-        name: _numbers(tensor, tensor_shape(tensor, shape), Random(name))
+        name: Delivered(_numbers(tensor, tensor_shape(tensor, shape), Random(name)), "a trial")
         for name, tensor in program.data.items()
     }
     return program.given(tensors)

@@ -14,7 +14,7 @@ from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.interpret.interpreter import interpret
-from kvpolicy.dsl.ir.nodes import ModelShape, Node
+from kvpolicy.dsl.ir.nodes import Delivered, ModelShape, Node
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.trial_cases import sampled
@@ -51,7 +51,8 @@ def expression(random: Random, depth: int) -> str:
 
 def bound_to(text: str, shape: ModelShape = SHAPE, **numbers: object) -> Bound:
     program = load(Source("a-test.yaml", HEADER + text)).require()
-    program = program.given(numbers) if numbers else sampled(program, shape)
+    delivered = {name: Delivered(x, "a test") for name, x in numbers.items()}
+    program = program.given(delivered) if numbers else sampled(program, shape)
     return bind(program, shape)
 
 
@@ -168,7 +169,7 @@ def test_digests_tell_tensors_apart():
     [
         (None, "needs the tensor `gate`, [layer, kv] of the model"),
         ([[0.5, 0.5]], "has the shape [1, 2]; [layer, kv] of this model is [3, 2]"),
-        ([[0.5, 0.5], [0.5], [0.5, 0.5]], "`gate[1][1]` is None; finite numbers are accepted"),
+        ([[0.5, 0.5], [0.5], [0.5, 0.5]], "`gate` has lists of 1 and 2 values side by side"),
         ([0.5, 0.5, 0.5], "has the shape [3]"),
         ([[0.5, 0.5], [0.5, "x"], [0.5, 0.5]], "`gate[1][1]` is 'x'; finite numbers"),
         ([[0.5, 0.5], [0.5, True], [0.5, 0.5]], "`gate[1][1]` is True; finite numbers"),
@@ -176,15 +177,17 @@ def test_digests_tell_tensors_apart():
         ([[0.5, 0.5], [0.5, 10**400], [0.5, 0.5]], "finite numbers are accepted"),
         ([[0.5, 0.5], [0.5, -1], [0.5, 0.5]], "`gate[1][1]` is -1; at least 0 is accepted"),
         ([[0.5, 0.5], [0.5, 1.5], [0.5, 0.5]], "`gate[1][1]` is 1.5; at most 1 is accepted"),
-        ("gate", "has the shape []"),
+        ("gate", "`gate` is 'gate'; [layer, kv] takes lists of numbers"),
     ],
 )
 def test_tensors_that_are_refused(numbers, message):
     text = f"data: {{gate: {{axes: [layer, kv], min: 0, max: 1}}}}\n{RULE}"
     program = load(Source("a-test.yaml", HEADER + text)).require()
-    program = program.given({} if numbers is None else {"gate": numbers, "other": 1})
-    with pytest.raises(PolicyError, match=re.escape(message)):
+    delivered = {"gate": Delivered(numbers, "g.json"), "other": Delivered(1, "o.json")}
+    program = program.given({} if numbers is None else delivered)
+    with pytest.raises(PolicyError, match=re.escape(message)) as error:
         bind(program, SHAPE)
+    assert str(error.value).startswith("a-test" if numbers is None else "g.json")
 
 
 def test_axes_may_be_declared_in_any_order():
@@ -203,7 +206,7 @@ def test_files_of_tensors(tmp_path):
     (tmp_path / "a.tsv").write_text("# heads of layer 0\n0.25\t1\n\n.5, -3e-2  # of layer 1\n")
     for file in ("a.json", "a.npy", "a.tsv"):
         [found] = with_data([program], [f"gate={tmp_path / file}"])
-        assert found.delivered == {"gate": numbers}
+        assert found.delivered == {"gate": (numbers, str(tmp_path / file))}
     (tmp_path / "bad.json").write_text("[[0.25, 1.0]")
     (tmp_path / "bad.npy").write_bytes(b"no numbers")
     np.save(tmp_path / "objects.npy", np.array([None]), allow_pickle=True)
