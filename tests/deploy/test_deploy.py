@@ -96,7 +96,7 @@ def exported():
     """Names of all series of kvpolicy."""
     command = [sys.executable, "-P", "-c", EXPORTED, "examples/deploy/experiment/experiment.yaml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    server = (ROOT / "sglang_ext" / "experiment" / "server.py").read_text()
+    server = (ROOT / "sglang_ext" / "clients" / "front_end.py").read_text()
     return {*done.stdout.split(), *re.findall(r'"(sglang:kv_\w+)"', server)}
 
 

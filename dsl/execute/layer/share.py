@@ -87,20 +87,21 @@ def _one(
 
     own_operations = {"special": special, "inner_product": inner_product}
     evaluation = replace(evaluation, own_operations=own_operations)
-    excepted = ~finite
+    storable = finite
     if direction.op == "blend":
         a, b = (evaluation.tensor(weight, _AXES) for weight in direction.args)
         data = kernels["blend"](vectors["below"], vectors["own"], a, b)
-        excepted = excepted | (a.isinf() & b.isinf())  # infinite, or 0, if it is not taken apart
+        storable = storable & ~(a.isinf() & b.isinf())  # infinite, or 0, if it is not taken apart
     else:
         x = evaluation.value(direction)
         data = as_tensor(x.data, evaluation.frame) if x.mask is None else filled(x, 0.0)
         data = aligned(data, x.axes, (*_AXES, "dim"))
         data = data.double().expand(vectors["own"].shape)
-    # Without a direction, or one that would become infinite by itself or times the longer vector.
+    # Both vectors stay without a direction, and with one that would become infinite by itself or
+    # times the longer vector.
     most = data.abs() * products[[0, 2]].amax(0).sqrt().clamp(min=1)[..., None]
-    fits = (most <= torch.finfo(vectors["own"].dtype).max).all(-1)
-    excepted = excepted | ~fits | (data == 0).all(-1)
+    storable = storable & (most <= torch.finfo(vectors["own"].dtype).max).all(-1)
+    excepted = ~storable | (data == 0).all(-1)
     if exceptions is not None:
         excepted = excepted | evaluation.tensor(exceptions, _AXES)
-    return Shared(torch.where(excepted[..., None], 0.0, data), excepted)
+    return Shared(torch.where(storable[..., None], data, 0.0), excepted)
