@@ -48,7 +48,7 @@ def arguments(model: Model, entries: int, batch: int) -> dict[str, tuple[tuple, 
     one = torch.ones(lists, width, dtype=torch.float64, device=device)
     proceed = torch.ones(batch, 1, dtype=torch.bool, device=device)
     return {
-        "carry": ((kept, None, positions, used, newest, [score], [0.0]), carried),
+        "carry": ((kept, None, positions, used, newest, [score[:, None]], [0.0]), carried),
         "best": ((score, None, there, limits), {}),
         "then": ((kept, score, None, there, score[:, 0].abs() * entries), {"in_all": False}),
         "whole": ((score[:, 0].contiguous(),), {}),

@@ -173,6 +173,8 @@ def _cosine(node: Node) -> Node | None:
     vectors = _factors(node.args[0])
     if vectors is None or {x.op for x in vectors} != {*_ENTRIES} or None in map(side, vectors):
         return None
+    if len({_tensor(x) for x in vectors}) != 1:
+        return None
     lengths = tuple(_factors(x.args[0]) if x.op == "sqrt" else None for x in node.args[1].args)
     if lengths != tuple((x, x) for x in vectors):
         return None

@@ -331,7 +331,7 @@ def _operator_help(last: Token, token: Token) -> str | None:
     if token == "(" and last.type == "NUMBER":
         return "multiplication is written `*`"
     if last.type == "NAME" and token.type == "NUMBER":
-        return f"a function's arguments stand in parentheses: `{last}({token})`"
+        return "arguments of a function stand in parentheses, as in `recent(4)`"
     if last.type == "NUMBER" and token.type == "NAME":
         return "numbers have no units; multiplication is written `*`"
     return did_you_mean(str(token), ("then", "where", "else", "and", "or"))

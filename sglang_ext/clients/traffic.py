@@ -146,7 +146,7 @@ class Traffic:
     def _alias(self, manager: Any, obj: Any) -> str | None:
         """The policy after the model's name, which SGLang takes for a LoRA adapter; or None."""
         name = getattr(obj, "lora_path", None)
-        if not isinstance(name, str) or compat.is_adapter(manager, name):
+        if not name or not isinstance(name, str) or compat.is_adapter(manager, name):
             return None
         if not self.is_policy(name):
             if compat.has_adapters(manager):

@@ -34,7 +34,7 @@ REQUEST = "request"  # the path of a policy that came while the server ran
 
 Texts = tuple[tuple[str, str], ...]  # names of parameters and their values as text
 
-_PLACE = re.compile(r"^\S+: error\[[a-z-]+\]: ")  # what the checker's messages begin with
+_PLACE = re.compile(r"^.*?: error\[[a-z-]+\]: ")  # what the checker's messages begin with
 
 
 @dataclass(frozen=True, eq=False)

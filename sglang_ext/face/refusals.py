@@ -14,7 +14,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
-from kvpolicy.sglang_ext.face.asked import POLICY, PREFIX, SET, not_served
+from kvpolicy.sglang_ext.face.asked import POLICY, PREFIX, SET, not_served, shown
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.options import attention, experiment_file, kernels
 from kvpolicy.sglang_ext.face.policy_files import Policy
@@ -119,10 +119,15 @@ def check_preferred(options: Any, policies: Iterable[str]) -> None:
     Raises:
         Refused: names the key and what to do.
     """
-    custom = (options.preferred_sampling_params or {}).get("custom_params") or {}
+    option = "--preferred-sampling-params: custom_params"
+    custom = (options.preferred_sampling_params or {}).get("custom_params")
+    if custom is None:
+        return
+    if not isinstance(custom, dict):
+        raise Refused(f"{option} is {shown(custom)}; expected a JSON object.")
     keys = [key for key in custom if isinstance(key, str) and key.startswith(PREFIX)]
     for key in keys:
-        where = f"--preferred-sampling-params: custom_params.{key}"
+        where = f"{option}.{key}"
         if key == SET:
             raise Refused(f"{where} cannot be preferred; set parameters with --kv-policy-set.")
         if key != POLICY:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvpolicy.kernels.entries.compact_within import compact_within
+from kvpolicy.kernels.entries.rounding import largest
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request.reasons import Reason
 from kvpolicy.sglang_ext.request.request import RequestState, Served
@@ -116,6 +117,8 @@ def copy_kept(
         if most:
             merged = run.merged(layer, *_numbers(arena, place, slots), most)
             k, v = arena.unscaled(place, *merged)
+            if arena.scales is not None:  # the merge knows of the numbers without their scales
+                k, v = _storable(arena, place, slots, k, v)
         else:
             k, v = arena.storage[place][:, slots].transpose(1, 2)  # each [G, N, D]
         shift = run.shift(layer)
@@ -125,6 +128,18 @@ def copy_kept(
         kernels.place(
             arena.entries, k, v, kept[place], layer_pages, value_offset=arena.value_offset
         )
+
+
+def _storable(
+    arena: Arena, place: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> list[torch.Tensor]:
+    """Merged keys and values [G, N, D] of a layer; as they were where 8 bits would be infinite."""
+    limit = largest(arena.storage.dtype)
+    old_vectors = arena.storage[place][:, slots].transpose(1, 2)
+    return [
+        torch.where((x.abs() <= limit).all(-1, keepdim=True), x, old.to(x.dtype))
+        for x, old in zip((k, v), old_vectors, strict=True)
+    ]
 
 
 def _numbers(arena: Arena, place: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.kernels.entries import layer_pairs
+from kvpolicy.kernels.entries.rounding import largest
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.paired_layers import PairedLayers
@@ -96,6 +97,10 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
     ]
     shared = run.shared(layer, *pair)
     excepted = torch.stack([shared[name].excepted for name in _TENSORS])
+    if arena.scales is not None:  # directions have none: they are stored as they are
+        limit = largest(storage.dtype)
+        directions = [shared[name].direction.abs().amax(-1) for name in _TENSORS]
+        excepted = excepted | (torch.stack(directions) > limit)
     # Of entries without their scales: reading a layer multiplies all of it by its scale.
     lengths = torch.stack([below, upper]).double().norm(dim=-1).float()  # [2, 2, G, N]
     floats = layer_pairs.floats_of_row(storage.shape[4], storage.dtype)

@@ -110,7 +110,9 @@ class Reports:
             if state is None:
                 self.without_policy(req)
             elif state.failed and req.to_finish is not None:
-                self._metrics.ended_with_prompt(state.served.name)
+                if not state.reported.counted:
+                    self._metrics.ended_with_prompt(state.served.name)
+                state.reported.counted = True
             elif state.uncompressed is not None:
                 self.served_in_full(req, state, state.uncompressed)
 

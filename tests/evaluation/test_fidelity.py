@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,7 +245,8 @@ def test_what_cannot_be_used_is_refused_before_a_server_starts(
 
 def test_files_that_cannot_be_written_in_the_end_are_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "fidelity.csv").mkdir()
-    monkeypatch.setattr(fidelity, "opened", contextlib.nullcontext)
+    looking = contextlib.nullcontext(SimpleNamespace(tokens=None))
+    monkeypatch.setattr(fidelity, "opened", lambda args, check: looking)
     monkeypatch.setattr(fidelity, "_compared", lambda *args: [compared()])
     monkeypatch.setattr(fidelity, "_texts", lambda file: [])
     monkeypatch.setattr(fidelity, "_top", lambda *args: 1)

@@ -202,7 +202,7 @@ def test_the_files_are_written_whether_or_not_the_view_is_read(tmp_path, monkeyp
 
     path = tmp_path / "kept.json"
     path.write_text("some words")
-    monkeypatch.setattr(inspect_prompt, "opened", contextlib.nullcontext)
+    monkeypatch.setattr(inspect_prompt, "opened", lambda args, check: contextlib.nullcontext())
     monkeypatch.setattr(inspect_prompt, "asked", lambda *args: kept())
     monkeypatch.setattr(inspect_prompt, "_print", closed)
     monkeypatch.setattr(cli, "_discard_output", lambda: None)  # it closes that of the tests
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_named(tmp_path, monkeypatch
         path.mkdir()
         return kept()
 
-    monkeypatch.setattr(inspect_prompt, "opened", contextlib.nullcontext)
+    monkeypatch.setattr(inspect_prompt, "opened", lambda args, check: contextlib.nullcontext())
     monkeypatch.setattr(inspect_prompt, "asked", asked)
     words = ["--policy", "snapkv", "--prompt", str(tmp_path / "text.txt"), "--json", str(path)]
     assert refusal(capsys, *words) == f"{path}: error[file]: is a directory"

@@ -83,6 +83,12 @@ def test_what_all_requests_cannot_ask_of_policies_is_refused_at_the_start(custom
     assert str(refusal.value).startswith(start + sentence)
 
 
+@pytest.mark.parametrize("custom", [["kv_policy"], 5, "none"])
+def test_preferred_custom_params_are_an_object(custom):
+    with pytest.raises(Refused, match=r"custom_params is .*; expected a JSON object"):
+        refusals.check_preferred(options(preferred_sampling_params={"custom_params": custom}), [])
+
+
 @pytest.mark.parametrize(
     "preferred", [None, {"top_k": 3}, {"custom_params": {"kv_policy": "none", "mine": 1}}]
 )

@@ -57,10 +57,12 @@ def test_what_its_policy_ended_is_not_counted_as_served_in_full(reports, metrics
         )
         for finish in (None, "an error")
     )
-    reports.finished([(ended, state)])
+    for _ in range(2):  # the second time after a retraction
+        reports.finished([(ended, state)])
     metrics.ended_with_prompt.assert_called_once_with("mine")
     assert ended.customized_info is None
     metrics.uncompressed.assert_not_called()
+    state.reported.counted = False
     reports.finished([(goes_on, state)])
     metrics.uncompressed.assert_called_once_with("mine", Reason.POLICY_ERROR)
 

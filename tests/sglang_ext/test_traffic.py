@@ -115,6 +115,7 @@ def test_a_header_or_the_models_name_chooses_too():
     adapter = choose(traffic, lora_path="lava", adapters=["lava"])
     assert (custom(adapter), adapter.lora_path) == (None, "lava")
     assert choose(traffic, lora_path="other", adapters=["lava"]).lora_path == "other"
+    assert choose(traffic, lora_path="").lora_path == ""  # as none, to SGLang
     message = "^the request names `other`, .* LoRA is not enabled, and the policies are `lava`, "
     with pytest.raises(ValueError, match=message):
         choose(traffic, lora_path="other")

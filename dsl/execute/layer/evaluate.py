@@ -117,10 +117,6 @@ class Evaluation:
                 self.known[node] = x
         return x
 
-    def set_value(self, node: Node, x: Value) -> None:
-        """Sets the value of a node that has been computed elsewhere."""
-        self.known[node] = self._masked(node, x)
-
     def _masked(self, node: Node, x: Value) -> Value:
         """The value, absent (a set: false) where a KV head has no entry, and after the query."""
         step = self.frame.step

@@ -28,7 +28,6 @@ from kvpolicy.dsl.execute.tensors.values import (
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.inner_products import place
 from kvpolicy.dsl.ir.nodes import Merge, Node, State
-from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import state_roots
 from kvpolicy.dsl.ops.operations import Kind
 
@@ -74,6 +73,7 @@ class Merging:
     _links: Links = field(init=False)
     _own: torch.Tensor | None = field(init=False)
     _divide: torch.Tensor | None = field(init=False)
+    _products: dict[str, list[Value]] = field(default_factory=dict, init=False)
 
     @classmethod
     def begun(
@@ -138,6 +138,7 @@ class Merging:
         # This evaluation reads values of the merge, and would be held by it, with keys and values,
         # until Python looks for such circles.
         self.evaluation = Evaluation(replace(self.evaluation.frame, vectors={}))
+        self._products = {}
         return self
 
     def of_layers(self, before: Mapping[str, Value], heads: int) -> dict[str, Value]:
@@ -221,13 +222,14 @@ class Merging:
         """An inner product, or the cosine, of a dropped entry and its receiver."""
         return self._inner_products(node.args[0].args[0].op)[place(node)]
 
-    @once
     def _inner_products(self, name: str) -> list[Value]:
         """What the kernel "inner_products" gives for dropped entries and their receivers.
 
         Args:
             name: "key" or "value".
         """
+        if name in self._products:
+            return self._products[name]
         x = self.evaluation.frame.vectors[name]
         ((receivers, present),) = self._receivers
         vectors, ids = _vectors(x)
@@ -236,7 +238,8 @@ class Merging:
         if isinstance(x, Entries) and x.scale is not None:
             # The kernel reads numbers without their scale, which a cosine does not depend on.
             products[:3] *= (x.scale.double() ** 2)[:, None]
-        return [Value(product, _DROPPED, finite=True) for product in products]
+        self._products[name] = [Value(x, _DROPPED, finite=True) for x in products]
+        return self._products[name]
 
     def _read(
         self, x: Value, index: torch.Tensor, present: torch.Tensor

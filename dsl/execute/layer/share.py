@@ -5,6 +5,7 @@ Dimensions: G KV heads, N tokens, D head size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -99,9 +100,10 @@ def _one(
         data = data.double().expand(vectors["own"].shape)
     # Both vectors stay without a direction, and with one that would become infinite by itself or
     # times the longer vector.
-    most = data.abs() * products[[0, 2]].amax(0).sqrt().clamp(min=1)[..., None]
-    storable = storable & (most <= torch.finfo(vectors["own"].dtype).max).all(-1)
-    excepted = ~storable | (data == 0).all(-1)
+    largest = torch.linalg.vector_norm(data, math.inf, dim=-1)
+    length = torch.maximum(products[0], products[2]).sqrt().clamp(min=1)
+    storable = storable & (largest * length <= torch.finfo(vectors["own"].dtype).max)
+    excepted = ~storable | (largest == 0)
     if exceptions is not None:
         excepted = excepted | evaluation.tensor(exceptions, _AXES)
     return Shared(torch.where(storable[..., None], data, 0.0), excepted)
