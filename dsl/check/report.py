@@ -18,13 +18,10 @@ _HELP = "`report` lists names that the policy defines under `let`"
 
 
 def report(scope: Scope) -> dict[str, Item]:
-    """The listed items by name; reports those that are no lets or occur twice."""
+    """The listed items by name; reports those that are no lets."""
     items: dict[str, Item] = {}
     for item in scope.file.get("report") or ():
         if item.value is None:
-            continue
-        if item.value in items:
-            scope.error("key", f"`report` lists `{item.value}` twice", item.span)
             continue
         items[item.value] = item
         problem = _problem(scope, item.value)

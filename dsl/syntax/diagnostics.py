@@ -92,7 +92,13 @@ def render_all(diagnostics: Iterable[Diagnostic], source: Source) -> str:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:
-    """A help line naming the candidate closest to `name`, if one is close or begins alike."""
+    """A help line naming the candidate `closest` to a name; None if there is none."""
+    candidate = closest(name, candidates)
+    return None if candidate is None else f"did you mean `{candidate}`?"
+
+
+def closest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate closest to `name`, if one is close or begins alike."""
     from difflib import get_close_matches  # only when something is wrong already
 
     def begins_alike(candidate: str) -> bool:  # `minimum` and `min`, `errors` and `error_rate`
@@ -102,7 +108,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str | None:
 
     names = sorted(set(candidates))
     close = get_close_matches(name, names, n=1, cutoff=0.7) or [*filter(begins_alike, names)]
-    return f"did you mean `{close[0]}`?" if close else None
+    return close[0] if close else None
 
 
 def listed(names: Iterable[str], last: str = "or") -> str:

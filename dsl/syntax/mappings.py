@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kvpolicy.dsl.syntax.diagnostics import (
     MAX_SHOWN,
     Diagnostic,
+    closest,
     did_you_mean,
     listed,
     on_one_line,
@@ -96,22 +97,20 @@ def read_block(
     """
     block = Block(place)
     key_of = {key.name: key for key in keys}
-    meant: set[str] = set()  # help about keys that are probably misspelt
+    misspelt: set[str | None] = set()  # keys that unknown ones probably mean
     for name, entry in node.entries:
         key = key_of.get(name.text)
         if key is None:
             location = f" in `{path}`" if path else ""
-            suggestion = did_you_mean(name.text, key_of)
-            meant.update(() if suggestion is None else (suggestion,))
-            help = suggestion or f"the keys here are {listed(key_of, 'and')}"
+            misspelt.add(closest(name.text, key_of))
+            help = did_you_mean(name.text, key_of) or f"the keys here are {listed(key_of, 'and')}"
             report(Diagnostic("key", f"unknown key `{name.text}`{location}", name.span, help))
             continue
         key_path = f"{path}.{name.text}" if path else name.text
         item_value = value(entry, key, key_path, name.span)
         block.items[name.text] = Item(key_path, name.span, entry.span, item_value)
     for key in keys:
-        misspelt = any(f"`{key.name}`" in suggestion for suggestion in meant)
-        if key.required and key.name not in block and not misspelt:
+        if key.required and key.name not in block and key.name not in misspelt:
             location = f"`{path}`" if path else "the file"
             message = f"{location} needs the key `{key.name}`"
             help = f"add `{key.name}: {'1' if key.form == 'version' else '...'}`, {key.meaning}"

@@ -129,22 +129,20 @@ class _PolicyReader:
             "expressions": self.expression, "choices": self.choice, "values": self.literal,
             "names": self.listed_name,
         }  # fmt: skip
-        items = []
+        items: list[Item] = []
         for item in node.items:
             if isinstance(item, Scalar):
                 value = readers[key.form](item, key, path)
+                once = key.form in ("choices", "names") and value is not None
+                if once and value in [earlier.value for earlier in items]:
+                    self.error("key", f"`{path}` lists `{value}` twice", item.span)
+                    continue
                 items.append(Item(path, name, item.span, value))
             else:
                 self.error("key", f"`{path}` lists plain values", item.span)
-        if key.form == "choices":
-            earlier: set[str] = set()
-            for choice in items:
-                if choice.value in earlier:
-                    self.error("key", f"`{path}` lists `{choice.value}` twice", choice.span)
-                earlier.update(() if choice.value is None else (choice.value,))
-            if not items and not key.required:
-                help = f"leave it out, or list {listed(key.choices)}"
-                self.error("key", f"`{path}` lists nothing", node.span, help)
+        if key.form == "choices" and not node.items and not key.required:
+            help = f"leave it out, or list {listed(key.choices)}"
+            self.error("key", f"`{path}` lists nothing", node.span, help)
         return items
 
     def listed_name(self, node: Scalar, key: Key, path: str) -> str | None:

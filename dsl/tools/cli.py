@@ -356,10 +356,14 @@ COMMANDS = {
 }
 
 
-def _version() -> str:
-    from importlib.metadata import version
+class _Version(argparse.Action):
+    """`--version`; other commands do not look it up."""
 
-    return version("kvpolicy")
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **options: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"kvpolicy {version('kvpolicy')}")
+        parser.exit()
 
 
 def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParser:
@@ -367,7 +371,7 @@ def _parser(chosen: str, known: Mapping[str, Command]) -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(
         prog="kvpolicy", description="KV-cache policies for SGLang, written in YAML."
     )
-    parser.add_argument("--version", action="version", version=f"kvpolicy {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name in [chosen] if chosen in known else known:
         command = known[name]

@@ -64,8 +64,8 @@ def is_scoring(request: Any) -> bool:
     return bool(assigned(request).get("scores"))
 
 
-def check_values(values: Any) -> Mapping[str, float | bool]:
-    """The values of parameters that a request sets.
+def check_values(values: Any) -> None:
+    """Check the values of parameters that a request sets.
 
     Raises:
         ValueError: they are no JSON object, or one is no value of a parameter.
@@ -77,7 +77,6 @@ def check_values(values: Any) -> Mapping[str, float | bool]:
             raise ValueError(
                 f"custom_params.{SET}.{key} is {shown(value)}; expected a number, true or false"
             )
-    return values
 
 
 def not_served(where: str, name: Any, names: Iterable[str]) -> ValueError:
