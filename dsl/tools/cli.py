@@ -13,6 +13,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -87,22 +88,24 @@ def _discard_output() -> None:
 def _check(args: argparse.Namespace) -> int:
     from kvpolicy.dsl.syntax.library import TEST_SUFFIX
 
-    if args.model is not None and not args.trial:
-        raise refused("--model", "arguments", "it says what `--trial` is made for", "add `--trial`")
-    shape = _tried_shape(args.model) if args.trial else None
+    for option in ("model", "set"):
+        if getattr(args, option) and not args.trial:
+            message = "it says what `--trial` is made for"
+            raise refused(f"--{option}", "arguments", message, "add `--trial`")
+    tried = _trial(args) if args.trial else None
     code = 0
     for file in args.files:
         try:
             tests = file.endswith(TEST_SUFFIX)
-            code = max(code, _check_tests(file) if tests else _check_policy(file, shape))
+            code = max(code, _check_tests(file) if tests else _check_policy(file, tried))
         except PolicyError as error:  # the file cannot be read
             print(error)
             code = 2
     return code
 
 
-def _check_policy(file: str, shape: ModelShape | None) -> int:
-    """Reports the defects of a policy; if it has none and `shape` is given, runs its trial."""
+def _check_policy(file: str, tried: Callable[[Checked], int] | None) -> int:
+    """Reports the defects of a policy; if it has none, runs its trial, if one is asked for."""
     from kvpolicy.dsl.check.policy import load
 
     checked = load(file)
@@ -110,22 +113,25 @@ def _check_policy(file: str, shape: ModelShape | None) -> int:
         print(render_all(checked.diagnostics, checked.source))
     if checked.errors:
         return 1
-    if shape and not checked.unserved:
-        return _tried(checked, shape)
+    if tried is not None and not checked.unserved:
+        return tried(checked)
     print(f"{checked.source.name}: ok")
     for sentence in checked.unserved:
         print(f"{checked.source.name}: note: {sentence}")
     return 0
 
 
-def _tried_shape(model: str | None) -> ModelShape:
+def _trial(args: argparse.Namespace) -> Callable[[Checked], int]:
+    """What tries a policy without defects for a model, with the values of `--set`."""
     from kvpolicy.dsl.bind.model_config import USUAL, read_config
+    from kvpolicy.dsl.tools.commands import overrides
 
-    return USUAL if model is None else read_config(model).shape
+    shape = USUAL if args.model is None else read_config(args.model).shape
+    return partial(_tried, shape=shape, values=overrides(args.set))
 
 
-def _tried(checked: Checked, shape: ModelShape) -> int:
-    """Runs the trial of a policy without defects, with its defaults."""
+def _tried(checked: Checked, shape: ModelShape, values: Mapping[str, str]) -> int:
+    """Runs the trial of a policy without defects."""
     from kvpolicy.dsl.bind.bind import bind
 
     try:
@@ -135,7 +141,7 @@ def _tried(checked: Checked, shape: ModelShape) -> int:
         return missing("check --trial", error)
     began = perf_counter()
     try:
-        trial(bind(sampled(checked.require(), shape), shape))
+        trial(bind(sampled(checked.require(), shape), shape, values))
     except PolicyError as error:
         print(error)
         return 1
@@ -290,7 +296,13 @@ class Command(NamedTuple):
 FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLICY, nargs="+")
 _MODEL = _option("--model", "CONFIG", _CONFIG, required=True)
 _LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_length)
-SET = _option("--set", "NAME=VALUE", "value of a parameter", action="append", default=[])
+
+
+def _settings(help: str) -> Adds:
+    return _option("--set", "NAME=VALUE", help, action="append", default=[])
+
+
+SET = _settings("value of a parameter")
 _DELIVERED = "file of a tensor of the model that the policy lists under `data`"
 DATA = _option("--data", "NAME=FILE", _DELIVERED, action="append", default=[])
 
@@ -298,6 +310,7 @@ DATA = _option("--data", "NAME=FILE", _DELIVERED, action="append", default=[])
 _CHECK = (
     _flag("--trial", "also carry them out, on tiny tensors; needs torch"),
     _option("--model", "CONFIG", f"of --trial: {_CONFIG}; default: Llama 3.1 8B's sizes"),
+    _settings("of --trial: value of a parameter, which every FILE has; default: its own"),
     _FILES,
 )
 _EXPLAIN = (
@@ -334,7 +347,11 @@ _FMT = (
     _flag("--check", "only say which files would change"),
     _option("files", "FILE", "path of a policy", nargs="+"),
 )
-_DIFF = (_option("first", "A", _POLICY), _option("second", "B", _POLICY), _MODEL, _LENGTH, DATA)
+_DIFF = (
+    *(_option("first", "A", _POLICY), _option("second", "B", _POLICY), _MODEL, _LENGTH),
+    _settings("value of a parameter, of both if both have it"),
+    DATA,
+)
 GENERATED = (
     _option("--out", "FILE", "write to a file instead"),
     _flag("--check", "with --out: compare, do not write"),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.dsl.ir.nodes import Program
+from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
 from kvpolicy.dsl.tools.cli import EXECUTIONS as EXECUTIONS
 
 if TYPE_CHECKING:
@@ -29,6 +30,24 @@ def overrides(settings: Sequence[str] | None) -> dict[str, str]:
             raise refused("--set", "arguments", f"`{name.strip()}` is set twice")
         result[name.strip()] = value
     return result
+
+
+def overrides_of_each(programs: Sequence[Program], settings: Sequence[str]) -> list[dict[str, str]]:
+    """`name=value` strings as a mapping for each policy, with the parameters that it has.
+
+    Raises:
+        PolicyError: as `overrides`, or no policy has a parameter of that name.
+    """
+    values = overrides(settings)
+    for name in values:
+        if not any(name in program.params for program in programs):
+            params = [param for program in programs for param in program.params]
+            message = f"no policy here has a parameter `{name}`"
+            raise refused("--set", "arguments", message, did_you_mean(name, params))
+    return [
+        {name: value for name, value in values.items() if name in program.params}
+        for program in programs
+    ]
 
 
 def execute(

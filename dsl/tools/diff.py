@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.dsl.tools.commands import execute
+from kvpolicy.dsl.tools.commands import execute, overrides_of_each
 from kvpolicy.dsl.tools.explain_sections import decode_words, layers_text, runs
 from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.dsl.tools.units import size_text
@@ -31,20 +31,24 @@ def main(args: argparse.Namespace) -> int:
     """Runs the command: 0 if both mean the same, else 1; raises PolicyError for unusable input."""
     programs = with_data([load(x).executable() for x in (args.first, args.second)], args.data)
     config = read_config(args.model)
-    first, second = (bind(program, config.shape) for program in programs)
+    values = overrides_of_each(programs, args.set)
+    first, second = (bind(x, config.shape, y) for x, y in zip(programs, values, strict=True))
     if first.digest == second.digest:
         print(f"{args.first} and {args.second} mean the same")
         return 0
-    print("\n".join(difference(programs, first, second, config, args.length)))
+    print("\n".join(_difference(first, second, values, config, args.length)))
     return 1
 
 
-def difference(
-    programs: list[Program], first: Bound, second: Bound, config: ModelConfig, length: int
+def _difference(
+    first: Bound,
+    second: Bound,
+    values: Sequence[Mapping[str, str]],
+    config: ModelConfig,
+    length: int,
 ) -> Iterator[str]:
-    """Lines on what changes from the first policy to the second."""
-    names = [program.name for program in programs]
-    yield f"{names[0]} -> {names[1]}, {config.name}, {length:,} tokens"
+    """Lines on what changes from the first policy to the second; `values` of both's parameters."""
+    yield f"{first.program.name} -> {second.program.name}, {config.name}, {length:,} tokens"
     yield from _section("Parameters", _parameters(first, second))
     yield from _section("Entries kept per KV head, at most", _entries(first, second, length))
     reached = [lengths(bound, length)[-1][1] for bound in (first, second)]
@@ -54,7 +58,8 @@ def difference(
     yield from _section("While decoding", _change(words))
     sizes = [config.kv_size(max_entries(bound, length)) for bound in (first, second)]
     yield from _section("KV cache, at most", _change(sizes, as_text=size_text))
-    yield from _section("Overlap on a sample", _overlap(programs, config.shape, length))
+    programs = (first.program, second.program)
+    yield from _section("Overlap on a sample", _overlap(programs, values, config.shape, length))
 
 
 def _section(title: str, lines: Iterator[str]) -> Iterator[str]:
@@ -98,13 +103,19 @@ def _change(
         yield text.format(*map(as_text, values))
 
 
-def _overlap(programs: list[Program], shape: ModelShape, length: int) -> Iterator[str]:
+def _overlap(
+    programs: Sequence[Program],
+    values: Sequence[Mapping[str, str]],
+    shape: ModelShape,
+    length: int,
+) -> Iterator[str]:
     """What both keep of random tensors; queries are doubled, so that scores differ clearly."""
     small = replace(shape, layers=min(shape.layers, _LAYERS), head_dim=min(shape.head_dim, _SIZE))
     tokens = min(length, _TOKENS)
 
     def bound_to(shape: ModelShape) -> list[Bound]:
-        return [bind(sampled(program, shape), shape) for program in programs]
+        policies = zip(programs, values, strict=True)
+        return [bind(sampled(program, shape), shape, given) for program, given in policies]
 
     try:
         bounds = bound_to(small)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -86,11 +87,19 @@ def main(args: argparse.Namespace) -> int:
     best = chosen(results, limits)
     _print(results, best, limits, name, len(prompts))
     print(f"\nin the policy file:    {name}: {shown(best.value)}")
-    print(f"for the server:        --kv-policy-set {name}={shown(best.value)}")
+    print(f"for the server:        {_server_options(args, name, best.value)}")
     if args.out is not None:
         plot(results, best, limits, name, args.out)
         print(f"plot:                  {args.out}")
     return 0
+
+
+def _server_options(args: argparse.Namespace, name: str, value: Value) -> str:
+    """The options of a server with the chosen value and all else as it was tried."""
+    words = ["--kv-policy-set", *args.set, f"{name}={shown(value)}"]
+    if args.data:
+        words += ["--kv-policy-data", *args.data]
+    return shlex.join(words)
 
 
 def measure(

@@ -139,8 +139,8 @@ def load_policies(
 
     Raises:
         Refused: a file cannot be read, is wrong or needs what is not served; two policies have the
-            same name; a setting or a tensor has no policy. The message holds the checker's
-            diagnostics.
+            same name; a setting or a tensor has no policy, or a parameter is set twice. The message
+            holds the checker's diagnostics.
     """
     for option, given in ((options.SETTINGS, settings), (options.DATA, data)):
         if given and not values:
@@ -245,5 +245,7 @@ def _settings(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[s
                 f"--kv-policy-set {setting}: no policy is called `{policy}`; "
                 f"there is {', '.join(names)}"
             )
+        if parameter in values[policy]:
+            raise Refused(f"--kv-policy-set {setting}: `{parameter}` of `{policy}` is set twice")
         values[policy][parameter] = value.strip()
     return values

@@ -346,6 +346,22 @@ def test_diff(model, tmp_path, capsys):
     assert diff("snapkv", str(tmp_path / "missing.yaml")) == 2
 
 
+def test_diff_with_values_of_parameters(model, capsys):
+    def diff(*words: str) -> int:
+        return main(["diff", *words, "--model", model, "--length", "3000"])
+
+    assert diff("snapkv", "adakv", "--set", "capacity=64") == 1
+    assert "capacity" not in capsys.readouterr().out  # both have it, and it is the same
+    assert diff("snapkv", "streamingllm", "--set", "kernel=5") == 1
+    output = capsys.readouterr().out
+    assert re.search(r"kernel +5 -> -", output)
+    assert "Overlap on a sample" in output
+    assert diff("snapkv", "pyramidkv", "--set", "windw=16") == 2
+    error = capsys.readouterr().err
+    assert "no policy here has a parameter `windw`" in error
+    assert "did you mean `window`?" in error
+
+
 def test_diff_of_policies_that_require_more_layers_than_a_sample_has(tmp_path, capsys):
     config, policy = tmp_path / "config.json", tmp_path / "deep.yaml"
     config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 16}))

@@ -349,6 +349,17 @@ def test_check_tries_for_a_model(file, capsys, tmp_path):
     assert "add `--trial`" in capsys.readouterr().err
 
 
+def test_check_tries_with_values_of_parameters(file, capsys):
+    path = file(GOOD + "params:\n  n: {default: 2, unit: tokens}\nrequire: [n < 8]\n")
+    assert main(["check", "--trial", "--set", "n=9", path]) == 1
+    assert "requires `n < 8`, but `n` is 9" in capsys.readouterr().out
+    assert main(["check", "--trial", "--set", "n=3", path]) == 0
+    assert ": ok, tried in " in capsys.readouterr().out
+    assert main(["check", "--trial", "--set", "n", path]) == 2
+    assert main(["check", "--set", "n=3", path]) == 2
+    assert "add `--trial`" in capsys.readouterr().err
+
+
 def test_check_tries_nothing_without_torch(file):
     script = (
         "import sys\nsys.modules['torch'] = None\nfrom kvpolicy.dsl.tools.cli import main\n"

@@ -92,7 +92,7 @@ def test_distances_and_choice(prompts, capsys, tmp_path):
         each = [distance(model, prompt(n, n), layer, window=4, kernel=3) for n in (70, 101)]
         assert float(row[0]) == pytest.approx(sum(each) / 2, rel=2e-3)
     closest = min(found, key=lambda layer: float(found[layer][0]))
-    assert f"--kv-policy-set tsp_layer={closest}\n" in output
+    assert f"--kv-policy-set window=4 kernel=3 tsp_layer={closest}\n" in output
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -116,7 +116,7 @@ def test_a_share_is_tried_in_steps_and_limited_by_the_rows_it_computes(prompts, 
     few = [value for value in found if float(found[value][2][:-1]) <= 66]
     assert few == ["0.1", "0.2", "0.3"]
     best = min(few, key=lambda value: float(found[value][0]))
-    assert f"--kv-policy-set tsp_rate={best}\n" in output
+    assert f"--kv-policy-set tsp_layer=1 window=4 tsp_rate={best}\n" in output
     assert output.count("(more than asked)") == 7
     assert plot.read_bytes()[:4] == b"\x89PNG"
 

@@ -182,6 +182,7 @@ def test_without_flags_nothing_is_requested(files):
         (["one@1.capacity=8"], "no policy is called `one@1`; there is one, two"),
         (["capacity"], r"expected NAME=VALUE or POLICY\.NAME=VALUE"),
         (["one.=3"], r"expected NAME=VALUE or POLICY\.NAME=VALUE"),
+        (["one.capacity=3", "two.capacity=3", "one.capacity=4"], "`capacity` of `one` is set tw"),
     ],
 )
 def test_settings_that_fit_no_policy(files, settings, message):
