@@ -261,7 +261,7 @@ class Runtime:
         if step.prefill is not None:
             self._unconfirmed += step.prefill.unconfirmed
         finishing = list(iterate_finishing(batch)) if batch.forward_mode.is_extend() else []
-        if self.services.stages.size > 1:
+        if self.services.in_stages:
             self._outcomes.append(Outcome(self.services, batch, step, finishing))
         elif finishing:
             self.services.reports.finished(finishing)
@@ -275,7 +275,7 @@ class Runtime:
         times, but all compute, schedule and process results in the same order. With one stage, it
         is how much stays, where the host did not wait for the device (forward/unconfirmed.py).
         """
-        if self.services.stages.size > 1:
+        if self.services.in_stages:
             self._outcomes.popleft().take_up(batch)
         elif self._unconfirmed and batch.forward_mode.is_extend():
             # The forward that ends a prompt may run while the chunk before it is processed.
@@ -310,7 +310,7 @@ class Runtime:
             and req.prefix_len >= state.prompt
         ):
             return True
-        return not admission.fits_chunk(adder, req, others=self.services.stages.size > 1)
+        return not admission.fits_chunk(adder, req, others=self.services.in_stages)
 
     # Published, retracted.
 
@@ -330,7 +330,7 @@ class Runtime:
         before they process a result.
         """
         state, services, failures = state_of(req), self.services, self.services.failures
-        if services.ranks.size == 1 or services.stages.size > 1:
+        if services.ranks.size == 1 or services.in_stages:
             return False
         if state is None or state.failed or not req.finished():
             return False

@@ -63,7 +63,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
 
     def make(policy: Policy, bound: Bound) -> Served:
         page_size, heads = services.store.allocator.page_size, services.ranks.heads
-        if services.stages.size > 1:
+        if services.in_stages:
             refusals.check_stages(policy, bound)
         try:
             return Served(policy, bound, services.arena, page_size, heads)
@@ -144,7 +144,7 @@ def _warm_variant(services: Services, served: Served, queries: torch.dtype) -> N
     try:
         warm_variant(served, queries)
     except Exception:
-        if services.stages.size == 1:
+        if not services.in_stages:
             raise
         # Other stages have taken the request or will, and cannot be told in time. If its policy
         # fails here, it fails on all stages when they process the result.

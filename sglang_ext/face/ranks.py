@@ -120,11 +120,6 @@ class Stages:
         self.spans: tuple[range, ...] = (layers,)
         self.span = layers
 
-    @property
-    def size(self) -> int:
-        """Number of stages."""
-        return len(self.spans)
-
     def send(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send what a forward has found here, as all stages do after the same batch's forward.
 

@@ -160,7 +160,7 @@ class DecodeStep:
         # The same on all ranks, even if one fails.
         if failures.due(anyway=bool(candidates or full_rows)):
             failures.agree(self._concerned)
-        if self._services.stages.size > 1:
+        if self._services.in_stages:
             self.leaving = self._known_to_leave(leaving)
         groups: dict[tuple[Hashable, bool], list[Member]] = {}
         for group, member in grouped:
@@ -173,7 +173,7 @@ class DecodeStep:
             for portion in portions_of(members, self._arena)
             for fold in self._advance(portion, leaves=leaves)
         ]
-        if self._services.stages.size > 1:
+        if self._services.in_stages:
             self.folds, folds = folds, []
         for fold in folds:
             fold.finish()

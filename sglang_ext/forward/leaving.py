@@ -94,7 +94,7 @@ def may_leave(
     step = length - state.prompt
     if not state.leaves_at(step):
         return False
-    if services.stages.size > 1 or room.reserve_all(request, state, length):
+    if services.in_stages or room.reserve_all(request, state, length):
         return True
     services.reports.skipped_fold(request, state, step)
     return False

@@ -286,7 +286,7 @@ class PrefillStep:
                 numbers = self._numbers([choice for _, choice in chosen])
         if not numbers:
             return
-        if self._services.stages.size > 1:
+        if self._services.in_stages:
             for (scored, choice), (counts, widest, held, finite) in zip(
                 chosen, numbers, strict=True
             ):

@@ -68,7 +68,6 @@ class ResumeStep:
         self._concerned: list[Any] = []
         self.leaving: list[Leaving] = []
         self.folds: list[GroupFold] = []
-        in_stages = services.stages.size > 1
         arena, self._table = services.arena, batch.req_to_token_pool.req_to_token
         for request, state, rows, prefix in iterate_rows(batch):
             if prefix < state.prompt:
@@ -76,7 +75,7 @@ class ResumeStep:
             self._concerned.append(request)
             length = prefix + rows.stop - rows.start
             goes_on = state.goes_on or state.goes_on_elsewhere
-            if in_stages and goes_on and state.leaves_at(length - state.prompt):
+            if services.in_stages and goes_on and state.leaves_at(length - state.prompt):
                 self.leaving.append(Leaving(request, state, length))
             with services.failures.contained(request, READING):
                 reader = EntryReader.of(arena, self._table, request, state, length)
@@ -126,7 +125,7 @@ class ResumeStep:
             fold = None
             with failures.contained(resumed.request, DECODING, joint=True):
                 fold = self._advance(resumed, room)
-            if fold is not None and self._services.stages.size > 1:
+            if fold is not None and self._services.in_stages:
                 self.folds.append(fold)
             elif fold is not None and not resumed.state.broken:
                 fold.finish()

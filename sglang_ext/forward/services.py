@@ -93,6 +93,11 @@ class Services:
         self.pages_reader: PagesReader | None = None
         self.has_room = False
 
+    @property
+    def in_stages(self) -> bool:
+        """Whether other stages have other layers (`--pp`)."""
+        return len(self.stages.spans) > 1
+
     def join(self, group: TensorGroup, kv_heads: int) -> None:
         """Set this rank's share of the model's `kv_heads` KV heads."""
         if group.size > 1:
@@ -112,7 +117,7 @@ class Services:
         self.reports = Reports(self.arena, metrics, self.ranks)
         self.failures = Failures(
             self.store, metrics, self.reports, self.ranks, max_failures, self.forget_rows,
-            self.detach, in_stages=self.stages.size > 1,
+            self.detach, in_stages=self.in_stages,
         )  # fmt: skip
 
     def forget_rows(self) -> None:

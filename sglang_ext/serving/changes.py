@@ -96,7 +96,7 @@ class Changes:
 
     def _vary(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a policy with a request's own parameters, before the request comes."""
-        if self._services.stages.size > 1:  # they handle this message at different times
+        if self._services.in_stages:  # they handle this message at different times
             return {"state": READY}
         try:
             arguments = (body["name"], body["values"], body["front_end"])
@@ -107,7 +107,7 @@ class Changes:
 
     def _change(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         ticket = body["ticket"]
-        if self._services.stages.size > 1:
+        if self._services.in_stages:
             return {"state": FAILED, "problem": _STAGES}
         if action == PREPARE:
             self._prepare(body)

@@ -22,7 +22,7 @@ from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
+from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
 from kvpolicy.sglang_ext.serving.background import Background
@@ -53,7 +53,7 @@ class Scheduler:
             arena=SimpleNamespace(storage=torch.empty(0)),
             queries=SimpleNamespace(needed=False),
             ranks=Ranks(),
-            stages=Stages(range(2)),
+            in_stages=False,
         )
         given = (runner, SHAPE, self.make, 0, Background(torch.device("cpu")))
         self.changes = Changes(services, self.policies, *given)

@@ -60,7 +60,7 @@ class Stage:
         step = self.step = object.__new__(PrefillStep)
         step._services = SimpleNamespace(
             arena=self.arena, store=self.store, evict=no_cache, failures=failures, reports=reports,
-            ranks=Ranks(), streams=nullcontext(), stages=SimpleNamespace(size=len(SPANS)),
+            ranks=Ranks(), streams=nullcontext(), in_stages=True,
             tree=SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table)),
         )  # fmt: skip
         run = program.start(PROMPT)
