@@ -43,8 +43,8 @@ PLACES = {
     "asked_at": "asked.at",
     "lse": "asked.lse",
     "inside": "(token >= 0) & (token < tokens)",
-    "at_kv": "head * tokens + token",
-    "at_head": "(head * GROUP + group) * tokens + token",
+    "at_kv": "head.to(tl.int64) * tokens + token",
+    "at_head": "(head.to(tl.int64) * GROUP + group) * tokens + token",
     "real": "(group < GROUP) & inside",
 }
 

@@ -17,7 +17,6 @@ from kvpolicy.kernels.attention.paged_attention import (
 )
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.requests import Requests
-from kvpolicy.kernels.launch.arguments import check_axes
 
 
 def decode_attention(
@@ -131,27 +130,20 @@ def check(q: torch.Tensor, requests: Requests, layer: int) -> None:
     """Raise ValueError as `decode_attention` says, from shapes and dtypes only."""
     if q.dim() != 3:
         raise ValueError(f"q: expected [B, H, D], got {list(q.shape)}")
-    storage, tables, rows, lengths, req_to_token = requests
     number, heads, size = q.shape
+    if requests.rows.shape != (number,):
+        raise ValueError(f"rows: expected [{number}], got {list(requests.rows.shape)}")
+    requests.check(dtypes=(torch.int32, torch.int64))
+    storage, tables = requests.storage, requests.tables
     shape = list(storage.shape)
-    if len(shape) != 5 or shape[1] != 2 or shape[4] != size or heads % shape[3]:
+    if shape[4] != size or heads % shape[3]:
         raise ValueError(
             f"storage: expected [L, 2, slots, G, {size}] with G dividing {heads}, got {shape}"
         )
     check_stored("storage", storage, q)
-    if not storage.is_contiguous():
-        raise ValueError("storage: expected a contiguous tensor")
     if not 0 <= layer < shape[0]:
         raise ValueError(f"layer: expected 0 to {shape[0] - 1}, got {layer}")
-    lists = [tables.tail_start.shape[0], shape[0], shape[3]]
-    for name, tensor in (("counts", tables.counts), ("first_page", tables.first_page)):
-        if list(tensor.shape) != lists:
-            raise ValueError(f"tables.{name}: expected {lists}, got {list(tensor.shape)}")
-    _check_pairs(tables.paired, lists[:2], storage)
-    for name, tensor in (("rows", rows), ("lengths", lengths)):
-        if tensor.shape != (number,):
-            raise ValueError(f"{name}: expected [{number}], got {list(tensor.shape)}")
-    check_axes("req_to_token", req_to_token, torch.int32, "[rows, context]")
+    _check_pairs(tables.paired, [len(tables.tail_start), shape[0]], storage)
 
 
 def _check_pairs(paired: torch.Tensor, full_shape: list[int], storage: torch.Tensor) -> None:

@@ -90,7 +90,7 @@ def paged_attention(
     scores = torch.bmm(grouped, rows(keys, indices, reading.key_scale).transpose(1, 2)) * scale
     if unseen is not None:
         scores.masked_fill_(unseen, float("-inf"))
-    weights = scores.softmax(dim=-1).nan_to_num_(0.0)
+    weights = scores.softmax(dim=-1)
     value_indices = indices if reading.value_indices is None else reading.value_indices
     out = torch.bmm(weights, rows(values, value_indices, reading.value_scale))
     if unseen is not None:

@@ -33,7 +33,7 @@ def carry(
         used: int64 [S], number of columns of a layer that are collected.
         newest: int64 [N], position of the last new entry of each of N requests, which have S / N
             consecutive layers each; positions of new entries are consecutive.
-        states: each float64 [S * G, C, M], C numbers per entry.
+        states: each float64 [S * G, C, M], C > 0 numbers per entry.
         fresh: value of each state for new entries.
         steps: T, number of new entries.
         width: M', at least T plus the largest of `used`.
@@ -94,6 +94,9 @@ def check(
         ),
     ]
     check_tensors(arguments)
+    for i, x in enumerate(states):
+        if not x.shape[1]:
+            raise refused(f"states[{i}]", x, "float64 [S * G, C, M], C > 0")
     if newest.dtype != torch.int64 or not len(newest) or layers % len(newest):
         raise refused("newest", newest, f"int64 [N], N a part of {layers}")
     if len(fresh) != len(states):

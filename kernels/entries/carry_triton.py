@@ -51,7 +51,7 @@ def carry(
     ]
     stays, layer_positions = kept.contiguous().view(torch.uint8), positions.contiguous()
     collected = None if columns is None else columns.contiguous().view(torch.uint8)
-    first = True
+    last_positions, first = newest.contiguous(), True
     for i in range(max(len(states), 1)) if layers and width else ():
         state, new_state, value = (
             (states[i], new_states[i], fresh[i]) if states else (None, None, 0.0)
@@ -59,8 +59,8 @@ def carry(
         low, high = struct.unpack("<ii", struct.pack("<d", value))  # Triton would pass a float32
         numbers_per_entry = 1 if state is None else state.shape[1]
         _carry[(layers, numbers_per_entry)](
-            stays, collected, layer_positions if first else None, used, used.stride(0), newest,
-            new_positions, holds.view(torch.uint8),
+            stays, collected, layer_positions if first else None, used, used.stride(0),
+            last_positions, new_positions, holds.view(torch.uint8),
             None if state is None else state.contiguous(), new_state, low, high,
             kept.shape[1], width, steps, layers // len(newest),
             KV_HEADS=kv_heads, KV_HEADS_P=padded, BLOCK=block or max(2048 // padded, 16),

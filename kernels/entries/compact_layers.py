@@ -27,7 +27,7 @@ def compact_layers(
 
     Args:
         storage: [L, 2, padded, G, D] any dtype, contiguous; written in place.
-        prompt_slots: [N] int64 slot of each position.
+        prompt_slots: [N] int32 or int64 slot of each position.
         kept: [L, G, N] bool.
         private_slots: [S] int32 or int64, S * L pages; none of them is a slot of the prompt.
         first_page: [L, G] int32 or int64; lists do not overlap and end within the S * L pages.
@@ -43,14 +43,15 @@ def compact_layers(
     if end.numel() and int(end.max()) > pages:
         raise ValueError(f"private_slots: expected [>= {int(end.max())}] pages, got {pages}")
 
-    entries, slots = movable(storage).view(-1, size), private_slots.long()
+    entries = movable(storage).view(-1, size)
+    sources, targets = prompt_slots.long(), private_slots.long()
     # Layer by layer, so that the entries kept by all layers are never copied at once.
     for layer, (layer_kept, first_pages) in enumerate(zip(kept, first_page.long(), strict=True)):
         head, position = layer_kept.nonzero(as_tuple=True)
         place = (layer_kept.cumsum(dim=1) - 1)[layer_kept]
         page = first_pages[head] + place // kv_heads
-        row_of_slot = (page % layers) * 2 * padded + slots[page // layers]
-        source = (layer * 2 * padded + prompt_slots[position]) * kv_heads + head
+        row_of_slot = (page % layers) * 2 * padded + targets[page // layers]
+        source = (layer * 2 * padded + sources[position]) * kv_heads + head
         target = row_of_slot * kv_heads + place % kv_heads
         for offset in (0, padded * kv_heads):
             entries.index_copy_(0, target + offset, entries.index_select(0, source + offset))

@@ -64,14 +64,14 @@ def compact_layers(
     sources = torch.full((places,), -1, dtype=torch.int64, device=kept.device)
     _count[(layers * kv_heads, parts)](mask, counts, length, PART=part, num_warps=8)
     _number[(layers * kv_heads, parts)](
-        mask, counts, prompt_slots, first_page.contiguous(), sources, length, padded, places,
-        KV_HEADS=kv_heads, PART=part, num_warps=8,
+        mask, counts, prompt_slots.contiguous(), first_page.contiguous(), sources, length, padded,
+        places, KV_HEADS=kv_heads, PART=part, num_warps=8,
     )  # fmt: skip
     width = triton.next_power_of_2(size)
     tile = tile or measured.get("tile") or rows_of(width, storage.element_size())
     _copy[(triton.cdiv(places, tile),)](
-        movable(storage), movable(storage[0, 1]), sources, private_slots, places, padded,
-        LAYERS=layers, KV_HEADS=kv_heads, SIZE=size,
+        movable(storage), movable(storage[0, 1]), sources, private_slots.contiguous(), places,
+        padded, LAYERS=layers, KV_HEADS=kv_heads, SIZE=size,
         PADDED_SIZE=width, TILE=tile,
     )  # fmt: skip
 

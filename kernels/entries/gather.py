@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from kvpolicy.kernels.entries.rounding import movable
+from kvpolicy.kernels.launch.arguments import check_axes, refused
 
 
 def gather(
@@ -30,11 +31,12 @@ def gather(
     Raises:
         ValueError: names the argument, the expected and the actual lengths.
     """
+    check(entries, values, indptr, holds)
     lengths = indptr.diff()
     if holds is None:
         if bool((lengths != lengths[0]).any()):
             raise ValueError(f"indptr: expected lists of one length, got {lengths.tolist()}")
-    elif holds.shape[0] != lengths.shape[0] or bool((holds.sum(dim=1) != lengths).any()):
+    elif bool((holds.sum(dim=1) != lengths).any()):
         raise ValueError(
             f"holds: expected {lengths.tolist()} True per KV head, got {holds.sum(dim=1).tolist()}"
         )
@@ -44,6 +46,21 @@ def gather(
         for x in (entries, values)
     ]
     return dense[0], dense[1]
+
+
+def check(
+    entries: torch.Tensor, values: torch.Tensor, indptr: torch.Tensor, holds: torch.Tensor | None
+) -> None:
+    """Refuse wrong shapes and dtypes; read no tensor."""
+    check_axes("indptr", indptr, torch.int64, "[G + 1]")
+    heads, size = len(indptr) - 1, entries.shape[-1]
+    if heads < 1:
+        raise refused("indptr", indptr, "int64 [G + 1], G > 0")
+    for name, x in (("entries", entries), ("values", values)):
+        if x.dim() != 2 or x.shape[1] != size:
+            raise ValueError(f"{name}: expected [E, {size}], got {list(x.shape)}")
+    if holds is not None and (holds.dtype != torch.bool or holds.shape[:-1] != (heads,)):
+        raise refused("holds", holds, f"bool [{heads}, M]")
 
 
 def _dense(rows: torch.Tensor, holds: torch.Tensor | None, lengths: torch.Tensor) -> torch.Tensor:

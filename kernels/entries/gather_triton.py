@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpolicy.kernels.entries.gather import check
 from kvpolicy.kernels.entries.rounding import movable
 from kvpolicy.kernels.launch import tuned
 from kvpolicy.kernels.launch.kernel import kernel
@@ -44,15 +45,10 @@ def gather(
         ValueError: names the argument, the expected and the actual shape.
         TunedError: as `tuned.load`.
     """
+    check(entries, values, indptr, holds)
     heads, size = indptr.shape[0] - 1, entries.shape[1]
-    if heads < 1 or indptr.dim() != 1:
-        raise ValueError(f"indptr: expected [G + 1], got {list(indptr.shape)}")
     if not (entries.is_contiguous() and values.is_contiguous()):
         raise ValueError("entries, values: expected contiguous [E, D]")
-    if values.dim() != 2 or values.shape[1] != size:
-        raise ValueError(f"values: expected [E, {size}], got {list(values.shape)}")
-    if holds is not None and (holds.dim() != 2 or holds.shape[0] != heads):
-        raise ValueError(f"holds: expected [{heads}, M], got {list(holds.shape)}")
     if holds is not None:
         width = holds.shape[1]
     elif width is None:

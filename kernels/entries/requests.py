@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +43,12 @@ class Requests(NamedTuple):
         numbers = zip(self.rows.tolist(), self.lengths.tolist(), strict=True)
         return [Cached.of(self, row, length) for row, length in numbers]
 
-    def check(self) -> None:
-        """Refuse wrong shapes and dtypes; read no tensor."""
+    def check(self, dtypes: Sequence[torch.dtype] = (torch.int64,)) -> None:
+        """Refuse wrong shapes and dtypes; read no tensor.
+
+        Args:
+            dtypes: those that `rows` and `lengths` may have.
+        """
         storage, tables = self.storage, self.tables
         if storage.dim() != 5 or storage.shape[1] != 2 or not storage.is_contiguous():
             raise ValueError(
@@ -56,8 +61,10 @@ class Requests(NamedTuple):
         check_axes("req_to_token", self.req_to_token, torch.int32, "[rows, context]")
         number = len(self.rows)
         for name, tensor in (("rows", self.rows), ("lengths", self.lengths)):
-            if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != number:
-                raise refused(name, tensor, f"int64 [{number}]")
+            fits = tensor.dim() == 1 and len(tensor) == number and tensor.is_contiguous()
+            if tensor.dtype not in dtypes or not fits:
+                kinds = " or ".join(str(x).removeprefix("torch.") for x in dtypes)
+                raise refused(name, tensor, f"contiguous {kinds} [{number}]")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvpolicy.kernels.entries.rounding import rounded
+from kvpolicy.kernels.entries.rounding import movable, rounded
 
 
 def rotate(
@@ -37,7 +37,8 @@ def rotate(
     out = k.clone()
     out[..., first] = rounded(a * cos - b * sin, k.dtype)
     out[..., second] = rounded(a * sin + b * cos, k.dtype)
-    return out
+    unshifted = (shift == 0).unsqueeze(-1)
+    return torch.where(unshifted, movable(k), movable(out)).view(k.dtype)
 
 
 def check(k: torch.Tensor, shift: torch.Tensor, inv_freq: torch.Tensor) -> int:
@@ -49,6 +50,8 @@ def check(k: torch.Tensor, shift: torch.Tensor, inv_freq: torch.Tensor) -> int:
     Raises:
         ValueError: names the argument, the expected and the actual shape.
     """
+    if k.dim() < 2:
+        raise ValueError(f"k: expected [..., M, D], got {list(k.shape)}")
     if shift.shape != k.shape[:-1]:
         raise ValueError(f"shift: expected {list(k.shape[:-1])}, got {list(shift.shape)}")
     pairs, size = inv_freq.shape[0], k.shape[-1]

@@ -59,7 +59,7 @@ def rotate(
     tile_numbers = 512 if k.dtype == torch.float64 else 2048
     tile = tile or max(tile_numbers // triton.next_power_of_2(size), 1)
     _rotate[(triton.cdiv(rows, tile), keys.shape[0])](
-        keys, shift.contiguous(), inv_freq.double(), out, rows, *keys.stride()[:2],
+        keys, shift.contiguous(), inv_freq.double().contiguous(), out, rows, *keys.stride()[:2],
         PAIRS=pairs, PADDED_PAIRS=padded,
         REST=rest, PADDED_REST=triton.next_power_of_2(max(rest, 1)),
         INTERLEAVED=interleaved, TILE=tile,

@@ -41,8 +41,8 @@ def turn(
     _turn[(len(kept),)](
         storage, tables.first_page, tables.slots_start, tables.slots, rows,
         kept.contiguous().view(torch.uint8), holds.contiguous().view(torch.uint8),
-        proceed.contiguous().view(torch.uint8), inv_freq.double(), padded, kept.shape[1],
-        LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PAIRS=pairs,
+        proceed.contiguous().view(torch.uint8), inv_freq.double().contiguous(), padded,
+        kept.shape[1], LAYERS=layers, KV_HEADS=kv_heads, SIZE=size, PAIRS=pairs,
         PADDED_PAIRS=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
         TILE=tile or max(tile_numbers // triton.next_power_of_2(size), 1),
         FLAGS=proceed.shape[1], FLAGS_P=lanes_of(proceed.shape[1]),

@@ -28,6 +28,8 @@ READERS = ("triton", "flashinfer")  # of a decode batch; the first if nothing wa
 _REMEMBERED = 4096  # most choices that `Tuned.remembered` holds
 _NOTHING: Mapping[str, Any] = {}
 _POWERS = frozenset(2**n for n in range(17))
+# The parts of a prompt are programs on the second axis of a grid, which has 65,535.
+_PARTS = frozenset(x for x in _POWERS if x >= 256)
 _TILE = frozenset({16, 32, 64, 128, 256})
 _SPLIT_KV = {
     "entries": _TILE,
@@ -65,7 +67,7 @@ KERNELS = {
     "decode_reader": Kernel(
         ("dtype", "head_dim", "group"), ("lists", "entries"), {"reader": READERS}
     ),
-    "compact_layers": Kernel(("row_bytes",), ("positions",), {"part": _POWERS, "tile": _POWERS}),
+    "compact_layers": Kernel(("row_bytes",), ("positions",), {"part": _PARTS, "tile": _POWERS}),
     "gather": Kernel(("row_bytes",), ("candidates",), {"tile": _POWERS}),
     "place": Kernel(("row_bytes",), ("candidates",), {"tile": _POWERS}),
     "compact_in_place": Kernel(

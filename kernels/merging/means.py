@@ -29,7 +29,7 @@ def means(x: torch.Tensor, present: torch.Tensor, kv_heads: int) -> torch.Tensor
     total = x.new_zeros(layers, LANES)
     for tile in numbers.view(layers, kv_heads * numbers.shape[1] // LANES, LANES).unbind(1):
         total = total + tile
-    count = present.view(layers, kv_heads * width).sum(1)
+    count = present.reshape(layers, kv_heads * width).sum(1)
     mean = total.sum(1) / count
     return torch.where(mean.isnan(), 0.0, mean).repeat_interleave(kv_heads)
 

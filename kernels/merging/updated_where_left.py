@@ -24,7 +24,7 @@ def updated_where_left(
     """
     check(new, old, present, kv_heads)
     layers, width = len(present) // kv_heads, present.shape[1]
-    has_left = present.view(layers, kv_heads * width).any(1)
+    has_left = present.reshape(layers, kv_heads * width).any(1)
     return torch.where(has_left.repeat_interleave(kv_heads), new, old)
 
 

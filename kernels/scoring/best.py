@@ -21,10 +21,10 @@ def best(
             is absent. None: only the ends stay.
         present: bool [R, M], where a score is present; None: everywhere.
         holds: bool [R, M], columns at which each list holds an entry.
-        limits: int64 [N, 3], N > 0, each row for R / N consecutive lists: how many first entries,
-            how many last ones, and the budget for all, which counts only with scores. A list with
-            no more entries than its budget keeps all, even without a score; the ends stay even if
-            they exceed it.
+        limits: int64 [N, 3], N > 0, each row for R / N consecutive lists, no number negative: how
+            many first entries, how many last ones, and the budget for all, which counts only with
+            scores. A list with no more entries than its budget keeps all, even without a score; the
+            ends stay even if they exceed it.
 
     Returns:
         bool [R, M], entries that stay; False where `holds` is False.

@@ -116,13 +116,13 @@ def vectors(
     place = entries.entry.to(tl.int64)
     if rows is not None:
         if STEPS:
-            rows += entries.head * entries.tokens
+            rows += entries.head.to(tl.int64) * entries.tokens
         place = tl.load(rows + entries.entry, mask=entries.owned, other=0).to(tl.int64)
     if STEPS:
-        place = place * to_row + entries.head * to_head
+        place = place * to_row + entries.head.to(tl.int64) * to_head
     else:
         layer = (entries.head // heads).to(tl.int64)
-        place = place * to_row + layer * to_layer + entries.head % heads * to_head
+        place = place * to_row + layer * to_layer + (entries.head % heads).to(tl.int64) * to_head
     mask = entries.owned[:, None] & (dim < HEAD_DIM)[None, :]
     return _as(tl.load(data + place[:, None] + dim[None, :], mask=mask, other=0.0), DTYPE)
 

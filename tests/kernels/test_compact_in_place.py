@@ -410,8 +410,11 @@ def test_lists_that_are_not_as_long_as_said():
 
 WRONG = {
     "storage": (torch.zeros(2, 1, 9, 2, 4), r"storage: expected contiguous \[L, 2, padded, G, D\]"),
-    "rows": (torch.ones(1), r"rows: expected int64 \[1\], got torch.float32 \[1\]"),
-    "lengths": (torch.ones(2).long(), r"lengths: expected int64 \[1\], got torch.int64 \[2\]"),
+    "rows": (torch.ones(1), r"rows: expected contiguous int64 \[1\], got torch.float32 \[1\]"),
+    "lengths": (
+        torch.ones(2).long(),
+        r"lengths: expected contiguous int64 \[1\], got torch.int64 \[2\]",
+    ),
     "req_to_token": (
         torch.zeros(4, 9),
         r"req_to_token: expected int32 .* got torch.float32 \[4, 9",

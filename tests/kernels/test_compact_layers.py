@@ -106,6 +106,20 @@ def test_lists_may_begin_anywhere():
     assert torch.equal(bits(got), bits(case.run(reference.compact_layers)))
 
 
+@pytest.mark.parametrize(
+    "function", [reference.compact_layers, compact_layers_triton.compact_layers]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots_may_be_columns_of_a_table(function, dtype):
+    case = Case(2, 2, 8, 40, F32, 0.5)
+    wanted = case.run(function)
+    case.prompt, case.private = (
+        torch.stack([x, torch.zeros_like(x)], 1).to(dtype)[:, 0]
+        for x in (case.prompt, case.private)
+    )
+    assert torch.equal(bits(case.run(function)), bits(wanted))
+
+
 def test_what_has_no_page_is_not_written():
     """If the reference raises, Triton writes nothing outside the private pages."""
     case = Case(2, 2, 8, 40, F32, 1.0)

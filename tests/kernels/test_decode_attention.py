@@ -413,10 +413,16 @@ def test_programs_that_end_at_once_are_all_merged(splits):
             {"q": torch.zeros(2, 4, 8).half()},
             "storage: expected torch.float16 or 8-bit floats, got torch.float32",
         ),
-        ({"storage": torch.zeros(3, 2, 5, 8, 2).mT}, "storage: expected a contiguous tensor"),
+        (
+            {"storage": torch.zeros(3, 2, 5, 8, 2).mT},
+            r"storage: expected contiguous \[L, 2, padded, G, D\]",
+        ),
         ({"layer": 3}, "layer: expected 0 to 2, got 3"),
         ({"rows": torch.zeros(3).int()}, r"rows: expected \[2\], got \[3\]"),
-        ({"lengths": torch.zeros(1).int()}, r"lengths: expected \[2\], got \[1\]"),
+        (
+            {"lengths": torch.zeros(1).int()},
+            r"lengths: expected contiguous int32 or int64 \[2\], got torch.int32 \[1\]",
+        ),
         ({"req_to_token": torch.zeros(5, 9)}, "req_to_token: expected int32"),
         (
             {"tables": replace(Tables.empty(5, 3, 2, 4, "cpu"), counts=torch.zeros(5, 2, 3))},

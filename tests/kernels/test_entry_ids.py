@@ -75,7 +75,7 @@ def test_wrong_arguments_are_named(entry_ids):
     for wrong in (there.int(), there[1:], there[0]):
         with pytest.raises(ValueError, match=r"holds: expected bool \[6, M\]"):
             asked(entry_ids, *given, wrong)
-    with pytest.raises(ValueError, match=r"rows: expected int64 \[1\]"):
+    with pytest.raises(ValueError, match=r"rows: expected contiguous int64 \[1\]"):
         asked(entry_ids, each.storage, each.tables, [2.0], [each.length], each.req_to_token, there)
 
 

@@ -85,7 +85,7 @@ def carried(layers, kv_heads, width, states, requests, steps, extra, seed=0, *, 
         number[~kept & (number < 0)] = float("nan")  # of what no head keeps it is nothing
         number[kept] = number[kept].nan_to_num(1.0)
     fresh = [0.7 * i for i in range(states)]  # no numbers of 32 bits
-    newest = torch.tensor([600 + 10 * i for i in range(requests)])
+    newest = torch.tensor([[600 + 10 * i, 7] for i in range(requests)])[:, 0]  # a column, too
     some = kept.view(layers, kv_heads, width).any(1)
     if more:
         some = some | (torch.rand(some.shape, generator=generator) < 0.3)
@@ -162,6 +162,10 @@ def test_wrong_memories_are_named(moved):
         (
             (kept, None, positions, used, newest, [kept], fresh),
             r"states\[0\]: expected torch.float64",
+        ),
+        (
+            (kept, None, positions, used, newest, [values[0][:, :0]], fresh),
+            r"states\[0\]: expected float64 \[S \* G, C, M\], C > 0",
         ),
         ((kept, None, positions, used, newest, values, []), r"fresh: expected 1 numbers, got 0"),
     ):

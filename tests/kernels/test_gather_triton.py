@@ -84,13 +84,14 @@ def test_a_list_that_is_too_short_leaves_zeros():
 
 def test_wrong_arguments_are_named():
     entries, indices = torch.zeros(6, 2), torch.arange(4)
-    with pytest.raises(ValueError, match=r"indptr: expected \[G \+ 1\], got \[1\]"):
+    with pytest.raises(
+        ValueError, match=r"indptr: expected int64 \[G \+ 1\], G > 0, got torch.int64 \[1\]"
+    ):
         gather_triton.gather(entries, entries, torch.tensor([0]), indices)
     with pytest.raises(ValueError, match=r"values: expected \[E, 2\], got \[6, 1\]"):
         gather_triton.gather(entries, torch.zeros(6, 1), torch.tensor([0, 2, 4]), indices)
     with pytest.raises(ValueError, match=r"entries, values: expected contiguous \[E, D\]"):
-        gather_triton.gather(entries, entries[:, :1], torch.tensor([0, 2, 4]), indices)
-    with pytest.raises(ValueError, match=r"holds: expected \[2, M\], got \[3, 2\]"):
-        gather_triton.gather(
-            entries, entries, torch.tensor([0, 2, 4]), indices, torch.ones(3, 2).bool()
-        )
+        gather_triton.gather(entries, entries.T.contiguous().T, torch.tensor([0, 2, 4]), indices)
+    for holds in (torch.ones(3, 2).bool(), torch.ones(2, 2)):
+        with pytest.raises(ValueError, match=r"holds: expected bool \[2, M\], got torch"):
+            gather_triton.gather(entries, entries, torch.tensor([0, 2, 4]), indices, holds)

@@ -170,6 +170,20 @@ def test_an_empty_list_gives_zero(attention):
 
 
 @BOTH
+def test_what_is_no_number_shows(attention):
+    """A broken model's answer must not look sound."""
+    generator = torch.Generator().manual_seed(0)
+    indptr, indices = lists_of([7, 3, 0, 12], 60, generator)
+    keys, values = torch.randn(2, 60, 8, generator=generator)
+    q = torch.randn(2, 1, 4, 8, generator=generator)
+    keys[indices[2]] = float("nan")  # in the first list, of two heads
+    out = attention(q, keys, values, indptr, indices, scale=0.3)
+    assert out[0, 0, :2].isnan().all()
+    assert not out[0, 0, 2:].isnan().any()
+    assert not out[1].isnan().any()
+
+
+@BOTH
 def test_nothing_outside_the_lists_is_touched(attention):
     generator = torch.Generator().manual_seed(0)
     indptr, indices = lists_of([7, 0, 3, 12], 60, generator)

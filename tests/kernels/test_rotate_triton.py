@@ -87,11 +87,12 @@ def test_angles_in_float32_would_be_beyond_the_bound():
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64, E4M3, E5M2])
-def test_rows_that_stay_are_unchanged(dtype):
+@pytest.mark.parametrize("rotate", [reference.rotate, rotate_triton.rotate])
+def test_rows_that_stay_are_unchanged(rotate, dtype):
     k = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     k[1, 2], k[1, 5], k[1, 7], k[2, 0] = float("inf"), -0.0, -float("inf"), float("nan")
     k, shift = k.to(dtype).to(DEVICE), torch.tensor([4, 0, 0], device=DEVICE)
-    got = rotate_triton.rotate(k, shift, frequencies(4).to(DEVICE))
+    got = rotate(k, shift, frequencies(4).to(DEVICE))
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[k.element_size()]
     assert torch.equal(got[1:].view(bits), k[1:].view(bits))
     assert not torch.equal(got[0].double(), k[0].double())
@@ -102,6 +103,11 @@ def test_rows_that_do_not_lie_together_and_float32_frequencies():
     k = torch.randn(9, 2, 16, generator=generator).transpose(0, 1)
     shift = torch.randint(0, 500, (9, 2), generator=generator).t()
     inv_freq = frequencies(8).float()
+    strided = torch.stack([frequencies(8), torch.zeros(8, dtype=F64)], 1).to(DEVICE)[:, 0]
+    assert torch.equal(
+        rotate_triton.rotate(k.to(DEVICE), shift.to(DEVICE), strided),
+        rotate_triton.rotate(k.to(DEVICE), shift.to(DEVICE), frequencies(8).to(DEVICE)),
+    )
     for keys in (k, k.transpose(1, 2).contiguous().transpose(1, 2)):
         before = keys.clone()
         got = rotate_triton.rotate(keys.to(DEVICE), shift.to(DEVICE), inv_freq.to(DEVICE)).cpu()
@@ -113,6 +119,8 @@ def test_rows_that_do_not_lie_together_and_float32_frequencies():
 @pytest.mark.parametrize("rotate", [reference.rotate, rotate_triton.rotate])
 def test_wrong_arguments_are_named(rotate):
     k = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match=r"k: expected \[\.\.\., M, D\], got \[4\]"):
+        rotate(k[0, 0], torch.zeros((), dtype=torch.int64), frequencies(2))
     with pytest.raises(ValueError, match=r"shift: expected \[2, 3\], got \[3\]"):
         rotate(k, torch.zeros(3, dtype=torch.int64), frequencies(2))
     with pytest.raises(ValueError, match=r"inv_freq: expected \[<= 2\], got \[3\]"):

@@ -267,7 +267,7 @@ def test_compaction_selection_and_rows_as_measured(folder, launched):
 
     write(
         folder,
-        ("compact_layers", {"row_bytes": 64, "positions": 50}, {"part": 16, "tile": 4}),
+        ("compact_layers", {"row_bytes": 64, "positions": 50}, {"part": 256, "tile": 4}),
         ("top", {"rows": 2, "keys": 9000}, {"block": 1024, "programs": 12}),
         ("rows", {"row_bytes": 80}, {"block": 16}),
     )
@@ -283,7 +283,7 @@ def test_compaction_selection_and_rows_as_measured(folder, launched):
     made = launched(compacting, "PART", "TILE")
     compact_layers_triton(storage, *inputs)
     assert torch.equal(storage, wanted)
-    assert [x.get("PART", x.get("TILE")) for x in made] == [16, 16, 4]
+    assert [x.get("PART", x.get("TILE")) for x in made] == [256, 256, 4]
 
     keys = torch.randint(-5, 5, (2, 9000), generator=generator, dtype=torch.int32).to(DEVICE)
     made = launched(select_triton, "DIGIT")

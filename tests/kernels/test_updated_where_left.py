@@ -18,6 +18,7 @@ def test_layers_go_on_in_which_anything_left(function, lists, kv_heads, width):
     old[1::2] = torch.nan
     there = torch.rand(lists, width, generator=generator) < 0.5 / max(width, 1)
     there[lists - 1 :, width - 1 :] = True
+    there = there.T.contiguous().T  # as a slice of a wider mask, not row by row
     made = function(*(x.to(DEVICE) for x in (new, old, there)), kv_heads).cpu()
     for each in range(lists):
         first = each - each % kv_heads
