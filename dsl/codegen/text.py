@@ -43,7 +43,7 @@ PLACES = {
     "asked_at": "asked.at",
     "lse": "asked.lse",
     "inside": "(token >= 0) & (token < tokens)",
-    "at_kv": "head.to(tl.int64) * tokens + token",
+    "at_kv": "head * tokens + token",
     "at_head": "(head.to(tl.int64) * GROUP + group) * tokens + token",
     "real": "(group < GROUP) & inside",
 }

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from kvpolicy.kernels.entries.compact_in_place_triton import lanes_of, proceeds
 from kvpolicy.kernels.entries.rounding import largest
-from kvpolicy.kernels.entries.rounding_triton import doubled, rounded
+from kvpolicy.kernels.entries.rounding_triton import rounded
 from kvpolicy.kernels.launch.kernel import kernel
 from kvpolicy.kernels.merging.links import Links
 from kvpolicy.kernels.merging.merge_entries import check
+from kvpolicy.kernels.merging.merge_rows_triton import merged_row
 
 
 def merge_entries(
@@ -77,29 +78,16 @@ def _merge(
         for row in range(first, last):
             begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
             if end > begin:
-                total = tl.zeros([BLOCK_D], tl.float64)
-                mass = tl.full([], 0.0, tl.float64)
-                for start in range(begin, end, LINKS):
-                    link = start + tl.arange(0, LINKS)
-                    exists = link < end
-                    source = tl.load(sources + link, mask=exists, other=0)
-                    entry = tl.load(ids + source, mask=exists, other=0)
-                    weight = tl.load(weights + link, mask=exists, other=0.0)
-                    mask = exists[:, None] & valid[None, :]
-                    address = pool + entry[:, None] * stride + column[None, :]
-                    rows = doubled(tl.load(address, mask=mask, other=0.0))
-                    total += tl.sum(weight[:, None] * rows, axis=0)
-                    mass += tl.sum(weight)
-                address = pool + tl.load(ids + row) * stride + column
-                receiver_row = doubled(tl.load(address, mask=valid, other=0.0))
                 own_weight = tl.full([], 1.0, tl.float64)
                 if own is not None:
                     own_weight = tl.load(own + list_ * own_list + row * own_entry)
-                numerator = receiver_row * own_weight + total
-                divisor = own_weight + mass
+                divisor = None
                 if divide is not None:
                     divisor = tl.load(divide + list_ * divide_list + row * divide_entry)
-                merged = numerator / divisor  # not a number, or infinite, where the divisor is 0
-                bad = tl.max((valid & ~(tl.abs(merged) <= LARGEST)).to(tl.int32), axis=0)
-                if (bad == 0) & (tl.abs(divisor) < float("inf")):
-                    tl.store(address, rounded(merged, pool.dtype.element_ty), mask=valid)
+                receiver = pool + tl.load(ids + row) * stride
+                merged, storable = merged_row(
+                    pool, stride, receiver, ids, sources, weights, begin, end, own_weight, divisor,
+                    D, LINKS, BLOCK_D, LARGEST,
+                )  # fmt: skip
+                if storable:
+                    tl.store(receiver + column, rounded(merged, pool.dtype.element_ty), mask=valid)

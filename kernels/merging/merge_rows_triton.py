@@ -126,6 +126,43 @@ def _links(offsets, head, row, tokens):
     return begin, tl.load(address + 1, mask=inside, other=0)
 
 
+@triton.jit
+def merged_row(
+    x, stride, receiver, ids, sources, weights, begin, end, own_weight, divisor,
+    D: tl.constexpr, LINKS: tl.constexpr, BLOCK_D: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """A receiver's row [BLOCK_D] float64 with the rows of its links, and whether it can be stored.
+
+    Args:
+        x, receiver: pointers to all rows, `stride` numbers apart, and to the receiver's.
+        ids: pointer to the row of each entry; None: its index.
+        sources, weights: pointers to the entry and the weight of each link of the list.
+        begin, end: the receiver's links.
+        own_weight, divisor: its numbers, float64; a divisor of None is the sum of all weights.
+    """
+    column = tl.arange(0, BLOCK_D)
+    valid = column < D
+    total = tl.zeros([BLOCK_D], tl.float64)
+    mass = tl.full([], 0.0, tl.float64)
+    for start in range(begin, end, LINKS):
+        link = start + tl.arange(0, LINKS)
+        exists = link < end
+        row = tl.load(sources + link, mask=exists, other=0)
+        if ids is not None:
+            row = tl.load(ids + row, mask=exists, other=0)
+        weight = tl.load(weights + link, mask=exists, other=0.0)
+        mask = exists[:, None] & valid[None, :]
+        rows = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        total += tl.sum(weight[:, None] * doubled(rows), axis=0)
+        mass += tl.sum(weight)
+    numerator = doubled(tl.load(receiver + column, mask=valid, other=0.0)) * own_weight + total
+    if divisor is None:
+        divisor = own_weight + mass
+    merged = numerator / divisor  # not a number, or infinite, where the divisor is 0
+    bad = tl.max((valid & ~(tl.abs(merged) <= LARGEST)).to(tl.int32), axis=0)
+    return merged, (bad == 0) & (tl.abs(divisor) < float("inf"))
+
+
 @kernel(aligned=["x", "result", "stride_head", "stride"])
 def _rows(
     x, sources, weights, offsets, own, divide, result, stride_head, stride, tokens, width,
@@ -140,28 +177,17 @@ def _rows(
         row = tl.program_id(0).to(tl.int64) * RECEIVERS + turn
         begin, end = _links(offsets, head, row, tokens)
         if end > begin:
-            total = tl.zeros([BLOCK_D], tl.float64)
-            mass = tl.full([], 0.0, tl.float64)
-            for start in range(begin, end, LINKS):
-                link = start + tl.arange(0, LINKS)
-                exists = link < end
-                source = tl.load(sources + head * width + link, mask=exists, other=0)
-                weight = tl.load(weights + head * width + link, mask=exists, other=0.0)
-                mask = exists[:, None] & valid[None, :]
-                rows = tl.load(x + source[:, None] * stride + column[None, :], mask=mask, other=0.0)
-                total += tl.sum(weight[:, None] * doubled(rows), axis=0)
-                mass += tl.sum(weight)
-            receiver_row = doubled(tl.load(x + row * stride + column, mask=valid, other=0.0))
             own_weight = tl.full([], 1.0, tl.float64)
             if own is not None:
                 own_weight = tl.load(own + head * tokens + row)
-            numerator = receiver_row * own_weight + total
-            divisor = own_weight + mass
+            divisor = None
             if divide is not None:
                 divisor = tl.load(divide + head * tokens + row)
-            merged = numerator / divisor  # not a number, or infinite, where the divisor is 0
-            bad = tl.max((valid & ~(tl.abs(merged) <= LARGEST)).to(tl.int32), axis=0)
-            if (bad == 0) & (tl.abs(divisor) < float("inf")):
+            merged, storable = merged_row(
+                x, stride, x + row * stride, None, sources + head * width, weights + head * width,
+                begin, end, own_weight, divisor, D, LINKS, BLOCK_D, LARGEST,
+            )  # fmt: skip
+            if storable:
                 address = result + (head * tokens + row) * D + column
                 tl.store(address, merged, mask=valid)
 

@@ -116,7 +116,7 @@ def vectors(
     place = entries.entry.to(tl.int64)
     if rows is not None:
         if STEPS:
-            rows += entries.head.to(tl.int64) * entries.tokens
+            rows += entries.head * entries.tokens
         place = tl.load(rows + entries.entry, mask=entries.owned, other=0).to(tl.int64)
     if STEPS:
         place = place * to_row + entries.head.to(tl.int64) * to_head
