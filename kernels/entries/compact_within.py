@@ -33,7 +33,7 @@ def compact_within(
     counts = kept.sum(dim=2).flatten()
     list_ = layer * kv_heads + head
     place = torch.arange(total, device=kept.device) - (counts.cumsum(0) - counts)[list_]
-    source = (layer * 2 * padded + prompt_slots[position]) * kv_heads + head
+    source = (layer * 2 * padded + prompt_slots.long()[position]) * kv_heads + head
     page = first_page.flatten()[list_].long() + place // kv_heads
     row_of_slot = (page % layers) * 2 * padded + private_slots.long()[page // layers]
     target = row_of_slot * kv_heads + place % kv_heads
