@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,10 @@ _NO_GATE = (
     "phi", "starcoder2",
 )  # fmt: skip
 _TIED = ("cohere", "gemma", "gpt2", "gpt_bigcode", "opt", "starcoder2")
+# Bits of a weight by `quant_method` or `quant_algo` of `quantization_config`, where that says none.
+_QUANTIZED = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "nvfp4": 4, "int8": 8}
+# Models with sliding windows whose configs may not list the layers.
+_WINDOWED = ("cohere2", "gemma2", "gemma3", "gpt_oss")
 _BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -49,8 +54,10 @@ class ModelConfig:
         embeddings: weights of the embedding and of the output head, counted once if tied.
         vocabulary: number of tokens.
         dtype: as SGLang serves it by default.
-        element_bytes: bytes of one number of the weights or the cache.
+        element_bytes: bytes of one number of the cache, the activations and the embeddings.
+        weight_bytes: bytes of one number of the layers' matrices; fewer if they are quantized.
         matrices: number of matrices of an MLP: 3 with a gate, else 2.
+        unserved: why no policy is served with the model; empty if one may be.
     """
 
     name: str
@@ -62,7 +69,9 @@ class ModelConfig:
     vocabulary: int
     dtype: str
     element_bytes: int
+    weight_bytes: float
     matrices: int = 3
+    unserved: str = ""
 
     @property
     def _attention(self) -> int:
@@ -83,7 +92,8 @@ class ModelConfig:
     def weights_size(self) -> int:
         """Bytes of all weights."""
         layer = self._attention + self.matrices * self.hidden * self.total_mlp_width
-        return self.element_bytes * (self.shape.layers * layer + self.embeddings)
+        matrices = self.weight_bytes * self.shape.layers * layer
+        return int(matrices) + self.element_bytes * self.embeddings
 
     def layer_work(self, tokens: int) -> Work:
         """Work of a layer of a prefill: matrices, causal attention, weights read once."""
@@ -91,7 +101,7 @@ class ModelConfig:
         return Work(
             matrix=2.0 * tokens * self._used() + 4.0 * self.shape.head_dim * pairs,
             vector=SOFTMAX * pairs,
-            moved=float(self._read(tokens) * self.element_bytes),
+            moved=float(self._read(tokens) * self.weight_bytes),
         )
 
     def prefill_work(self, tokens: int) -> Work:
@@ -111,7 +121,8 @@ class ModelConfig:
             matrix=2.0 * requests * (shape.layers * self._used() + head)
             + 4.0 * shape.head_dim * pairs,
             vector=SOFTMAX * pairs,
-            moved=self.element_bytes * (shape.layers * self._read(requests) + head)
+            moved=self.weight_bytes * shape.layers * self._read(requests)
+            + self.element_bytes * head
             + requests * entries * self.kv_size(1),
         )
 
@@ -177,10 +188,53 @@ def config_of(name: str, values: Mapping[str, Any]) -> ModelConfig:
     dtype = dtype.removeprefix("torch.")
     if dtype == "float32":  # SGLang serves these as float16, unless given `--dtype`
         dtype = "float16"
+    element_bytes = _BYTES.get(dtype, 2)
     return ModelConfig(
-        name, shape, hidden, used, experts, embeddings, vocabulary, dtype, _BYTES.get(dtype, 2),
-        matrices=2 if kind in _NO_GATE else 3,
+        name, shape, hidden, used, experts, embeddings, vocabulary, dtype, element_bytes,
+        min(element_bytes, _weight_bits(values, config) / 8), matrices=2 if kind in _NO_GATE else 3,
+        unserved=_unserved(config),
     )  # fmt: skip
+
+
+def _weight_bits(values: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """Bits of a weight of the layers, as quantized; infinite if they are not, or that is unknown.
+
+    Scales and layers that are left as they are do not count.
+    """
+    quantized = values.get("quantization_config") or config.get("quantization_config")
+    if not isinstance(quantized, Mapping):
+        return math.inf
+    groups = quantized.get("config_groups")  # of compressed-tensors and ModelOpt
+    parts = [quantized, *(groups.values() if isinstance(groups, Mapping) else ())]
+    parts += [part["weights"] for part in parts if isinstance(part, Mapping) and "weights" in part]
+    found = [
+        part[key]
+        for part in parts
+        if isinstance(part, Mapping)
+        for key in ("bits", "num_bits", "w_bit", "weight_bits")
+        if type(part.get(key)) is int and 1 <= part[key] <= 16
+    ]
+    if not found:
+        names = (str(quantized.get(key, "")).lower() for key in ("quant_algo", "quant_method"))
+        found = [_QUANTIZED[name] for name in names if name in _QUANTIZED][:1]
+    if not found:
+        loads = (4, "load_in_4bit"), (8, "load_in_8bit")
+        found = [bits for bits, key in loads if quantized.get(key) is True]
+    return min(found, default=math.inf)
+
+
+def _unserved(config: Mapping[str, Any]) -> str:
+    """Why no policy is served with a model, as far as its config says it; empty if one may be."""
+    if config.get("kv_lora_rank") is not None:
+        return "the model has latent attention (MLA), whose entries are not keys and values"
+    kinds = config.get("layer_types")
+    others = [str(x) for x in kinds if x != "full_attention"] if isinstance(kinds, list) else []
+    if any("linear" in kind or "mamba" in kind for kind in others):
+        return "the model has recurrent layers, whose state has no entries"
+    windowed = str(config.get("model_type", "")).startswith(_WINDOWED)
+    if others or (windowed and config.get("sliding_window") is not None):
+        return "the model has sliding-window layers, which free keys outside the window already"
+    return ""
 
 
 def _kv_heads(name: str, config: Mapping[str, Any], heads: int) -> int:

@@ -267,10 +267,16 @@ def missing(command: str, error: ModuleNotFoundError) -> int:
     return 2
 
 
-def _length(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 10**8:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number of tokens")
-    return int(text)
+def _up_to(most: int) -> Callable[[str], int]:
+    """What reads a whole number from 1 to `most`."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) <= most:
+            message = f"`{text[:40]}` is not a whole number from 1 to {most:,}"
+            raise argparse.ArgumentTypeError(message)
+        return int(text)
+
+    return read
 
 
 Adds = Callable[[argparse.ArgumentParser], object]
@@ -295,7 +301,7 @@ class Command(NamedTuple):
 
 FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLICY, nargs="+")
 _MODEL = _option("--model", "CONFIG", _CONFIG, required=True)
-_LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_length)
+_LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_up_to(10**8))
 
 
 def _settings(help: str) -> Adds:
@@ -317,8 +323,12 @@ _EXPLAIN = (
     *(FILE, _MODEL, _LENGTH),
     _flag("--ir", "print the intermediate representation instead"),
     _option("--gpu", None, "also what is expected of a server on it", choices=tuple(GPUS)),
-    _option("--batch", "B", "of --gpu: requests that decode together; default 16", type=_length),
-    _option("--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_length),
+    _option(
+        "--batch", "B", "of --gpu: requests that decode together; default 16", type=_up_to(10**6)
+    ),
+    _option(
+        "--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_up_to(10**6)
+    ),
     _flag("--json", "of --gpu: print what is expected, as JSON"),
     *(SET, DATA),
 )

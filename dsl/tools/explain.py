@@ -73,6 +73,8 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
     gpu = GPUS[args.gpu]
     server_load = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
     checked.executable()  # refuses what is not served
+    if config.unserved:
+        raise refused(config.name, "file", config.unserved, "docs/supported.md lists models")
     served = bind(bound.program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
     prediction = forecast(served, config, gpu, server_load, pool_of(config, gpu))
     if args.json:
@@ -122,6 +124,8 @@ def explanation(
     yield f"  prompt  {length:,} tokens"
     for sentence in checked.unserved:
         yield f"  note    {sentence}; what follows is the end of the prefill alone"
+    if config.unserved:
+        yield f"  note    {config.unserved}: no server carries a policy out with it"
     for warning in checked.diagnostics:
         line = (
             "" if warning.span is None else f"line {checked.source.place(warning.span.start)[0]}: "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import max_entries
@@ -33,6 +34,8 @@ MEMORY_SHARE, LAYER_KERNELS, STEP_HOST = 0.87, 10, 1.5e-3
 # benchmarks/host_model.py; in a fold also per request, per layer and per list of one.
 PREFILL_ASK, FOLD_ASK = 16e-6, 20e-6
 FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 80e-6, 4e-6, 0.5e-6
+_HELD = "the size is held"
+_UNCOUNTED = "how many is not counted: more requests may fit, and TPOT may be lower"
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,9 @@ class _WithPolicy(_Way):
         self.bound, self.asked = bound, asked
         self.entries = max_entries(bound, load.prompt)
         self.steady = is_steady(bound)
+        # Where nothing leaves the prompt yet, the cache grows to what a longer one may keep.
+        everything = self.entries >= self.token * load.prompt
+        self.most = max_entries(bound, load.prompt + load.new) if everything else self.entries
         costs = cost(bound, config, load.prompt, gpu)
         # Compaction reads and writes what stays once.
         compaction = Work(moved=2.0 * config.kv_size(int(self.entries)))
@@ -228,9 +234,11 @@ class _WithPolicy(_Way):
         return max(self._reach(computed(self.bound, self.prompt)) + self.scoring, host)
 
     def held(self, generated: float) -> float:
-        if not self.steady or self.entries >= self.token * self.prompt:
-            return super().held(generated)
-        return self.entries + self.token * min(generated, self.bound.fold_interval / 2)
+        everything = super().held(generated)
+        if not self.steady:
+            return everything
+        since_fold = min(generated, self.bound.fold_interval / 2)
+        return min(everything, self.most + self.token * since_fold)
 
     @property
     def request_bytes(self) -> float:
@@ -245,8 +253,13 @@ class _WithPolicy(_Way):
             return None
         number = requests * shape.layers if asked.one_by_one else 1
         host = fold_host(number * asked.fold.host, requests, shape)
+        return FoldWork(number * asked.fold.device, host, self._folds)
+
+    @cached_property
+    def _folds(self) -> int:
+        """Number of decode steps of an answer at which entries may leave."""
         leaves = (self.bound.leaves_at(step, self.prompt) for step in range(1, self.new + 1))
-        return FoldWork(number * asked.fold.device, host, sum(leaves))
+        return sum(leaves)
 
     def step(self, requests: int) -> float:
         fold = self.fold(requests)
@@ -271,7 +284,7 @@ def _assumptions(full: _Way, policy: _WithPolicy) -> list[str]:
         f"{MEMORY_REACHED:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s are reached; "
         f"{1e6 * gpu.gap:.1f} us between kernels of a graph, {LAYER_KERNELS} per layer",
         f"{MEMORY_SHARE:.0%} of {gpu.memory / 2**30:.0f} GiB for weights and KV cache; weights of "
-        f"{policy.config.element_bytes} bytes, {policy.config.weights_size / 2**30:.1f} GiB",
+        f"{policy.config.weight_bytes:g} bytes, {policy.config.weights_size / 2**30:.1f} GiB",
         "TTFT: one request on an idle server, its prompt not in the radix cache; without HTTP, "
         "tokenizer and queue",
         f"answers of {policy.new:,} tokens; a decode step reads weights and entries once, and "
@@ -293,7 +306,7 @@ def _assumptions(full: _Way, policy: _WithPolicy) -> list[str]:
             when = f"{fold.times:,} of {policy.new:,}"
         sentences.append(
             f"entries leave at {when} steps, all requests at one step, which "
-            "waits for the host; " + ("the size is held" if policy.steady else "answers stay whole")
+            "waits for the host; " + (_HELD if policy.steady else _UNCOUNTED)
         )
     if bound.upper_layers:
         sentences.append("layers that share a direction are counted as if each held its own")

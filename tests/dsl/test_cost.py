@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.gpu import MATRIX_REACHED, MEMORY_REACHED, Gpu
@@ -12,6 +14,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
+from kvpolicy.dsl.tools.cli import main
 from kvpolicy.dsl.tools.cost import Cost, ExpressionCost, cost
 from kvpolicy.dsl.tools.cost_limit import check_cost
 
@@ -23,7 +26,7 @@ LLAMA = config_of(
         "hidden_size": 4096, "intermediate_size": 14336, "torch_dtype": "bfloat16",
     },
 )  # fmt: skip
-SMALL = ModelConfig("small", ModelShape(4, 4, 2, 8), 32, 64, 64, 2 * 32 * 100, 100, "float32", 4)
+SMALL = ModelConfig("small", ModelShape(4, 4, 2, 8), 32, 64, 64, 2 * 32 * 100, 100, "float32", 4, 4)
 HEADER = "policy: p\nlanguage: 1\nabout: a policy\n"
 
 
@@ -244,7 +247,7 @@ def test_sizes_as_a_server_knows_them():
     }  # fmt: skip
     found = config_of("a model", values)
     shape, given = ModelShape(2, 4, 4, 16), (2 * 64 * 128_256, 128_256)
-    assert found == ModelConfig("a model", shape, 64, 30, 30, *given, "float16", 2)
+    assert found == ModelConfig("a model", shape, 64, 30, 30, *given, "float16", 2, 2)
     with pytest.raises(PolicyError, match="a model: error\\[file\\]: the key `num_hidden_layers`"):
         config_of("a model", {"num_attention_heads": 4, "hidden_size": 8})
 
@@ -254,6 +257,50 @@ def _llama(layers, heads, hidden, vocabulary, kind="llama", **more):
         "model_type": kind, "num_hidden_layers": layers, "num_attention_heads": heads,
         "hidden_size": hidden, "vocab_size": vocabulary, **more,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weight_bytes"),
+    [
+        (None, 2),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1),
+        ({"quant_method": "awq", "bits": 4}, 0.5),
+        ({"quant_method": "gptq", "bits": 3}, 0.375),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 0.5),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5),
+        ({"quant_method": "compressed-tensors",
+          "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 1),
+        ({"quant_method": "of tomorrow"}, 2),
+        ({"quant_method": "awq", "bits": "4"}, 2),
+    ],
+)  # fmt: skip
+def test_quantized_weights_take_fewer_bytes(quantization, weight_bytes):
+    values = _llama(32, 32, 4096, 128256, "llama", num_key_value_heads=8, intermediate_size=14336)
+    found = config_of("a model", {**values, "quantization_config": quantization})
+    assert found.weight_bytes == weight_bytes
+    assert found.kv_size(1) == 2 * 128 * 2  # the cache is as wide as before
+    layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    assert found.weights_size == weight_bytes * layers + 2 * 2 * 4096 * 128256
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "recurrent layers"),
+        ({"model_type": "gemma2", "sliding_window": 4096}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 4096}, None),
+        ({"layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_models_with_which_no_policy_is_served(values, words, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**_llama(2, 4, 64, 100, "llama"), **values}))
+    command = ["explain", "snapkv", "--model", str(tmp_path), "--length", "100"]
+    assert main(command) == 0
+    assert ("no server carries a policy out with it" in capsys.readouterr().out) == bool(words)
+    assert main([*command, "--gpu", "h200"]) == (2 if words else 0)
+    assert (words or "") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

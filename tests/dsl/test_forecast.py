@@ -65,6 +65,21 @@ def test_throughput_is_that_of_prefills_and_steps_in_turn():
     assert found.throughput == pytest.approx(found.at_once * 512 / seconds)
 
 
+def test_a_prompt_within_the_budget_grows_to_the_budget_and_no_further():
+    within, beyond, short = (
+        expected("tova", prompt=n, new=8192, capacity="512").policy for n in (512, 513, 100)
+    )
+    assert within.at_once == beyond.at_once == short.at_once
+    assert within.throughput == pytest.approx(beyond.throughput, rel=1e-3)
+    alone = expected("tova", prompt=100, new=200, capacity="512")
+    assert alone.policy.at_once == alone.full.at_once  # nothing leaves
+
+
+def test_what_is_not_counted_is_said():
+    assert any("more requests may fit" in x for x in expected("simlayerkv").assumptions)
+    assert not any("more requests may fit" in x for x in expected("tova").assumptions)
+
+
 def test_a_window_policy_adds_its_own_work_to_a_prefill_and_takes_entries_off_steps():
     found, policy = expected("snapkv", capacity="1024"), bound("snapkv", capacity="1024")
     own, full = found.policy, found.full

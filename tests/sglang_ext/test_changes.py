@@ -32,7 +32,7 @@ from kvpolicy.sglang_ext.serving.served import ServedPolicies
 from prometheus_client import REGISTRY
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
-MODEL = ModelConfig("a model", SHAPE, 128, 512, 512, 2 * 128 * 512, 512, "float32", 4)
+MODEL = ModelConfig("a model", SHAPE, 128, 512, 512, 2 * 128 * 512, 512, "float32", 4, 4)
 FILE = Path(__file__).parents[2] / "policies" / "sinks-recent.yaml"
 TEXT = FILE.read_text()
 

@@ -18,7 +18,7 @@ from kvpolicy.sglang_ext.face import kernels_in_use, options, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
 
 SHAPE = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
-MODEL = ModelConfig("a model", SHAPE, 128, 512, 512, 2 * 128 * 512, 512, "float32", 4)
+MODEL = ModelConfig("a model", SHAPE, 128, 512, 512, 2 * 128 * 512, 512, "float32", 4, 4)
 POLICY = """\
 policy: {name}
 language: 1
