@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from host_waits import HostWaits
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.execute.decode.memory import Held, Known, Memory
 from kvpolicy.dsl.execute.operations.select import top
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.values import Frame, Value
 from kvpolicy.dsl.ir.nodes import ModelShape, Node
+from kvpolicy.dsl.syntax.library import shipped
 from recordings import tensors
 from remembered import remembered
 from shipped_policies import shipped_program
@@ -93,3 +95,17 @@ def test_a_memory_needs_no_wait_where_it_is_told_what_is_held(name):
         assert torch.equal(own[1], other[1])
         assert bool(own[1].all()) == told[layer].alike
     assert memory.block[0].alike == expected.block[0].alike == [each.alike for each in told]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_layers_are_scored_without_waiting(name):
+    """The host waits only for a number of tokens that go deeper, if data decide it."""
+    shape = ModelShape(4, 4, 2, 32)
+    run = TorchProgram(bind(shipped_program(name), shape)).start(70)
+    q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(7), (4, 4, 2, 32), 70, 0)[:3])
+    with HostWaits() as waits:
+        for i in range(shape.layers):
+            tokens = run.size
+            first = max(0, tokens - max(1, run.queries))
+            run.observe(i, q[i][:, first:tokens], k[i][:, :tokens], v[i][:, :tokens])
+    assert waits.found == (["run.py:_number tolist"] if name in ("fastkv", "fastkv-adakv") else [])

@@ -1,14 +1,8 @@
 """Triton's kernels in a real scheduler, interpreted: the same answers, no needless waits."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from host_waits import HostWaits
-from kvpolicy.dsl.bind.bind import bind
-from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.program import TorchProgram
-from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.host import to_device, to_host
 from served_policies import OF_EVERY_CLASS
 
@@ -312,16 +306,3 @@ def test_numbers_come_to_the_host_in_one_transfer():
         assert truth.tolist() == [0, 0, 0, 1, 1, 1]
     assert len(waits.found) == 1
     assert to_host([]) == []
-
-
-def test_what_a_prompts_length_decides_needs_no_wait():
-    shape = ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32)
-    for path in sorted((Path(__file__).parents[2] / "policies").glob("*.yaml")):
-        if path.stem.endswith(".test"):
-            continue
-        program = TorchProgram(bind(load(path.stem).require(), shape, {}))
-        for length in (70, 9000):
-            with HostWaits() as waits:
-                plan = program.plan(length, torch.device("cpu"))
-            assert waits.found == [], path.stem
-            assert len(plan.values) == shape.layers

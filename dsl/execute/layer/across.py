@@ -194,8 +194,7 @@ class Layers(Evaluation):
         alike = all(x.frame.positions is None for x in evaluations)
         frame = Frame(
             first.bound, prompt, first.device, first.kv, prompt, kernels=first.kernels,
-            heads=first.heads, fixed=first.fixed, memo=first.memo,
-            finite_checks=first.finite_checks,
+            heads=first.heads, finite_checks=first.finite_checks,
         )  # fmt: skip
         if not alike:
             token_counts = [x.frame.tokens for x in evaluations]

@@ -80,6 +80,7 @@ class Evaluation:
         after: name -> value after this step, of the states needed so far.
         known: node -> value, of the nodes computed so far.
         unheld_nodes: nodes whose values are not held, because one node alone reads them.
+        shared_nodes, shared: nodes with one value in all layers, and the values found so far.
         across_layers: gives the value of a node that looks at other layers.
         own_operations: operation -> what computes it here, as in a merge; gives None for a node
             that is computed as usual.
@@ -97,6 +98,8 @@ class Evaluation:
     after: dict[str, Value] = field(default_factory=dict)
     known: dict[Node, Value] = field(default_factory=dict)
     unheld_nodes: Set[Node] = frozenset()
+    shared_nodes: Set[Node] = frozenset()
+    shared: dict[Node, Value] = field(default_factory=dict)
     across_layers: Callable[[Node, Evaluation], Value] = alone
     own_operations: Mapping[str, Callable[[Node, Evaluation], Value | None]] = field(
         default_factory=dict
@@ -110,11 +113,12 @@ class Evaluation:
 
     def value(self, node: Node) -> Value:
         """The value of a node."""
-        x = self.known.get(node)
+        values = self.shared if node in self.shared_nodes else self.known
+        x = values.get(node)
         if x is None:
             x = self._masked(node, self._find(node))
-            if node not in self.unheld_nodes:
-                self.known[node] = x
+            if values is self.shared or node not in self.unheld_nodes:
+                values[node] = x
         return x
 
     def _masked(self, node: Node, x: Value) -> Value:
@@ -263,7 +267,10 @@ class Evaluation:
         return self.generated.covers(node, self.frame)
 
     def _within(self, node: Node, block: Frame, known: dict[Node, Value]) -> Value:
-        return replace(self, frame=block, known=known, in_block=True).value(node)
+        # What layers share is for all tokens and KV heads.
+        alone: Set[Node] = frozenset()
+        inside = replace(self, frame=block, known=known, shared_nodes=alone, in_block=True)
+        return inside.value(node)
 
     def broadcast(self, x: Value, type_: Type) -> Value:
         """The value with all axes of a type."""

@@ -58,7 +58,7 @@ def _of_all(frame: Frame, wanted: slice | None, held: torch.Tensor | None) -> Fr
     """The frame with all KV heads of the model and the wanted tokens only."""
     kv = frame.kv // frame.heads.number(frame.bound.shape.kv_heads) * frame.bound.shape.kv_heads
     return replace(
-        frame, kv=kv, kv_start=0, vectors={}, held_mask=held, heads=ALL, fixed={}, memo={},
+        frame, kv=kv, kv_start=0, vectors={}, held_mask=held, heads=ALL,
         tokens=frame.tokens if wanted is None else wanted.stop - wanted.start,
     )  # fmt: skip
 

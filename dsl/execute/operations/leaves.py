@@ -132,19 +132,13 @@ def _window_logits(node: Node, frame: Frame) -> tuple[torch.Tensor, torch.Tensor
     group, rows = q.shape[0] // kv, q.shape[1]
     q = q.double().reshape(kv, group * rows, size) * size**-0.5
     logits = torch.matmul(q, keys.double().transpose(1, 2)).view(kv, group, rows, tokens)
-
-    def make() -> torch.Tensor:
-        return frame.places <= positions[:, None]
-
+    seen = frame.places <= positions[:, None]
     if frame.held_mask is not None or frame.step is not None:
-        seen = make()
         if frame.held_mask is not None:
             seen = seen & frame.held_mask[:, None]
         axes = ("kv", "query", "token") if seen.ndim == 3 else ("query", "token")
         logits.masked_fill_(~(seen[:, None] if seen.ndim == 3 else seen), -math.inf)
         return logits, seen, axes
-    planned = frame.positions is None and frame.rows is None and frame.last is None
-    seen = frame.once(("seen", window), (), make) if planned else make()
     # Only the window's own columns can lie after a query.
     logits[..., tokens - window :].masked_fill_(~seen[:, tokens - window :], -math.inf)
     return logits, seen, ("query", "token")

@@ -60,11 +60,7 @@ def count(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
         number = torch.full((), float(unmasked), dtype=torch.float64, device=frame.device)
         return number.expand([x.tensor.shape[i] for i in rest])
     inner = [i for i, axis in enumerate(x.mask_axes) if axis in node.axes]
-
-    def make() -> torch.Tensor:
-        return (mask.sum(inner) if inner else mask).double() * unmasked
-
-    number = frame.once(("count", id(mask), tuple(inner), unmasked), (mask,), make)
+    number = (mask.sum(inner) if inner else mask).double() * unmasked
     axes = tuple(x.axes[i] for i in rest)
     number_axes = tuple(axis for axis in x.mask_axes if axis not in node.axes)
     return repeated_along(number, number_axes, axes, sizes_of(x))

@@ -12,17 +12,13 @@ from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.stages import exchanged
 from kvpolicy.dsl.codegen.fusion import Fusion
 from kvpolicy.dsl.execute.layer.generated import Generated
-from kvpolicy.dsl.execute.planned.plan import Plan
 from kvpolicy.dsl.execute.planned.prefill import Prefill
 from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots, installed
 from kvpolicy.dsl.ir.heads import heads_last
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ir.once import once_at_most
 
-# Number of plans kept, for the prompt lengths seen last.
-_PLANS = 8
 # With 32 layers of 8 KV heads: the scores of 131,072 tokens; or of 32,768 tokens all that `snapkv`
 # computes, and the queries of its window.
 DEFERRED_BYTES = 256 << 20
@@ -116,12 +112,6 @@ class Compiled:
         total_bytes = self._list_count * (self.generated.token_bytes * prompt + query_bytes)
         groups = max(1, -(-total_bytes // max(1, self._deferred_bytes)))
         return -(-layers // groups)
-
-    @once_at_most(_PLANS)
-    def plan(self, prompt: int, device: torch.device) -> Plan:
-        """The values that only the prompt's length N decides."""
-        nodes = self.prefill(prompt).planned
-        return Plan.make(self.bound, nodes, prompt, device, self.kernels, self.heads)
 
     def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
         """Compiles the generated kernels before a request waits for them.

@@ -12,9 +12,9 @@ from kvpolicy.dsl.execute.layer.evaluate import updating
 from kvpolicy.dsl.execute.operations.operands import operands
 from kvpolicy.dsl.execute.operations.table import is_computed
 from kvpolicy.dsl.execute.planned.alike import like_heads
-from kvpolicy.dsl.execute.planned.plan import plannable
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.ir.heads import across_heads
+from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
@@ -37,7 +37,7 @@ class Prefill:
         updates, merge_updates: states of the prefill and of its merge, see `updating`.
         layer_roots: nodes that each layer computes while its tensors are at hand, and keeps.
         later: nodes that are computed after the last layer, or in a merge.
-        planned: nodes that the prompt's length decides, see `plannable`.
+        shared: numbers and values per token that the prompt's length decides, alike in all layers.
         unheld_nodes: nodes whose values are not held: one other node reads them, nothing else does.
         read_later: node that later layers read by `past` or `at` -> how many layers back `past`
             reads, as nodes; None: any layer may be read.
@@ -47,7 +47,6 @@ class Prefill:
         merges_need_ranks: whether merges look across KV heads.
         sums: names of the states that chunks of a prompt may add to, see `Run.accumulate`; empty
             if something else needs all queries at once.
-        scored: nodes of `layer_roots` that the prompt's length does not decide.
         alike_by: layers with the same values of these numbers of the host can be computed together,
             as more KV heads of one; None: no layers can.
 
@@ -72,6 +71,8 @@ class Prefill:
         self.merges_need_ranks = any(map(across_heads, nodes_of(merge)))
         all_nodes = list(nodes_of([*self.roots, *state_roots(rules.states), *merge, *early_roots]))
         self._check(all_nodes)
+        known_nodes = [*all_nodes, *nodes_of(self.propagation_lets.values())]
+        self._planned, self.shared = _planned(bound, known_nodes)
         self.layer_roots = self._layer_roots(self.roots, merge)
         # All that the prefill computes of its layers, merges apart.
         self.everything = [
@@ -93,31 +94,26 @@ class Prefill:
         computed = list(nodes_of(self.everything))
         layer_nodes = nodes_of([*self.layer_roots, *update_roots, *early_roots])
         self.needs_ranks = bound.propagates or any(map(across_heads, layer_nodes))
-        self.planned = plannable(bound, computed, self.everything)
-        self.later = frozenset(node for node in computed if self._is_later(node))
+        self.later = self._planned.union(node for node in computed if self._is_later(node))
         readers = Counter(x for node in computed for x in operands(node) if not x.across_layers)
         result_nodes = {*self.everything, *self.read_later, *self.read_before_scoring}
         self.unheld_nodes = frozenset(node for node in readers if readers[node] == 1) - result_nodes
         others = [*self.roots, *merge, *early_roots]
         self.sums = () if bound.propagates or _reads_all(others) else self._sums()
-        planned = {*self.planned}
-        self.scored = [node for node in self.layer_roots if node not in planned]
-        self.alike_by = self._alike_by(planned)
+        self.alike_by = self._alike_by()
 
-    def _alike_by(self, planned: set[Node]) -> tuple[Node, ...] | None:
-        roots = [*self.scored, *state_roots(self.updates)]
+    def _alike_by(self) -> tuple[Node, ...] | None:
+        roots = [*self.layer_roots, *state_roots(self.updates)]
         if self.read_later or not roots:
             return None
-        seen, static = {*planned}, self.bound.static
+        seen, static = {*self.shared}, self.bound.static
         nodes = [node for root in roots for node in root.walk(seen)]
         per_layer = not self._heads.divided
         if not like_heads(nodes, static, _of_any_layer, per_layer=per_layer, numbers=True):
             return None
-        planned_operands = planned & {operand for node in nodes for operand in operands(node)}
-        all_nodes = [*nodes, *nodes_of(planned_operands)]
-        if any(node.across_layers for node in all_nodes):
+        if any(node.across_layers for node in nodes):
             return None
-        tensor_nodes = [node for node in all_nodes if static.needs(node) is None]
+        tensor_nodes = [node for node in nodes if static.needs(node) is None]
         numbers = [*roots, *(x for node in tensor_nodes for x in (*node.args, *operands(node)))]
         return tuple(dict.fromkeys(x for x in numbers if "layer" in (static.needs(x) or ())))
 
@@ -143,7 +139,7 @@ class Prefill:
         return list(dict.fromkeys(layer_roots))
 
     def _now(self, node: Node) -> Iterable[Node]:
-        if self.bound.static.needs(node) is not None:
+        if self.bound.static.needs(node) is not None or node in self._planned:
             return
         if not self._is_later(node):
             yield node
@@ -175,6 +171,25 @@ class Prefill:
         states = {name: x for name, x in self.updates.items() if _reads_all(state_roots({name: x}))}
         sum_states = SumStates(self.bound.static, ("new", "all"))
         return tuple(states) if all(map(sum_states.state, states.values())) else ()
+
+
+def _planned(bound: Bound, nodes: Iterable[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
+    """Numbers and values per token that the prompt's length decides; those alike in all layers.
+
+    Args:
+        nodes: operands before the nodes that read them.
+    """
+    phases = Phases(bound.propagates)
+    by_layer: set[Node] = set()
+    planned: set[Node] = set()
+    for node in nodes:
+        needs = bound.static.needs(node)
+        differs = node.across_layers or node.op == "head_table" or by_layer & {*operands(node)}
+        if differs if needs is None else "layer" in needs:
+            by_layer.add(node)
+        if needs is None and phases.of(node) == Phase.PLAN and {*node.type.axes} <= {"token"}:
+            planned.add(node)
+    return frozenset(planned), frozenset(planned - by_layer)
 
 
 def _reads_all(roots: Iterable[Node]) -> bool:

@@ -20,7 +20,6 @@ from kvpolicy.dsl.execute.layer.exchange import decoded, encoded, entries_of_lay
 from kvpolicy.dsl.execute.layer.merge import Merging
 from kvpolicy.dsl.execute.layer.share import Pair, Shared, shared
 from kvpolicy.dsl.execute.planned.compiled import Compiled
-from kvpolicy.dsl.execute.planned.plan import Plan
 from kvpolicy.dsl.execute.planned.prefill import Prefill
 from kvpolicy.dsl.execute.prefill.waiting import WaitingLayers
 from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
@@ -63,7 +62,7 @@ class Run:
     propagation_lets: dict[int, dict[str, Value]] = field(default_factory=dict)
     _finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
     _joint_check: tuple[int, torch.Tensor] | None = None  # (number of checks, their joint result)
-    _plan: Plan | None = None
+    _shared: dict[Node, Value] = field(default_factory=dict)  # see `Prefill.shared`
     _evaluations: dict[int, Evaluation] = field(default_factory=dict)
     _history: PastValues = field(default_factory=PastValues)
     # By layer: number of the earlier chunks' queries, and the states that these have added to.
@@ -219,7 +218,9 @@ class Run:
         def by_layer(x: Value, type_: Type) -> Value:
             return with_layer_axis(x, kv, alike="kv" not in type_.axes)
 
-        values = {node: by_layer(joint.value(node), node.type) for node in self._prefill.scored}
+        values = {
+            node: by_layer(joint.value(node), node.type) for node in self._prefill.layer_roots
+        }
         states = {
             name: by_layer(joint.state(name), state.type)
             for name, state in self.program.bound.lowered.prefill.states.items()
@@ -292,8 +293,8 @@ class Run:
         queries, states = self._earlier.get(layer, (0, {}))
         frame = self._frame(layer, k.device, k.shape[1], None, _vectors(q, k, v, lse))
         frame = replace(frame, last=q.shape[1])
-        # What the plan holds per token is for the whole prompt.
-        chunk = replace(self._evaluation(frame), before=states, known={})
+        # What is shared per token is for the whole prompt.
+        chunk = replace(self._evaluation(frame), before=states, shared_nodes=frozenset())
         self._earlier[layer] = queries + q.shape[1], chunk.states_of(self._prefill.sums)
 
     def again(self, prompt: int) -> Run:
@@ -314,31 +315,19 @@ class Run:
         positions: torch.Tensor | None,
         vectors: Mapping[str, Keys],
     ) -> Frame:
-        planned = self._planned(device).frame
-        frame = replace(
-            planned,
-            layer=layer,
-            vectors=vectors,
-            finite_checks=self._finite_checks,
-            heads=self._heads,
-        )
-        if tokens == self.prompt:
-            return frame
-        # `fixed` and `memo` of the plan's frame are for all tokens of the prompt.
-        positions = None if tokens == self.size else positions
-        return replace(frame, tokens=tokens, positions=positions, fixed={}, memo={})
-
-    def _planned(self, device: torch.device) -> Plan:
-        if self._plan is None:
-            self._plan = self.program.plan(self.prompt, device)
-        return self._plan
+        program, all_tokens = self.program, tokens in (self.prompt, self.size)
+        return Frame(
+            program.bound, tokens, device, program.heads.number(program.bound.shape.kv_heads),
+            self.prompt, layer=layer, vectors=vectors, positions=None if all_tokens else positions,
+            kernels=program.kernels, finite_checks=self._finite_checks, heads=self._heads,
+        )  # fmt: skip
 
     def _evaluation(self, frame: Frame) -> Evaluation:
-        prefill, plan = self._prefill, self._planned(frame.device)
+        prefill = self._prefill
         return Evaluation(
-            frame, prefill.updates, known=dict(plan.values[frame.layer]),
-            unheld_nodes=prefill.unheld_nodes, across_layers=self._of_layers_so_far,
-            generated=self.program.generated,
+            frame, prefill.updates, unheld_nodes=prefill.unheld_nodes,
+            across_layers=self._of_layers_so_far, generated=self.program.generated,
+            shared_nodes=prefill.shared, shared=self._shared,
         )  # fmt: skip
 
     def _of_layers_so_far(self, node: Node, evaluation: Evaluation) -> Value:
@@ -420,9 +409,8 @@ class Run:
     def _finish_layer(self, evaluation: Evaluation) -> None:
         """Computes what needs the layer's tensors, and releases them."""
         prefill, frame = self._prefill, evaluation.frame
-        known = dict(self._planned(frame.device).values[frame.layer])
         evaluation.ask(self._computed_here)
-        known.update({node: evaluation.value(node) for node in prefill.layer_roots})
+        known = {node: evaluation.value(node) for node in prefill.layer_roots}
         evaluation.states_of(self.program.bound.lowered.prefill.states)
         for node, numbers in prefill.read_later.items():
             self._history.record(node, evaluation, _read(numbers, evaluation))

@@ -123,8 +123,6 @@ class Frame:
         held_counts: number of candidates per KV head, where that is not `tokens`.
         wanted: tokens that are read of values gathered from other ranks; None: all.
         heads: the model's KV heads that are here, and exchange with ranks that hold others.
-        fixed: tensors that live as long as the plan, by id; masks made of these are made once.
-        memo: what was made of `fixed` tensors.
         finite_checks: whether the model's tensors are finite.
     """
 
@@ -146,8 +144,6 @@ class Frame:
     held_counts: Value | None = None
     wanted: slice | None = None
     heads: Heads = ALL
-    fixed: dict[int, torch.Tensor] = field(default_factory=dict)
-    memo: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     finite_checks: FiniteChecks = field(default_factory=FiniteChecks)
 
     def read(self, name: str) -> torch.Tensor:
@@ -246,25 +242,7 @@ class Frame:
     ) -> tuple[torch.Tensor, tuple[str, ...]]:
         """`a and b` of two masks."""
         axes = union(a_axes, b_axes)
-        return self.once(
-            ("and", id(a), id(b)),
-            (a, b),
-            lambda: aligned(a, a_axes, axes) & aligned(b, b_axes, axes),
-        ), axes
-
-    def once(
-        self,
-        key: tuple[object, ...],
-        sources: Sequence[torch.Tensor],
-        make: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """`make()`, remembered for later layers if all `sources` live as long as the plan."""
-        if not all(id(source) in self.fixed for source in sources):
-            return make()
-        if key not in self.memo:
-            result = make()
-            self.memo[key] = self.fixed[id(result)] = result
-        return self.memo[key]
+        return aligned(a, a_axes, axes) & aligned(b, b_axes, axes), axes
 
 
 def broadcast(x: Value, type_: Type, frame: Frame, dropped: int = 0) -> Value:
