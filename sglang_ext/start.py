@@ -142,7 +142,7 @@ def _within(
 
 def _warm_variant(services: Services, served: Served, queries: torch.dtype) -> None:
     try:
-        warm_variant(served, queries)
+        warm_variant(services, served, queries)
     except Exception:
         if not services.in_stages:
             raise

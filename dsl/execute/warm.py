@@ -21,7 +21,8 @@ from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 
-# Lengths of prompts in tokens. Between two of them kernels begin to take other tiles or cut lists.
+# Lengths of prompts in tokens. Between two of them kernels begin to take other tiles or cut lists;
+# those that are generated for a policy need the first and the last.
 _PROMPTS = (16, 100, 1000, 8000, 8200)
 _LONGEST = 2**20  # tokens
 _FOLDS = 2  # the second one begins from what the first left
@@ -35,6 +36,11 @@ def prompts(bound: Bound) -> list[int]:
     lengths = (2**n + 8 for n in range(4, _LONGEST.bit_length()))
     leaving_length = next((n for n in lengths if max_entries(bound, n) < lists * n), 0)
     return [*_PROMPTS, *([leaving_length] if leaving_length > _PROMPTS[-1] else [])]
+
+
+def prompts_of_generated() -> list[int]:
+    """Lengths of prompts that need every kernel generated for a policy."""
+    return [_PROMPTS[0], _PROMPTS[-1]]
 
 
 def programs(program: TorchProgram) -> Iterator[TorchProgram]:
@@ -59,9 +65,22 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
             not matter.
         queries: dtype of the queries.
     """
-    run = drive(program, tokens, _ZeroPrompt(program, like, queries), like.device).run
+    zeros = _ZeroPrompt(program, like, queries)
+    if program.accumulates:
+        _accumulate(program, tokens, zeros)
+    run = drive(program, tokens, zeros, like.device).run
     run.finish(wait=False)
     return run
+
+
+def _accumulate(program: TorchProgram, tokens: int, zeros: _ZeroPrompt) -> None:
+    """Shows a layer a chunk of a longer prompt, and a next one of few queries and many keys."""
+    layer, run = program.layers[0], program.start(2 * tokens)
+    for queries, end in ((tokens, tokens), (1, tokens + 1)):
+        places = torch.arange(end, device=zeros.like.device)
+        k, v = zeros.entries(range(layer, layer + 1), places)
+        values = v if program.bound.needs_values else None
+        run.accumulate(layer, zeros.queries(layer, places, queries), k, values)
 
 
 @dataclass(frozen=True)

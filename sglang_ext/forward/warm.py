@@ -9,11 +9,12 @@ Dimensions: L layers, H query heads, G KV heads, D head size.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from kvpolicy.dsl.execute.warm import fold, prefill, programs, prompts
+from kvpolicy.dsl.execute.warm import fold, prefill, programs, prompts, prompts_of_generated
 from kvpolicy.kernels.attention.paged_attention import UNPAIRED, PairReading
 from kvpolicy.kernels.entries.requests import Requests
 from kvpolicy.kernels.entries.tables import Tables
@@ -22,6 +23,7 @@ from kvpolicy.sglang_ext.forward.compress import copy_kept
 from kvpolicy.sglang_ext.memory.private import Layout, Private
 
 if TYPE_CHECKING:
+    from kvpolicy.dsl.execute.prefill.run import Run
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.request.request import Served
 
@@ -35,25 +37,37 @@ def warm(services: Services, served: Served, queries: torch.dtype) -> None:
     Args:
         queries: dtype of queries.
     """
-    served.warm(queries)
     if not served.kernels.read_the_pool:
         return
-    device = services.arena.storage.device
-    like, _ = services.arena.of_all_layers(torch.empty(0, dtype=torch.int64, device=device))
-    for program in programs(served.program):
-        for tokens in _prompts(served, device):
-            run = prefill(program, tokens, like, queries)
-            _copy_nothing(services, served, run)
-            fold(run, like, queries)
+    for run in _runs(services, served, queries, prompts(served.bound)):
+        _copy_nothing(services, served, run)
     if served.bound.folded.decode is not None:
         _fold_nothing(services, served)
     if served.bound.propagates:
         _take_nothing(services, served)
 
 
-def warm_variant(served: Served, queries: torch.dtype) -> None:
+def warm_variant(services: Services, served: Served, queries: torch.dtype) -> None:
     """Compiles what differs from a warmed policy that has other parameters."""
-    served.warm(queries)
+    if served.kernels.read_the_pool:
+        for _ in _runs(services, served, queries, prompts_of_generated()):
+            pass
+
+
+def _runs(
+    services: Services, served: Served, queries: torch.dtype, lengths: Sequence[int]
+) -> Iterator[Run]:
+    """Finished prefills of prompts of some lengths; each then goes through folds.
+
+    Triton's interpreter compiles nothing and is slow: the first length alone.
+    """
+    device = services.arena.storage.device
+    like, _ = services.arena.of_all_layers(torch.empty(0, dtype=torch.int64, device=device))
+    for program in programs(served.program):
+        for tokens in lengths if device.type == "cuda" else lengths[:1]:
+            run = prefill(program, tokens, like, queries)
+            yield run
+            fold(run, like, queries)
 
 
 def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests: int) -> None:
@@ -90,12 +104,6 @@ def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests:
     for (tokens, splits), reading in itertools.product(cuts, readings):
         q = torch.zeros(1, tokens, heads, size, dtype=dtype, device=device)
         paged_attention(q, *lists, scale=1.0, reading=reading, splits=splits)
-
-
-def _prompts(served: Served, device: torch.device) -> list[int]:
-    """Lengths of prompts to warm; Triton's interpreter compiles nothing and is slow: one."""
-    lengths = prompts(served.bound)
-    return lengths if device.type == "cuda" else lengths[:1]
 
 
 def _batches(requests: int) -> list[int]:

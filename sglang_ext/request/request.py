@@ -32,7 +32,6 @@ from kvpolicy.sglang_ext.request.reasons import Reason
 _ATTRIBUTE = "kv_policy_state"
 _MANY = 1024  # output tokens within which entries are taken to leave
 MOST_MOVED = 2**29  # most bytes that are held twice while a prompt is compacted within its slots
-_WARM = 256  # tokens of a prompt long enough to need every kernel generated for a policy
 
 
 @dataclass
@@ -82,16 +81,6 @@ class Served:
         self._bounded = self.kept(ENDLESS).total < self._everything(ENDLESS)
         self.standing = Standing()
         self.set: dict[str, Any] = {}
-
-    def warm(self, queries: torch.dtype) -> None:
-        """Compile the kernels generated for the policy before a request waits for them.
-
-        Args:
-            queries: dtype of the model's queries.
-        """
-        storage = self._arena.storage
-        slots = torch.arange(min(_WARM, storage.shape[2]), device=storage.device)
-        self.program.warm(*self._arena.at_slots(0, slots), queries)
 
     @once_at_most(PROMPTS)
     def plan(self, prompt: int) -> PropagationPlan | None:

@@ -18,6 +18,7 @@ import torch
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
+from kvpolicy.dsl.execute import warm
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
@@ -683,12 +684,11 @@ def test_kernels_can_be_compiled_before_a_request(name, monkeypatch):
     """All kernels that a prefill uses; the pool stays unchanged, NaN included."""
     case = Case(2, 4, 2, 16, 29)
     program = TorchProgram(small(name, case.shape), kernels=TABLE)
-    rows = torch.zeros(2, 40, 16, device=DEVICE)
-    keys, values = in_pool(rows), in_pool(rows)
-    before = keys.pool.clone(), values.pool.clone()
-    program.warm(keys, values, torch.float32)
-    for slots, pool in zip((keys, values), before, strict=True):
-        assert torch.equal(slots.pool.nan_to_num(7.0), pool.nan_to_num(7.0))
+    pool = torch.randn(case.shape.layers, 40, 2, 16, device=DEVICE)
+    pool[:, 3] = float("nan")
+    before = pool.clone()
+    warm.prefill(program, 16, Slots(pool, torch.empty(0, dtype=torch.int64)), torch.float32)
+    assert torch.equal(pool.nan_to_num(7.0), before.nan_to_num(7.0))
     monkeypatch.setattr(program.generated, "compiled", None)
     prefill(program, *case.tensors(2))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
@@ -24,7 +24,6 @@ from kvpolicy.dsl.execute.operations.table import reduce
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels, Keys, Slots, dense
 from kvpolicy.dsl.execute.tensors.values import (
     Frame,
-    Step,
     Value,
     as_tensor,
     repeated_along,
@@ -135,32 +134,6 @@ class Generated:
         frame.finite_checks.extend(checks)
         return _completed(bundle, source.results, tensors, frame)
 
-    def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
-        """Compiles the kernels before a request waits for them, by a run on dummy queries.
-
-        Args:
-            keys, values: rows of a pool as a server passes them; their content does not matter.
-            queries: dtype of the queries.
-        """
-        bound, (heads, tokens, size) = self.bound, keys.shape
-        number = 1 if self.fusion.steps else tokens
-        q = torch.zeros(heads * bound.shape.group, number, size, dtype=queries, device=keys.device)
-        vectors: dict[str, Keys] = {"query": q, "key": keys, "value": values}
-        frame = Frame(bound, tokens, keys.device, heads, tokens, vectors=vectors)
-        frames = [frame]
-        places = torch.arange(tokens, device=keys.device)
-        if self.fusion.steps:
-            frames = _of_steps(frame, keys, values, places)
-        elif bound.propagates:
-            frames.append(replace(frame, positions=places))
-        for frame in frames:
-            for bundle in self.fusion.bundles:
-                if not self.serves(bundle, frame):
-                    continue
-                # `split` cuts the lists, so that the kernel that joins the pieces is compiled too.
-                for options in ({}, {"split": 1}) if self.fusion.steps else ({},):
-                    self.values(bundle, frame, partial(_nothing, bundle, frame), **options)
-
     @once
     def _file(self, bundle: Bundle, float32: bool) -> GeneratedFile:
         return generate(bundle, self.bound, float32=float32, steps=self.fusion.steps)
@@ -168,28 +141,6 @@ class Generated:
     @once
     def _run(self, bundle: Bundle, float32: bool) -> Run:
         return self.compiled(self.bound.program.name, self._file(bundle, float32).text)
-
-
-def _of_steps(frame: Frame, keys: Slots, values: Slots, places: torch.Tensor) -> list[Frame]:
-    """The frame as a decode step, twice: second as if KV heads held different entries."""
-    vectors = dict(frame.vectors)
-    for name, x in (("key", keys), ("value", values)):
-        ids = (x.slots * frame.kv)[None].expand(frame.kv, -1)
-        vectors[name] = Entries(x.pool[0].view(-1, x.shape[2]), ids, x.scale)
-    step_frame = replace(frame, vectors=vectors, positions=places, step=Step(1, places[-1:]))
-    held = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
-    return [step_frame, replace(step_frame, held_mask=held)]
-
-
-def _nothing(bundle: Bundle, frame: Frame, node: Node) -> Value:
-    """Zeros in place of a value that a kernel reads."""
-    window = 0 if bundle.window is None else frame.window(bundle.window)
-    sizes = {
-        "kv": frame.kv, "group": frame.bound.shape.group, "token": frame.tokens, "query": window,
-    }  # fmt: skip
-    kind = torch.bool if node.type.kind == "truth" else torch.float64
-    shape = [sizes[axis] for axis in node.type.axes]
-    return Value(torch.zeros(shape, dtype=kind, device=frame.device), node.type.axes)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.stages import exchanged
 from kvpolicy.dsl.codegen.fusion import Fusion
@@ -15,7 +14,7 @@ from kvpolicy.dsl.execute.layer.generated import Generated
 from kvpolicy.dsl.execute.planned.prefill import Prefill
 from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
-from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots, installed
+from kvpolicy.dsl.execute.tensors.kernels import Kernels, installed
 from kvpolicy.dsl.ir.heads import heads_last
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -112,16 +111,3 @@ class Compiled:
         total_bytes = self._list_count * (self.generated.token_bytes * prompt + query_bytes)
         groups = max(1, -(-total_bytes // max(1, self._deferred_bytes)))
         return -(-layers // groups)
-
-    def warm(self, keys: Slots, values: Slots, queries: torch.dtype) -> None:
-        """Compiles the generated kernels before a request waits for them.
-
-        Args:
-            keys, values: rows of a pool as a server passes them, with any contents, which are not
-                changed.
-            queries: dtype of the queries.
-        """
-        decode_kernels = () if self.steps is None else (self.steps.advancing, self.steps.leaving)
-        for generated in (self.generated, *decode_kernels):
-            if generated is not None:
-                generated.warm(keys, values, queries)
