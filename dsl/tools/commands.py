@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.nodes import Program
 from kvpolicy.dsl.syntax.diagnostics import did_you_mean, refused
-from kvpolicy.dsl.tools.cli import EXECUTIONS as EXECUTIONS
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,8 @@ from kvpolicy.dsl.data.recording import Recording
 from kvpolicy.dsl.ir.nodes import Delivered, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, did_you_mean, refused, why
 from kvpolicy.dsl.syntax.library import TEST_SUFFIX, find, read_source, shipped
-from kvpolicy.dsl.tools.commands import EXECUTIONS, execute, overrides
+from kvpolicy.dsl.tools.cli import EXECUTIONS
+from kvpolicy.dsl.tools.commands import execute, overrides
 from kvpolicy.dsl.tools.reading_tests import Numbers, PolicyTest, Seed, read_cases
 from kvpolicy.dsl.tools.run import add_merged, propagation, report
 from kvpolicy.dsl.tools.units import positions_text

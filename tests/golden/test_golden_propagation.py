@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from kvpolicy.dsl.syntax.library import find
-from kvpolicy.dsl.tools.commands import EXECUTIONS
+from kvpolicy.dsl.tools.cli import EXECUTIONS
 from recorded import VECTORS, run
 
 pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)
