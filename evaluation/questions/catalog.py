@@ -48,6 +48,15 @@ def title(task: str) -> str:
     return _module(task).TITLE
 
 
+@lru_cache
+def contexts_of(task: str) -> str:
+    """The task whose contexts this one asks about, sample by sample; most tasks have their own.
+
+    A report may name a task that is no longer here; it is taken for one with its own contexts.
+    """
+    return getattr(_module(task), "CONTEXTS", task) if task in names() else task
+
+
 def form_of(tokenizer: Tokenizer) -> str:
     """`embedded` if the vocabulary is the 512 words of the embedded models, else `words`."""
     is_embedded = tokenizer.get_vocab() == {word: i for i, word in enumerate(VOCABULARY)}

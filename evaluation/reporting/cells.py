@@ -37,9 +37,14 @@ class Cell:
         return Cell(self.index[mask], self.turn[mask], figures, self.reasons[mask])
 
     @cached_property
+    def samples(self) -> np.ndarray:
+        """The numbers of the samples, rising: int [samples]."""
+        return np.unique(self.index)
+
+    @cached_property
     def units(self) -> np.ndarray:
-        """Mean score of each sample, in the order of `index`: float64 [samples]."""
-        _, sample = np.unique(self.index, return_inverse=True)
+        """Mean score of each of `samples`: float64 [samples]."""
+        sample = np.searchsorted(self.samples, self.index)
         return np.bincount(sample, self.figures["score"]) / np.bincount(sample)
 
 

@@ -12,14 +12,17 @@ than needed for scores between 0 and 1.
 Over several strata the estimate is the mean of their means, so that no task weighs more because it
 has more samples. The squared distance to each end of its interval is the sum of the squared
 distances of the strata, divided by the squared number of strata (as for variances; Zou and Donner,
-Statistics in Medicine 27, 2008, p. 1693). So a stratum of few samples widens the interval.
+Statistics in Medicine 27, 2008, p. 1693). So a stratum of few samples widens the interval. Strata
+that ask about the same contexts are correlated, and the products of their distances count too, with
+the correlation of their units.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -45,31 +48,52 @@ class Spread(NamedTuple):
     high: float
 
 
+class Contexts(NamedTuple):
+    """The contexts that a stratum asks about.
+
+    Attributes:
+        source: equal for strata whose units of the same number are about the same context.
+        numbers: int, the number of each unit, rising.
+    """
+
+    source: Hashable
+    numbers: np.ndarray
+
+
 def of_share(share: float, count: float) -> Estimate:
     """A share of `count` units; `count` need not be whole."""
     return Estimate(share, *wilson(share, count))
 
 
-def mean_score(strata: Sequence[np.ndarray], seed: int = 0) -> Estimate:
+def mean_score(
+    strata: Sequence[np.ndarray], seed: int = 0, contexts: Sequence[Contexts] | None = None
+) -> Estimate:
     """The mean over strata of the mean score of their units.
 
     Args:
         strata: scores of the units, 0 to 1, a non-empty array per stratum.
         seed: seed of the bootstrap.
+        contexts: the contexts of each stratum; None if no two strata share any.
     """
-    return _together([_score(units, seed) for units in strata])
+    parts = [_score(units, seed) for units in strata]
+    return _together(parts, _correlations(strata, contexts))
 
 
 def paired_difference(
-    strata: Sequence[np.ndarray], full: Sequence[np.ndarray], seed: int = 0
+    strata: Sequence[np.ndarray],
+    full: Sequence[np.ndarray],
+    seed: int = 0,
+    contexts: Sequence[Contexts] | None = None,
 ) -> Estimate:
     """The mean over strata of score minus score with full KV, unit by unit.
 
     Args:
         strata, full: scores of the same units in the same order, 0 to 1, an array per stratum.
-        seed: seed of the bootstrap.
+        seed, contexts: as in `mean_score`.
     """
-    return _together([_difference(*pair, seed) for pair in zip(strata, full, strict=True)])
+    pairs = list(zip(strata, full, strict=True))
+    parts = [_difference(*pair, seed) for pair in pairs]
+    return _together(parts, _correlations([units - other for units, other in pairs], contexts))
 
 
 def _score(units: np.ndarray, seed: int) -> Estimate:
@@ -92,14 +116,41 @@ def _is_plain(units: np.ndarray, scores: np.ndarray) -> bool:
     return len(units) < FEW or np.ptp(units) == 0 or bool(np.isin(scores, (0, 1)).all())
 
 
-def _together(parts: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates."""
+def _together(parts: Sequence[Estimate], correlations: np.ndarray) -> Estimate:
+    """The mean of estimates that have these correlations."""
     mean, low, high = np.array(parts).T
-    count = len(parts)
-    below = np.sqrt(np.sum((mean - low) ** 2)) / count
-    above = np.sqrt(np.sum((high - mean) ** 2)) / count
+    below, above = (
+        float(np.sqrt(distances @ correlations @ distances)) / len(parts)
+        for distances in (mean - low, high - mean)
+    )
     middle = float(mean.mean())
-    return Estimate(middle, float(middle - below), float(middle + above))
+    return Estimate(middle, middle - below, middle + above)
+
+
+def _correlations(strata: Sequence[np.ndarray], contexts: Sequence[Contexts] | None) -> np.ndarray:
+    """Correlations of the means of strata: float64 [strata, strata]."""
+    matrix = np.eye(len(strata))
+    for (i, first), (j, second) in combinations(enumerate(contexts or ()), 2):
+        if first.source == second.source:
+            correlation = _of_means(strata[i], strata[j], first.numbers, second.numbers)
+            matrix[i, j] = matrix[j, i] = correlation
+    return matrix
+
+
+def _of_means(
+    first: np.ndarray, second: np.ndarray, numbers: np.ndarray, other_numbers: np.ndarray
+) -> float:
+    """The correlation of two means of units with these numbers; 0 if no number is in both.
+
+    Where too few units tell, or all are equal, units of the same number count as equal: the
+    interval is then too wide rather than too narrow.
+    """
+    shared, at, other_at = np.intersect1d(numbers, other_numbers, return_indices=True)
+    units, other_units = first[at], second[other_at]
+    correlation = 1.0
+    if len(shared) >= FEW and np.ptp(units) > 0 and np.ptp(other_units) > 0:
+        correlation = max(0.0, float(np.corrcoef(units, other_units)[0, 1]))
+    return correlation * len(shared) / math.sqrt(len(first) * len(second))
 
 
 def newcombe(first: Estimate, second: Estimate, correlation: float) -> Estimate:

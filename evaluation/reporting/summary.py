@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from kvpolicy.evaluation.questions.catalog import contexts_of
 from kvpolicy.evaluation.records import FULL, Record
 from kvpolicy.evaluation.reporting.cells import FIGURES, Cell, both, cell, figure, reasons
 from kvpolicy.evaluation.reporting.results import Results, Series
 from kvpolicy.evaluation.reporting.statistics import (
+    Contexts,
     Estimate,
     Spread,
     mean_score,
@@ -155,7 +157,9 @@ class Summary:
         ]
         keys = [(*series, *place, turns) for place in places]
         cells = [self._cells[key] for key in keys if key in self._cells]
-        score = mean_score([answers.units for answers in cells]) if cells else None
+        contexts = [_contexts(key, self._cells[key]) for key in keys if key in self._cells]
+        units = [answers.units for answers in cells]
+        score = mean_score(units, contexts=contexts) if cells else None
         difference, paired = self._difference(series, places, turns)
         mean = {name: _mean(figure(cells, name)) for name in FIGURES}
         times = {name: figure(cells, name) for name in ("ttft", "tpot")}
@@ -180,7 +184,7 @@ class Summary:
         """The difference to full KV, and the number of questions that both answered."""
         if self._full is None or series[0] == FULL:
             return None, 0
-        policy_units, full_units, paired = [], [], 0
+        policy_units, full_units, contexts, paired = [], [], [], 0
         for place in places:
             keys = (*series, *place, turns), (*self._full, *place, turns)
             if not all(key in self._cells for key in keys):
@@ -190,7 +194,16 @@ class Summary:
                 paired += len(policy_cell)
                 policy_units.append(policy_cell.units)
                 full_units.append(full_cell.units)
-        return (paired_difference(policy_units, full_units) if policy_units else None), paired
+                contexts.append(_contexts(keys[0], policy_cell))
+        if not policy_units:
+            return None, 0
+        return paired_difference(policy_units, full_units, contexts=contexts), paired
+
+
+def _contexts(key: tuple, answers: Cell) -> Contexts:
+    """The contexts that a cell with this key asks about."""
+    _, _, task, length, _ = key
+    return Contexts((contexts_of(task), length), answers.samples)
 
 
 def _parts(answers: Cell) -> Iterator[tuple[Turns, Cell]]:

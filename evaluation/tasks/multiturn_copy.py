@@ -7,6 +7,7 @@ from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.tasks import multiturn
 
 TITLE = "second question, on the compressed copy"
+CONTEXTS = "multiturn"
 
 
 def embedded(order: Order) -> Sample:

@@ -8,6 +8,7 @@ from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.questions.words_facts import locker_sample
 
 TITLE = "4 questions that share a context of 24 needles"
+CONTEXTS = "multiturn"
 FACTS, QUESTIONS = 24, 4
 
 

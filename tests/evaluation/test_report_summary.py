@@ -127,6 +127,18 @@ def test_questions_of_one_sample_count_as_one(tmp_path):
     assert (summary.row((FULL, None)).asked, summary.results.conversations()) == (20, ["niah"])
 
 
+def test_tasks_about_the_same_contexts_count_as_one(tmp_path):
+    """Three tasks that ask the same 30 conversations place their mean no closer than one does."""
+    tasks = ("multiturn", "multiturn-evicted", "multiturn-copy")
+    records = [full(i, float(i < 21), task=task) for i in range(30) for task in tasks]
+    records += [snapkv(i, float(i < 15), task=task) for i in range(30) for task in tasks]
+    summary = summarised(tmp_path, records, tasks=tasks, samples=30)
+    for series in summary.results.series:
+        of_all, of_one = summary.row(series), summary.row(series, "multiturn")
+        assert of_all.score == pytest.approx(of_one.score)
+        assert of_all.difference == (of_one.difference and pytest.approx(of_one.difference))
+
+
 def test_first_and_later_questions(tmp_path):
     records = [full(i, 1.0, turn=turn) for i in range(4) for turn in range(3)]
     records += [snapkv(i, float(turn == 0), turn=turn) for i in range(4) for turn in range(3)]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from kvpolicy.evaluation.reporting.statistics import (
     FEW,
+    Contexts,
     mean_score,
     of_share,
     paired_difference,
@@ -142,6 +143,53 @@ def test_strata_hold_their_mean_as_often_as_they_say():
         strata.append(rng.binomial(4, 0.6, 30) / 4)
         held.append(_covered(mean_score(strata), np.mean([*shares, 0.6])))
     assert 0.93 < np.mean(held) < 0.985
+
+
+def _same(*counts):
+    """Contexts of strata that share them, with these numbers of units."""
+    return [Contexts("one", np.arange(count)) for count in counts]
+
+
+def test_strata_of_the_same_contexts_and_scores_are_no_surer_than_one():
+    right = np.repeat([1.0, 0.0], (24, 16))
+    for scores in (right, np.tile([0.25, 0.75], 20), np.ones(40), np.ones(3)):
+        one, strata = mean_score([scores]), [scores] * 3
+        estimate = mean_score(strata, contexts=_same(*map(len, strata)))
+        assert estimate == pytest.approx(one)
+    full = np.repeat([1.0, 0.0], (30, 10))
+    one = paired_difference([right], [full])
+    contexts = _same(40, 40)
+    assert paired_difference([right] * 2, [full] * 2, contexts=contexts) == pytest.approx(one)
+    sources = [Contexts(source, np.arange(40)) for source in ("one", "other")]
+    assert mean_score([right] * 2, contexts=sources) == mean_score([right] * 2)
+
+
+def test_strata_of_the_same_contexts_hold_their_mean_as_often_as_they_say():
+    """Three tasks ask about the same 40 contexts, of which some are hard for all of them."""
+    rng = np.random.default_rng(8)
+    held: dict[bool, list[bool]] = {True: [], False: []}
+    for _ in range(600):
+        hard = rng.random(40) < 0.4
+        strata = [np.where(hard, rng.random(40) < 0.1, rng.random(40) < 0.9) for _ in range(3)]
+        strata = [units.astype(float) for units in strata]
+        for known in held:
+            estimate = mean_score(strata, contexts=_same(40, 40, 40) if known else None)
+            held[known].append(_covered(estimate, 0.4 * 0.1 + 0.6 * 0.9))
+    assert 0.93 < np.mean(held[True]) < 0.985
+    assert np.mean(held[False]) < 0.85
+
+
+def test_only_the_contexts_that_strata_share_make_them_alike():
+    scores = np.repeat([1.0, 0.0], (24, 16))
+    numbers = [np.arange(40), np.arange(40, 80), np.arange(20, 60)]
+    contexts = [Contexts("one", each) for each in numbers]
+    width = [
+        estimate.high - estimate.low
+        for estimate in (
+            mean_score([scores] * 2, contexts=[contexts[0], other]) for other in contexts
+        )
+    ]
+    assert width[1] < width[2] < width[0]
 
 
 def test_same_seed_same_interval():

@@ -57,6 +57,23 @@ def counting(tokenizer):
     return lambda text: len(tokenizer.encode(text).ids)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_tasks_that_share_contexts_say_so(form, draw):
+    """In words, a longer question may leave less room for filler beside the same facts."""
+    samples = {task: [draw(task, form, 512, index) for index in range(3)] for task in NAMES}
+
+    def alike(task, other):
+        pairs = list(zip(samples[task], samples[other], strict=True))
+        answers = all(a.turns[0].expected == b.turns[0].expected for a, b in pairs)
+        return answers or all(a.context == b.context for a, b in pairs)
+
+    for task in NAMES:
+        same = [other for other in NAMES if alike(task, other)]
+        assert [n for n in NAMES if catalog.contexts_of(n) == catalog.contexts_of(task)] == same
+    assert catalog.contexts_of("multiturn-copy") == "multiturn"
+    assert catalog.contexts_of("of-another-version") == "of-another-version"
+
+
 def refusal(draw, task, form, length, index):
     """Why a sample cannot be made; None if it can."""
     try:
