@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvpolicy.evaluation.looking.distributions import FEWEST
 from kvpolicy.evaluation.looking.fidelity_result import Compared, PolicyFidelity, summaries
 from kvpolicy.evaluation.looking.terminal import percent
 from kvpolicy.evaluation.reporting import plot_style
@@ -67,7 +68,7 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
     positions = sum(texts.values())
     count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
     has_intervals = summaries(results)[0].kl_interval() is not None
-    intervals = "95 % intervals" if has_intervals else "no intervals, as they are one piece"
+    intervals = "95 % intervals" if has_intervals else f"no intervals, which need {FEWEST} pieces"
     yield (
         f"{positions:,} positions of {count}; {intervals}; KL(full KV || policy) of the next "
         "token, every token before it given"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 from kvpolicy.evaluation.looking.distributions import Distance, Distributions, interval, perplexity
 
-# With few texts the bootstrap draws blocks of positions, since neighbours are correlated.
+# With few texts intervals are over blocks of positions, since neighbours are correlated.
 _BLOCK = 16
-_MANY = 10  # number of texts from which on the bootstrap draws whole texts
+_MANY = 10  # number of texts from which on intervals are over whole texts
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,14 @@ class PolicyFidelity:
         return np.concatenate([part.distance.agree for part in self.parts])
 
     def kl_interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean KL; None for a single block of one text."""
-        return interval(self._drawn([part.distance.kl for part in self.parts]))
+        """95 % interval of the mean KL; None for too few blocks."""
+        return interval(self._pieces([part.distance.kl for part in self.parts]), 0, math.inf)
 
     def agreement_interval(self) -> tuple[float, float] | None:
         """95 % interval of the share of positions that agree; None as above."""
-        return interval(self._drawn([part.distance.agree for part in self.parts]))
+        return interval(self._pieces([part.distance.agree for part in self.parts]), 0, 1)
 
-    def _drawn(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _pieces(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         if len(values) >= _MANY:
             return list(values)
         return [v[start : start + _BLOCK] for v in values for start in range(0, len(v), _BLOCK)]
@@ -125,19 +126,21 @@ class PolicyFidelity:
         return perplexity(other), perplexity(full)
 
     def first(self, *, greedy: bool) -> str:
-        """Median position of the first difference over the texts; `>T` where most have none."""
+        """Median position of the first difference over the texts; `>T` if it is T or later.
+
+        A text without a difference has its first one behind its end, nobody knows how far.
+        """
         divergences = [
             part.greedy_divergence if greedy else part.distance.first_divergence
             for part in self.parts
         ]
-        ends = [len(part.continuation) for part in self.parts]
-        positions = sorted(
-            end if position is None else position
-            for position, end in zip(divergences, ends, strict=True)
+        known_up_to = sorted(
+            (len(part.continuation), True) if position is None else (position, False)
+            for position, part in zip(divergences, self.parts, strict=True)
         )
-        median = positions[(len(positions) - 1) // 2]
-        never = sum(position is None for position in divergences) * 2 >= len(divergences) + 1
-        return f">{median}" if never else str(median)
+        half = known_up_to[: (len(known_up_to) + 1) // 2]
+        later = any(has_none for _, has_none in half)
+        return f">{half[-1][0]}" if later else str(half[-1][0])
 
 
 def summaries(results: Sequence[Compared]) -> list[PolicyFidelity]:

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from kvpolicy.evaluation.cli import main
 from kvpolicy.evaluation.looking import fidelity, fidelity_report, look
-from kvpolicy.evaluation.looking.distributions import Distributions, distance, interval, perplexity
+from kvpolicy.evaluation.looking.distributions import (
+    FEWEST,
+    Distributions,
+    distance,
+    interval,
+    perplexity,
+    student,
+)
 from kvpolicy.evaluation.looking.fidelity_result import Compared, PolicyFidelity, summaries
 
 ROOT = Path(__file__).parents[2]
@@ -96,12 +103,25 @@ def test_distributions_are_read_from_an_answer():
         Distributions.of(meta, 3)
 
 
-def test_the_interval_of_a_mean_holds_it_about_as_often_as_it_says():
+@pytest.mark.parametrize("count", [FEWEST, 8, 30])
+def test_the_interval_of_a_mean_holds_it_about_as_often_as_it_says(count):
     rng, hits = np.random.default_rng(0), 0
-    for _ in range(200):
-        low, high = interval(list(rng.exponential(size=(30, 4))), draws=500)
+    for _ in range(1000):
+        parts = rng.normal(1, 0.2, (count, 1)) + rng.normal(0, 0.2, (count, 16))
+        low, high = interval([*parts[:-1], parts[-1][:5]], 0, math.inf)
         hits += low <= 1 <= high
-    assert 175 <= hits <= 199
+    assert 935 <= hits <= 970
+
+
+def test_few_parts_have_no_interval_and_none_leaves_what_there_can_be():
+    assert interval([np.ones(16)] * (FEWEST - 1), 0, 1) is None
+    low, high = interval([np.zeros(16)] * 4 + [np.ones(16)], 0, 1)
+    assert (low, 0.5 < high <= 1) == (0, True)
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.7764), (7, 2.3646), (29, 2.0452)])
+def test_quantiles_of_students_t(freedom, quantile):
+    assert student(freedom) == pytest.approx(quantile, abs=1e-3)
 
 
 def compared(text="a.txt", policy="snapkv", seed=1, free=3, positions=6) -> Compared:
@@ -131,7 +151,8 @@ def test_policies_are_summarized_over_texts():
     assert [each.policy for each in found] == ["snapkv", "lava"]
     values = np.concatenate([part.distance.kl for part in parts[:3]])
     assert found[0].kl.tolist() == values.tolist()
-    low, high = found[0].kl_interval()
+    assert found[0].kl_interval() is None
+    low, high = summaries(parts[:3] * 2)[0].kl_interval()
     assert low <= values.mean() <= high
     assert found[0].first(greedy=True) == "3"
     assert found[1].first(greedy=True) == ">6"
@@ -141,16 +162,31 @@ def test_policies_are_summarized_over_texts():
     )
 
 
+@pytest.mark.parametrize(
+    ("found", "median"),
+    [
+        ([(3, 9), (5, 9), (None, 9)], "5"),
+        ([(3, 9), (None, 9), (None, 9)], ">9"),
+        ([(None, 4), (9, 10)], ">4"),
+        ([(None, 2), (None, 2), (8, 10), (9, 10)], ">2"),
+        ([(None, 2), (5, 10), (None, 10)], ">5"),
+    ],
+)
+def test_a_text_that_never_differs_leaves_the_median_open(found, median):
+    parts = [compared(free=free, positions=positions) for free, positions in found]
+    assert PolicyFidelity(tuple(parts)).first(greedy=True) == median
+
+
 def test_the_table_has_a_row_per_policy_and_says_what_it_means():
-    whole = [compared(positions=20), compared(policy="lava", seed=0, free=None, positions=20)]
+    whole = [compared(positions=80), compared(policy="lava", seed=0, free=None, positions=80)]
     lines = fidelity_report.table(whole)
     assert lines[0].startswith("policy")
     assert lines[1].startswith("snapkv (capacity=5)  25.0 %")
     assert "0.0000 (0.0000 to 0.0000)" in lines[2]
-    assert lines[4].startswith("20 positions of 1 text; 95 % intervals; KL(")
+    assert lines[4].startswith("80 positions of 1 text; 95 % intervals; KL(")
     alone = fidelity_report.table([compared()])
     assert re.split("  +", alone[1])[2] == f"{compared().distance.kl.mean():.4f}"
-    assert alone[3].startswith("6 positions of 1 text; no intervals, as they are one piece; KL(")
+    assert alone[3].startswith("6 positions of 1 text; no intervals, which need 5 pieces; KL(")
     assert "KL is over the whole vocabulary of 40 tokens" in lines
     few = distributions(random_rows(0), 3), distributions(random_rows(1), 3)
     part = {"full": few[0], "other": few[1], "distance": distance(*few), "whole": False}
