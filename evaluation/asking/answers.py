@@ -47,7 +47,9 @@ class Answers:
 
     Attributes:
         keys: keys of the records in samples.jsonl.
+        errors: path of errors.jsonl.
         failed: number of questions without an answer in this run.
+        last_error: why the last one of these has none; empty if none failed.
 
     Raises:
         PolicyError: samples.jsonl holds something else, or cannot be written.
@@ -55,16 +57,16 @@ class Answers:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "samples.jsonl"
-        self._errors = folder / "errors.jsonl"
+        self.errors = folder / "errors.jsonl"
         try:
             self._lines = Lines(path)
             self.keys = {record.key for record in records.read(path)}
-            self._errors.unlink(missing_ok=True)  # this run asks these questions again
+            self.errors.unlink(missing_ok=True)  # this run asks these questions again
         except ValueError as error:
             raise refused(str(path), "file", str(error), "take another --out") from None
         except OSError as error:
             raise refused(str(path), "file", why(error, "it cannot be written")) from None
-        self.failed = 0
+        self.failed, self.last_error = 0, ""
         self._lock = threading.Lock()
 
     def add(self, record: Record) -> bool:
@@ -78,9 +80,10 @@ class Answers:
         """Notes why a question got no answer; `key` as `Record.key`."""
         names = ("policy", "budget", "task", "length", "index", "turn")
         facts = {**dict(zip(names, key, strict=True)), "error": sentence}
-        with self._lock, self._errors.open("a", encoding="utf-8") as file:
+        with self._lock, self.errors.open("a", encoding="utf-8") as file:
             file.write(json.dumps(facts, ensure_ascii=False) + "\n")
             self.failed += 1
+            self.last_error = sentence
 
     def close(self) -> None:
         """Closes samples.jsonl; later records are not written."""

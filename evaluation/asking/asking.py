@@ -16,7 +16,7 @@ from kvpolicy.evaluation.asking.answers import Answers
 from kvpolicy.evaluation.asking.client import Answer, Client, Failed
 from kvpolicy.evaluation.asking.facts import held, kept_share
 from kvpolicy.evaluation.asking.tokens import Tokens
-from kvpolicy.evaluation.asking.turns import requests
+from kvpolicy.evaluation.asking.turns import Request, requests
 from kvpolicy.evaluation.asking.variants import Variant
 from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.records import FULL, Record
@@ -107,23 +107,25 @@ class Asking:
         for request in requests(sample, self.tokens, copy=copy):
             if request.turn not in turns:
                 continue
-            answer = self._answer(variant, sample, request)
+            answer, sentence = self._answer(variant, request)
             if request.turn not in new_turns:
                 continue
-            if answer is not None:
+            if answer is None:
+                self.answers.fail(question_key(variant, sample, request.turn), sentence)
+            else:
                 record = self._record(variant, sample, request.turn, answer)
                 if not self.answers.add(record):
                     return
             self.answered()
 
-    def _answer(self, variant: Variant, sample: Sample, request) -> Answer | None:
-        """The answer; None if all tries failed, which is written to errors.jsonl."""
+    def _answer(self, variant: Variant, request: Request) -> tuple[Answer | None, str]:
+        """The answer, or None and the reason if all tries failed."""
         sentence = ""
         for attempt in range(_TRIES):
             try:
                 answer = self.client.ask(request, variant.alias)
                 self._failures = 0
-                return answer
+                return answer, ""
             except Failed as error:
                 sentence = str(error)
                 self._check_alive(sentence)
@@ -131,11 +133,10 @@ class Asking:
                     break
             if attempt < _TRIES - 1:
                 time.sleep(_PAUSE * 2**attempt)
-        self.answers.fail(question_key(variant, sample, request.turn), sentence)
         self._failures += 1
         if self._failures >= _IN_A_ROW:
             raise Gone(f"{_IN_A_ROW} requests in a row failed, the last one with: {sentence}")
-        return None
+        return None, sentence
 
     def _record(self, variant: Variant, sample: Sample, number: int, answer: Answer) -> Record:
         turn = sample.turns[number]

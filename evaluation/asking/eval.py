@@ -41,11 +41,8 @@ def main(args: argparse.Namespace) -> int:
     with _interruptible():
         try:
             return _run(args, command)
-        except PolicyError as error:
-            print(error, file=sys.stderr)
-            return 2
-        except ServerFailed as error:  # it did not start: the model or --server-args is wrong
-            print(error, file=sys.stderr)
+        except (PolicyError, ServerFailed) as error:
+            print(error, file=sys.stderr)  # a server does not start by a wrong model or option
             return 2
         except (Gone, Failed) as error:
             print(f"{error}\n{_goes_on(args.out)}", file=sys.stderr)
@@ -75,6 +72,10 @@ def _run(args: argparse.Namespace, command: str) -> int:
         finally:
             answers.close()
             folder.write()
+        if answers.failed and not answers.keys:
+            message = f"none of {answers.failed} questions got an answer: {answers.last_error}"
+            print(f"{message}\n{answers.errors} has them all", file=sys.stderr)
+            return 1
         with setup.plan.stage("report"):
             # Imported late, since plots take a second to import and a command may be refused.
             from kvpolicy.evaluation.reporting import report
@@ -83,10 +84,9 @@ def _run(args: argparse.Namespace, command: str) -> int:
         folder.write()
     _closing_words(folder.path, paths, setup.plan.stages)
     if answers.failed:
-        path = folder.path / "errors.jsonl"
         print(
-            f"{answers.failed} questions got no answer ({path} says why); they count nowhere, and "
-            "the same command asks them again",
+            f"{answers.failed} questions got no answer ({answers.errors} says why); they count "
+            "nowhere, and the same command asks them again",
             file=sys.stderr,
         )
     return 1 if answers.failed else 0

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from fake_server import Completions, listening, send, stream, web_page
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
-from kvpolicy.evaluation.asking.asking import Asking, CacheSize, Gone, in_threads
-from kvpolicy.evaluation.asking.client import Failed, OpenAI, SGLang
+from kvpolicy.evaluation.asking.asking import Asking, CacheSize, Gone, in_threads, question_key
+from kvpolicy.evaluation.asking.client import Answer, Failed, OpenAI, SGLang
 from kvpolicy.evaluation.asking.endpoint import find
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import Request, requests
@@ -255,6 +255,31 @@ def test_a_server_that_is_lost_before_its_cache_is_emptied_is_gone(tokens, alive
     variant = Variant("none", "none", None, {}, (8,))
     with pytest.raises(error, match="its cache cannot be emptied"):
         asking.ask(variant, [conversation(History.TREE)])
+
+
+def test_an_earlier_turn_that_is_asked_again_has_its_answer_already(tokens):
+    def ask(request, policy):
+        if request.turn == 0:
+            raise Failed("not twice", again=False)
+        return Answer("oak", 3, 1, None, None)
+
+    def add(record):
+        added.append(record.turn)
+        return True
+
+    def fail(key, sentence):
+        failed.append((key[-1], sentence))
+
+    added, failed = [], []
+    client = SimpleNamespace(ask=ask, flush=lambda: None, alive=lambda: True, copies=False)
+    variant = Variant("none", "none", None, {}, (8,))
+    sample = conversation(History.TREE)
+    for known in ({question_key(variant, sample, 0)}, set()):
+        answers = SimpleNamespace(keys=known, add=add, fail=fail)
+        asking = Asking(client, tokens, answers, CacheSize(None, None), 1, lambda: None)
+        asking.ask(variant, [sample])
+        assert failed == ([] if known else [(0, "not twice")])
+    assert added == [1, 2] * 2
 
 
 def test_a_cache_is_emptied_by_the_admin_key(tokens):

@@ -216,6 +216,24 @@ def test_questions_without_an_answer(tmp_path, model, capsys):
     assert same(out, tmp_path / "whole")
 
 
+def test_a_server_that_answers_no_question(tmp_path, model, capsys):
+    """Its words are shown, instead of a report on nothing."""
+    out = tmp_path / "out"
+
+    def refusing(handler, body):
+        if body:
+            send(handler, {"error": {"message": "not today"}}, 400)
+        else:
+            Completions()(handler, body)
+
+    with listening(refusing) as url:
+        assert run(out, *asks(url, model)) == 1
+    error = capsys.readouterr().err
+    assert "none of 6 questions got an answer: status 400: not today" in error
+    assert f"{out / 'errors.jsonl'} has them all" in error
+    assert not (out / "report.html").exists()
+
+
 def same(one, other) -> bool:
     """Whether two folders have the same records, times aside."""
 
