@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
-from kvpolicy.experiments.fleet.client import Replica
+from kvpolicy.evaluation import server_answers
+from kvpolicy.experiments.fleet.client import INFO, Replica
 
 _AT_ONCE = 32  # most replicas asked at the same time
 _WIDTH = 100
@@ -113,12 +114,20 @@ def _asked(replica: Replica) -> ReplicaFacts:
         return ReplicaFacts(replica.url, facts_of(replica.server_info()))
     except PolicyError as error:
         return ReplicaFacts(replica.url, (), error)
+    except ValueError as error:
+        message = f"its answer to GET {INFO} cannot be used: {error}"
+        return ReplicaFacts(replica.url, (), refused(f"--url {replica.url}", "server", message))
 
 
 def facts_of(info: Mapping[str, Any]) -> list[Facts]:
-    """Facts of each scheduler of a server, from the answer of `GET /server_info`."""
-    states = sorted(info["internal_states"], key=lambda state: state.get("kv_policy_dp_rank") or 0)
-    return [dict(_facts(info, state)) for state in states]
+    """Facts of each scheduler of a server, from the answer of `GET /server_info`.
+
+    Raises:
+        ValueError: the answer is of another form.
+    """
+    states = server_answers.states(info)
+    by_rank = sorted(states, key=lambda state: state.get("kv_policy_dp_rank") or 0)
+    return [dict(_facts(info, state)) for state in by_rank]
 
 
 def _facts(info: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import requests
+from kvpolicy.evaluation import server_answers
 
 # The CPU has no flash kernels and `--dtype auto` would mean float16 there.
 CPU_FLAGS = {
@@ -52,7 +53,8 @@ class ServerFailed(RuntimeError):
 class Server:
     """A running server.
 
-    `generate`, `generate_batch` and `metrics` raise `requests.HTTPError` on an HTTP error status.
+    `generate`, `generate_batch` and `metrics` raise `requests.HTTPError` on an HTTP error status,
+    and ValueError on an answer of another form.
 
     Attributes:
         url: address without a slash at its end.
@@ -111,7 +113,10 @@ class Server:
             sampling["custom_params"] = {"kv_policy": policy}
         response = self.post("/generate", {**prompt, "sampling_params": sampling})
         response.raise_for_status()
-        return response.json()
+        content = response.json()
+        for answer in content if isinstance(content, list) else [content]:
+            server_answers.generated(answer, with_text=False)
+        return content
 
     def metrics(self) -> dict[str, float]:
         """Values of /metrics, keyed by name with labels as the server writes them."""

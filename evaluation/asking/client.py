@@ -5,7 +5,6 @@ Answers are streamed; TTFT and TPOT are measured by the client.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import requests
+from kvpolicy.evaluation import server_answers
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import Request
 from kvpolicy.evaluation.records import FULL
@@ -111,13 +111,17 @@ class _Http:
             ) as response:
                 if not response.ok:
                     again = response.status_code >= 500 or response.status_code == 429
-                    raise Failed(_refusal(response), again=again)
+                    words = server_answers.refusal(response.status_code, response.content)
+                    raise Failed(words, again=again)
                 ended = False
                 for line in response.iter_lines():
-                    if line == b"data: [DONE]":
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
                         ended = True
-                    elif line.startswith(b"data: "):
-                        yield _event(line[6:])
+                    else:
+                        yield _event(data)
                 if not ended:
                     raise Failed("the answer broke off")
         except requests.RequestException as error:
@@ -133,26 +137,28 @@ class _Http:
 
 
 def _event(text: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(text)
-    except ValueError:
-        raise Failed("the answer is not a stream of JSON") from None
-    error = event.get("error") if isinstance(event, dict) else "not an object"
-    if error:
-        message = error.get("message", error) if isinstance(error, dict) else error
+    event = server_answers.json_of(text)
+    if not isinstance(event, dict):
+        raise Failed("the answer is not a stream of JSON objects")
+    if event.get("error"):
+        message = server_answers.message_of(event) or event["error"]
         raise Failed(f"the server says: {message}", again=False)
     return event
 
 
-def _refusal(response: requests.Response) -> str:
-    """The status of a refusal, with the server's message if there is one."""
+def _checked(check: Callable[[object], dict[str, Any]], event: object) -> dict[str, Any]:
     try:
-        body = response.json()
-        error = body.get("error", body)
-        message = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        message = None
-    return f"status {response.status_code}" + (f": {message}" if message else "")
+        return check(event)
+    except ValueError as error:
+        raise Failed(f"its answer cannot be used: {error}", again=False) from None
+
+
+def _of_sglang(event: dict[str, Any]) -> dict[str, Any]:
+    answer = _checked(server_answers.generated, event)
+    reason = server_answers.given_up(answer)
+    if reason is not None:
+        raise Failed(f"the server gave up: {reason}")
+    return answer
 
 
 def _timed(
@@ -221,14 +227,11 @@ class SGLang:
             sampling["custom_params"] = custom
         body = {"input_ids": request.ids, "sampling_params": sampling, "stream": True}
         events, first, last = _timed(
-            self._http.events("/generate", body),
+            map(_of_sglang, self._http.events("/generate", body)),
             lambda event: len(event["output_ids"]) > forced_count,
         )
         final = events[-1]
         meta = final["meta_info"]
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            raise Failed(f"the server gave up: {reason.get('message')}")
         generated = meta["completion_tokens"] - forced_count
         text = (
             self._tokens.decode(final["output_ids"][forced_count:])
@@ -288,7 +291,11 @@ class OpenAI:
             "stream_options": {"include_usage": True},
         }
         events, first, last = _timed(
-            self._http.events("/v1/completions", body), lambda event: bool(event.get("choices"))
+            (
+                _checked(server_answers.completed, event)
+                for event in self._http.events("/v1/completions", body)
+            ),
+            lambda event: bool(event.get("choices")),
         )
         text = "".join(map(_said, events))
         usages = (event["usage"] for event in reversed(events) if event.get("usage"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import requests
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
+from kvpolicy.evaluation import server_answers
 
 APIS = ("sglang", "openai")
 
@@ -83,7 +84,8 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
     for path in () if api == "openai" else ("/server_info", "/get_server_info"):
         info = probe.json(path, attempts)
         if info is not None and isinstance(info.get("internal_states"), list):
-            state = (info["internal_states"] or [{}])[0]
+            states = probe.checked(path, server_answers.states, info)
+            state: Mapping[str, Any] = states[0] if states else {}
             return Endpoint(
                 base,
                 "sglang",
@@ -95,8 +97,8 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
     if api != "sglang":
         models = probe.json("/v1/models", attempts)
         if models is not None and isinstance(models.get("data"), list):
-            names = tuple(str(model.get("id")) for model in models["data"])
-            return Endpoint(base, "openai", models=names)
+            names = probe.checked("/v1/models", server_answers.models, models)
+            return Endpoint(base, "openai", models=tuple(names))
     raise _something_else(url, api, attempts)
 
 
@@ -117,6 +119,20 @@ class _Probe:
         self._base = base
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
+    def checked(
+        self, path: str, check: Callable[[dict[str, Any]], Sequence[Any]], content: dict[str, Any]
+    ) -> Sequence[Any]:
+        """What `check` makes of the answer at a path.
+
+        Raises:
+            PolicyError: it finds the answer to be of another form.
+        """
+        try:
+            return check(content)
+        except ValueError as error:
+            message = f"its answer to GET {path} cannot be used: {error}"
+            raise refused(f"--url {self._base}", "server", message) from None
+
     def json(self, path: str, attempts: list[str]) -> dict[str, Any] | None:
         """The JSON object at a path; None if there is none, then `attempts` gets what was found.
 
@@ -136,10 +152,7 @@ class _Probe:
             message = f"the server wants a key (status {response.status_code})"
             help_ = "name the environment variable that holds it with --api-key-env"
             raise refused(f"--url {self._base}", "server", message, help_)
-        try:
-            content = response.json() if response.ok else None
-        except ValueError:
-            content = None
+        content = server_answers.json_of(response.content) if response.ok else None
         if isinstance(content, dict):
             return content
         page = "html" in response.headers.get("Content-Type", "") and response.ok

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from kvpolicy.evaluation.asking.answers import Lines
 from kvpolicy.evaluation.asking.asking import in_threads
-from kvpolicy.evaluation.asking.client import Client
+from kvpolicy.evaluation.asking.client import Client, Failed
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import Request, requests
 from kvpolicy.evaluation.asking.variants import Variant
-from kvpolicy.evaluation.looking.kept import pieces
+from kvpolicy.evaluation.looking.kept import pieces, unpacked
 from kvpolicy.evaluation.questions.sample import Sample
 
 
@@ -31,8 +31,8 @@ def write_maps(
         at_once: number of requests in flight.
 
     Raises:
-        Failed: there is no answer, or the radix cache cannot be emptied.
-        KeyError: the server does not say which entries were kept.
+        Failed: there is no answer, it does not say which entries were kept, or the radix cache
+            cannot be emptied.
     """
     texts: dict[int, str] = {}
 
@@ -41,8 +41,15 @@ def write_maps(
         request = next(requests(sample, tokens, copy=False))
         # Two tokens, since a prompt is not compressed for an answer without decode steps.
         map_request = Request(0, request.ids, request.text, [], 2)
-        kept = client.ask(map_request, variant.alias, kept=True).meta["kv_policy"]["kept"]
-        facts = {
+        facts = client.ask(map_request, variant.alias, kept=True).meta.get("kv_policy") or {}
+        try:
+            kept = facts["kept"]
+            unpacked(kept, len(request.ids))
+        except KeyError:
+            raise Failed("the server does not say which entries it kept", again=False) from None
+        except ValueError as error:
+            raise Failed(f"its answer cannot be used: {error}", again=False) from None
+        entry = {
             "policy": variant.policy,
             "budget": variant.budget,
             "task": sample.task,
@@ -52,7 +59,7 @@ def write_maps(
             "asked": tokens.positions(request.text, sample.asked),
             **kept,
         }
-        texts[number] = json.dumps(facts, ensure_ascii=False) + "\n"
+        texts[number] = json.dumps(entry, ensure_ascii=False) + "\n"
 
     client.flush()
     in_threads(range(len(wanted)), look, at_once)

@@ -40,17 +40,21 @@ class Distributions:
         """From the `meta_info` of an answer with logprobs.
 
         Raises:
-            ValueError: it does not have `positions` positions.
+            ValueError: it does not have `positions` positions, or they hold something else.
         """
         top = meta.get("output_top_logprobs") or ()
         forced = meta.get("output_token_logprobs") or ()
-        if len(top) != positions or len(forced) != positions:
-            raise ValueError(f"it has logprobs of {len(top)} positions instead of {positions}")
-        return cls(
-            np.array([[token[1] for token in row] for row in top], dtype=np.int64),
-            np.array([[token[0] for token in row] for row in top], dtype=np.float64),
-            np.array([token[0] for token in forced], dtype=np.float64),
-        )
+        try:
+            found = cls(
+                np.array([[token[1] for token in row] for row in top], dtype=np.int64),
+                np.array([[token[0] for token in row] for row in top], dtype=np.float64),
+                np.array([token[0] for token in forced], dtype=np.float64),
+            )
+        except (TypeError, LookupError, ValueError):
+            raise ValueError("its logprobs are not pairs of a number and a token") from None
+        if len(found.ids) != positions or len(found.given) != positions:
+            raise ValueError(f"it has logprobs of {len(found.ids)} positions, not {positions}")
+        return found
 
 
 @dataclass(frozen=True)

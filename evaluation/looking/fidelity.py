@@ -152,14 +152,14 @@ def _one(look: Look, text: Text, policy: Variant, answers: Sequence[dict[str, An
     """One policy on one text, from the answers of full KV and of the policy, forced and free."""
     full, full_free, forced, free = answers
     count = len(text.continuation)
-    for answer in (full, forced):
-        if list(answer["output_ids"]) != text.continuation:
-            message = "it generated other tokens than it was given"
-            raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
+    if any(answer["output_ids"] != text.continuation for answer in (full, forced)):
+        raise look.unusable("it generated other tokens than it was given")
+    if any(len(answer["output_ids"]) != count for answer in (full_free, free)):
+        raise look.unusable(f"it did not generate {count} tokens")
     try:
         distributions = [Distributions.of(answer["meta_info"], count) for answer in (full, forced)]
     except ValueError as error:
-        raise refused(look.url, "server", f"its answer cannot be used: {error}") from None
+        raise look.unusable(str(error)) from None
     pairs = zip(full_free["output_ids"], free["output_ids"], strict=True)
     facts = forced["meta_info"].get("kv_policy") or {}
     ids = [*text.prompt[-1:], *text.continuation]

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import refused, why
+from kvpolicy.dsl.syntax.diagnostics import listed, refused, why
 from kvpolicy.dsl.syntax.library import check_place
 from kvpolicy.evaluation.looking import inspect_page, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
@@ -50,17 +50,21 @@ def asked(look: Look, text: str, new: int) -> Kept:
 
     Raises:
         PolicyError: the server refuses the prompt, or does not say which entries were kept.
-        ValueError: the server's mask of kept entries is malformed.
     """
     policy, ids = look.policies[0], look.tokens.encode(text)
     answer = look.ask(ids, policy.alias, new, custom={"kv_policy_kept": True})
     facts = dict(answer["meta_info"].get("kv_policy") or {})
     packed = facts.pop("kept", None)
-    if packed is None:
-        message = "its answer does not say what was kept"
-        raise refused(look.url, "server", message, "it needs the same version of kvpolicy")
+    missing = [] if facts.get("uncompressed") else [n for n in terminal.SHOWN if n not in facts]
+    if packed is None or missing:
+        what = "what was kept" if packed is None else listed(missing, "and")
+        raise look.unusable(f"it does not say {what}")
+    try:
+        held = unpacked(packed, len(ids))
+    except ValueError as error:
+        raise look.unusable(str(error)) from None
     words = tuple(pieces(look.tokens.decode_all, ids))
-    return Kept(policy.alias, policy.setting, words, unpacked(packed), facts, answer["text"])
+    return Kept(policy.alias, policy.setting, words, held, facts, answer["text"])
 
 
 def _check_place(args: argparse.Namespace, layers: int, kv_heads: int) -> None:

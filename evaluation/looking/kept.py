@@ -59,20 +59,25 @@ class Kept:
         }
 
 
-def unpacked(packed: Mapping[str, Any]) -> np.ndarray:
+def unpacked(packed: Mapping[str, Any], prompt: int) -> np.ndarray:
     """The mask bool [L, G, N] from `{"shape": [L, G, N], "bits": base64}`, as a server sends it.
 
+    Args:
+        prompt: N, the number of tokens of the prompt.
+
     Raises:
-        ValueError: `packed` is not of this form.
+        ValueError: `packed` is not of this form, or of another number of tokens.
     """
     try:
         layers, kv_heads, tokens = packed["shape"]
+        if tokens != prompt:
+            raise ValueError(f"it has {tokens} tokens instead of {prompt}")
         row = (tokens + 7) // 8
         raw = np.frombuffer(base64.b64decode(packed["bits"], validate=True), dtype=np.uint8)
         rows = raw.reshape(layers, kv_heads, row)
+        return np.unpackbits(rows, axis=-1, count=tokens).astype(bool)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the mask of kept entries cannot be read: {error}") from None
-    return np.unpackbits(rows, axis=-1, count=tokens).astype(bool)
 
 
 def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:

@@ -21,6 +21,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.evaluation import server_answers
 from kvpolicy.evaluation.asking import endpoint
 from kvpolicy.evaluation.asking.eval_setup import api_key
 from kvpolicy.evaluation.asking.tokens import Tokens
@@ -68,25 +69,27 @@ class Look:
             response = requests.post(
                 url, json={**body, **fields}, headers=self.headers, timeout=_PATIENCE
             )
-            answer = response.json()
         except requests.RequestException as error:
             raise self._refused(f"no answer: {type(error).__name__}") from None
         if not response.ok:
-            raise self._refused(_sentence(answer) or f"status {response.status_code}")
-        end = answer["meta_info"].get("finish_reason") or {}
-        if end.get("type") == "abort":
-            raise self._refused(end.get("message") or "it gave the request up")
+            words = server_answers.refusal(response.status_code, response.content)
+            raise self._refused(words)
+        try:
+            answer = server_answers.generated(server_answers.json_of(response.content))
+        except ValueError as error:
+            raise self.unusable(str(error)) from None
+        reason = server_answers.given_up(answer)
+        if reason is not None:
+            raise self._refused(f"the server gave up: {reason}")
         return answer
+
+    def unusable(self, why: str) -> PolicyError:
+        """The refusal of an answer that cannot be used."""
+        message = f"its answer cannot be used: {why}"
+        return refused(self.url, "server", message, "it needs the same version of kvpolicy")
 
     def _refused(self, sentence: str) -> PolicyError:
         return refused(self.url, "server", sentence)
-
-
-def _sentence(answer: Any) -> str | None:
-    """The server's message on a request that it refuses; None without one."""
-    error = answer.get("error", answer) if isinstance(answer, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) else None
 
 
 @contextlib.contextmanager

@@ -98,9 +98,12 @@ def summary(kept: Kept) -> Iterator[str]:
         f"{facts['slots_freed']:,} of {facts['prompt_tokens']:,} token slots freed"
     )
     if facts.get("selected_layer") is not None:
-        reach = f"{facts['propagated_tokens']:,} tokens went to the last layer"
+        reach = f"{facts.get('propagated_tokens', 0):,} tokens went to the last layer"
         yield f"{reach}; the first to leave left after layer {facts['selected_layer']}"
 
+
+SHOWN = ("kv_bytes_before", "kv_bytes_after", "slots_freed", "prompt_tokens")
+"""Facts about a compressed prompt that `summary` shows."""
 
 # Why a prompt was served in full; docs/operators.md has the same table.
 REASONS = {

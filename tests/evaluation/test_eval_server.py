@@ -112,7 +112,7 @@ def test_maps(whole):
         for policy in ("snapkv", "half")
     ]
     for each in lines:
-        held = unpacked(each)
+        held = unpacked(each, 256)
         assert held.shape == (4, 2, 256)
         assert len(each["tokens"]) == 256
         assert held.mean() == pytest.approx({"snapkv": 0.25, "half": 0.5}[each["policy"]])

@@ -99,7 +99,7 @@ def test_distributions_are_read_from_an_answer():
     assert found.logprobs.tolist() == [[-0.1, -2.5], [-0.2, -3]]
     assert found.given.tolist() == [-2.5, -9.0]
     assert perplexity(found.given) == pytest.approx(math.exp(11.5 / 2))
-    with pytest.raises(ValueError, match="of 2 positions instead of 3"):
+    with pytest.raises(ValueError, match="of 2 positions, not 3"):
         Distributions.of(meta, 3)
 
 

@@ -175,7 +175,7 @@ def test_inspect_shows_what_the_plain_model_keeps(server, texts, tokens, tmp_pat
     where = ["--prompt", prompt, "--url", server.url]
     assert run("inspect", "--policy", "policies/snapkv.yaml", *where, *files, "--heads") == 0
     found = json.loads((tmp_path / "kept.json").read_text())
-    held = unpacked(found)
+    held = unpacked(found, len(ids))
     expected = generate(str(MODEL), ids, *POLICIES["snapkv"], new_tokens=1).kept[0]
     assert [[np.flatnonzero(h).tolist() for h in layer] for layer in held] == expected
     assert "".join(found["tokens"]) == tokens.tokenizer.decode(ids)

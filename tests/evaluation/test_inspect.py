@@ -35,7 +35,7 @@ def kept(tokens=tuple("abcdefghijkl"), held=HELD, facts=FACTS) -> Kept:
 def test_the_mask_is_what_the_server_packed():
     mask = np.random.default_rng(0).random((3, 2, 21)) < 0.4
     bits = base64.b64encode(np.packbits(mask, axis=-1).tobytes()).decode()
-    assert (unpacked({"shape": [3, 2, 21], "bits": bits}) == mask).all()
+    assert (unpacked({"shape": [3, 2, 21], "bits": bits}, 21) == mask).all()
     drawn = kept(held=mask, tokens=["x"] * 21).as_map()
     assert drawn["bits"] == bits
     assert (drawn["layers"], drawn["kv_heads"]) == (3, 2)
@@ -48,11 +48,14 @@ def test_the_mask_is_what_the_server_packed():
         {"shape": [1, 1, 9], "bits": "AA=="},
         {"shape": [1, 9], "bits": "AAAA"},
         {"shape": [1, 1, 9], "bits": "?"},
+        {"shape": [1, 1, 8], "bits": "AA=="},
+        {"shape": ["1", 1, 9], "bits": "AAAA"},
+        [],
     ],
 )
 def test_a_mask_of_another_form_is_refused(packed):
     with pytest.raises(ValueError, match="the mask of kept entries cannot be read"):
-        unpacked(packed)
+        unpacked(packed, 9)
 
 
 def decoder(parts):
