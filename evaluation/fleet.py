@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.evaluation import server_answers
+from kvpolicy.evaluation.keys import api_key
 from kvpolicy.experiments.fleet.client import INFO, Replica
 
 _AT_ONCE = 32  # most replicas asked at the same time
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         PolicyError: an option cannot be used.
     """
-    fleet = look(args.url, _key(args.api_key_env))
+    fleet = look(args.url, api_key(args.api_key_env))
     if args.json:
         print(json.dumps(fleet.document(), indent=1))
     else:
@@ -61,16 +61,6 @@ def main(args: argparse.Namespace) -> int:
     if any(answer.error is not None for answer in fleet.answers):
         return 2
     return int(bool(fleet.differing))
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        message = f"the environment variable {variable} is not set"
-        raise refused("--api-key-env", "arguments", message, f"export {variable}=KEY")
-    return key
 
 
 def look(urls: Sequence[str], key: str | None) -> Fleet:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import requests
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused, why
 from kvpolicy.evaluation import server_answers
 
 APIS = ("sglang", "openai")
@@ -60,8 +61,11 @@ class Endpoint:
             return self.models[0]
         if name in self.models:
             return name
+        if not self.models:
+            message = "the server lists no models"
+            raise refused(self.url, "server", message, "start it with a model")
         problem = "has several models" if name is None else f"has no model `{name}`"
-        message = f"the server {problem}: {listed(self.models, 'and') or 'it lists none'}"
+        message = f"the server {problem}: {listed(self.models, 'and')}"
         raise refused(self.url, "server", message, "say which with --model-name")
 
 
@@ -143,13 +147,14 @@ class _Probe:
             response = requests.get(self._base + path, headers=self._headers, timeout=20)
         except requests.exceptions.Timeout:
             raise _nobody(self._base, "no answer within 20 s") from None
-        except requests.ConnectionError:
-            raise _nobody(self._base, "the connection is refused") from None
+        except requests.ConnectionError as error:
+            raise _nobody(self._base, _reason(error)) from None
         except (requests.RequestException, ValueError):
             message = "this is not the address of a server"
             raise refused(f"--url {self._base}", "arguments", message) from None
         if response.status_code in (401, 403):
-            message = f"the server wants a key (status {response.status_code})"
+            wrong = "does not take this key" if self._headers else "wants a key"
+            message = f"the server {wrong} (status {response.status_code})"
             help_ = "name the environment variable that holds it with --api-key-env"
             raise refused(f"--url {self._base}", "server", message, help_)
         content = server_answers.json_of(response.content) if response.ok else None
@@ -160,6 +165,18 @@ class _Probe:
         return None
 
 
-def _nobody(base: str, why: str) -> PolicyError:
+def _reason(error: BaseException) -> str:
+    """Why there is no connection, from the error of the socket below."""
+    below: BaseException | None = error
+    while below is not None:
+        if isinstance(below, ConnectionRefusedError):
+            return "the connection is refused"
+        if isinstance(below, socket.gaierror):
+            return f"no address is known for this name ({why(below, 'no reason')})"
+        below = below.__cause__ or below.__context__
+    return f"there is no connection ({type(error).__name__})"
+
+
+def _nobody(base: str, reason: str) -> PolicyError:
     help_ = "start the server first, or give --model instead and one is started"
-    return refused(f"--url {base}", "server", f"nobody answers there: {why}", help_)
+    return refused(f"--url {base}", "server", f"nobody answers there: {reason}", help_)

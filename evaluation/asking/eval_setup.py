@@ -23,6 +23,7 @@ from kvpolicy.evaluation.asking.plan import RunPlan, fingerprint
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import requests
 from kvpolicy.evaluation.asking.variants import Variant, full_kv, on_server, options, variants
+from kvpolicy.evaluation.keys import api_key, belongs_to_url
 from kvpolicy.evaluation.questions import catalog, own_data
 from kvpolicy.evaluation.questions.sample import History, Sample
 from kvpolicy.evaluation.records import FULL
@@ -180,8 +181,7 @@ def _from_model(
         raise refused("--model", "arguments", message)
     for option in ("api", "model_name", "api_key_env", "admin_key_env"):
         if getattr(args, option) is not None:
-            flag = "--" + option.replace("_", "-")
-            raise refused(flag, "arguments", "this belongs to --url, which is not given")
+            raise belongs_to_url("--" + option.replace("_", "-"))
     all_variants, notes = variants(
         args.policy, args.set, args.budget, args.lengths, config.shape, args.data
     )
@@ -202,19 +202,6 @@ def _from_url(args: argparse.Namespace) -> tuple[list[Variant], list[str], Endpo
         server.model(args.model_name)
     api_key(args.admin_key_env, "--admin-key-env")
     return on_server(args.policy, server.policies or (), args.lengths), [], server
-
-
-def api_key(variable: str | None, option: str = "--api-key-env") -> str | None:
-    """The key in an environment variable.
-
-    Raises:
-        PolicyError: the variable is not set.
-    """
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise refused(option, "arguments", f"the variable `{variable}` is not set")
-    return os.environ[variable]
 
 
 def _check_inspection(args: argparse.Namespace, setup: Setup, server: Endpoint) -> None:

@@ -23,9 +23,9 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation import server_answers
 from kvpolicy.evaluation.asking import endpoint
-from kvpolicy.evaluation.asking.eval_setup import api_key
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.variants import Variant, on_server, options, variants
+from kvpolicy.evaluation.keys import api_key, belongs_to_url
 from kvpolicy.evaluation.serving import GPU_FLAGS, ServerFailed, has_gpu, serve
 
 _PATIENCE = 600  # seconds for one answer
@@ -109,6 +109,8 @@ def opened(
         return
     if args.model is None:
         raise refused("--model", "arguments", "name a model to serve, or a server with --url")
+    if args.api_key_env is not None:
+        raise belongs_to_url("--api-key-env")
     shape = read_config(args.model).shape
     policies, _ = variants(args.policies, args.set, (), (), shape, args.data)
     _not_nothing(policies)

@@ -13,6 +13,7 @@ from kvpolicy.evaluation.asking.endpoint import find
 from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.turns import Request, requests
 from kvpolicy.evaluation.asking.variants import Variant
+from kvpolicy.evaluation.keys import api_key
 from kvpolicy.evaluation.questions.sample import History, Sample, Turn
 
 QUESTION = Request(0, [1, 2, 3], "one two three", [], 4)
@@ -163,6 +164,12 @@ def test_what_listens():
                 found.model(name)
         with pytest.raises(PolicyError, match=r"wants a key.*\n.*--api-key-env"):
             find(url, None, None)
+        with pytest.raises(PolicyError, match="does not take this key"):
+            find(url, None, "other")
+    with listening(Completions(())) as url:
+        nothing = find(url, None, None)
+        with pytest.raises(PolicyError, match="the server lists no models"):
+            nothing.model(None)
 
 
 def refusal(url: str, api: str | None = None) -> str:
@@ -184,6 +191,31 @@ def test_what_does_not_listen():
     with listening(Completions()) as url:
         assert "not SGLang (GET /server_info: 404" in refusal(url, "sglang")
     assert "not the address of a server" in refusal("htp://x")
+
+
+def test_a_name_without_an_address(monkeypatch):
+    def unknown(*args, **options):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    message = "nobody answers there: no address is known for this name (name or service not known)"
+    assert message in refusal("no-such-name.invalid")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("ключ", "a character that HTTP cannot carry"),
+        ("one\ntwo", "has a line break"),
+        (" ", "the variable `TOY_KEY` is not set"),
+    ],
+)
+def test_keys_that_cannot_be_sent(key, message, monkeypatch):
+    monkeypatch.setenv("TOY_KEY", key)
+    with pytest.raises(PolicyError, match=message):
+        api_key("TOY_KEY")
+    monkeypatch.setenv("TOY_KEY", "secret\n")
+    assert api_key("TOY_KEY") == "secret"
 
 
 def conversation(history: History) -> Sample:

@@ -150,7 +150,7 @@ def test_a_key(capsys, monkeypatch):
     assert "--api-key-env" in err
     code, _, err = status(capsys, urls, "--api-key-env", "NOBODY")
     assert code == 2
-    assert "the environment variable NOBODY is not set" in err
+    assert "the variable `NOBODY` is not set" in err
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,10 @@ MODEL = "examples/model-tiny"
         ),
         (["--policy", "snapkv", "--prompt", "TEXT", "--url", "http://127.0.0.1:9"], "nobody"),
         (
+            ["--policy", "snapkv", "--prompt", "TEXT", "--model", MODEL, "--api-key-env", "X"],
+            "--api-key-env: error[arguments]: this belongs to --url, which is not given",
+        ),
+        (
             ["--policy", "snapkv", "--prompt", "TEXT", "--url", "http://x", "--set", "window=8"],
             "its own settings",
         ),
