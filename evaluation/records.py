@@ -1,11 +1,16 @@
-"""The record of one answered question, written as one line of JSON."""
+"""The lines of JSON that a run writes: records of answered questions, and maps of what was kept."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
+
+from kvpolicy.evaluation.looking.kept import unpacked
+
+T = TypeVar("T")
 
 FULL = "none"
 """Name of the policy that keeps everything."""
@@ -74,13 +79,66 @@ def read(path: Path) -> Iterator[Record]:
 
     Raises:
         ValueError: another line is not a record; the message says which.
+        OSError: the file cannot be read.
     """
-    with path.open(encoding="utf-8") as file:
-        lines = file.readlines()  # str.splitlines would also split an answer at U+2028
-    for number, text in enumerate(lines, 1):
+    return _lines(path, _record, "a record of `kvpolicy eval`")
+
+
+def read_maps(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of kept.jsonl in order: which entries a policy kept of a prompt.
+
+    Raises:
+        ValueError, OSError: as `read`.
+    """
+    return _lines(path, _map, "a map of what was kept")
+
+
+def _lines(path: Path, parse: Callable[[dict[str, Any]], T], what: str) -> Iterator[T]:
+    # str.splitlines would also split an answer at U+2028.
+    *lines, cut = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, cut] if cut else lines, 1):
         try:
-            yield Record(**json.loads(text))
-        except (ValueError, TypeError):
-            if number == len(lines) and not text.endswith("\n"):
+            yield parse(json.loads(line))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            if number > len(lines):
                 return
-            raise ValueError(f"{path}:{number}: not a record of `kvpolicy eval`") from None
+            raise ValueError(f"{path}:{number}: not {what}") from None
+
+
+def _record(given: dict[str, Any]) -> Record:
+    record = Record(**given)
+    _check(given, _KINDS)
+    if not 0 <= record.score <= 1:
+        raise ValueError("a score is from 0 to 1")
+    return record
+
+
+def _map(given: dict[str, Any]) -> dict[str, Any]:
+    _check(given, _KINDS_OF_MAP)
+    unpacked(given, len(given["tokens"]))
+    if not all(type(place) is int for pair in given.get("asked") or [] for place in pair):
+        raise ValueError("what is asked for is not positions")
+    return given
+
+
+def _check(given: dict[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> None:
+    for name, kind in kinds.items():
+        if type(given[name]) not in kind:
+            raise TypeError(f"`{name}` is of another kind")
+
+
+_NOTHING = type(None)
+_NUMBER = (int, float)
+_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": _NUMBER,
+    "str | None": (str, _NOTHING),
+    "float | None": (*_NUMBER, _NOTHING),
+    "dict[str, str]": (dict,),
+    "list[str]": (list,),
+}
+# Name of a field -> kinds of JSON values that it may have.
+_KINDS = {field.name: _OF_ANNOTATION[str(field.type)] for field in fields(Record)}
+_KINDS_OF_MAP = {name: _KINDS[name] for name in ("policy", "budget", "task", "length", "index")}
+_KINDS_OF_MAP |= {"tokens": (list,), "bits": (str,), "shape": (list,)}

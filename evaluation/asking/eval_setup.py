@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
+from kvpolicy.evaluation import records
 from kvpolicy.evaluation.asking import endpoint
+from kvpolicy.evaluation.asking.answers import Lines
 from kvpolicy.evaluation.asking.asking import CacheSize
 from kvpolicy.evaluation.asking.client import Client, OpenAI, SGLang
 from kvpolicy.evaluation.asking.endpoint import Endpoint
@@ -93,10 +95,20 @@ class Setup:
         Args:
             folder: folder of the run.
             number: prompts per task, of the shortest length.
+
+        Raises:
+            PolicyError: kept.jsonl holds something else, or cannot be read.
         """
         path, length = folder / "kept.jsonl", self.plan.lengths[0]
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        facts = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        try:
+            if path.exists():
+                Lines(path).close()  # without a line that was cut off
+            facts = list(records.read_maps(path)) if path.exists() else []
+        except ValueError as error:
+            help_ = "remove it, or take another --out"
+            raise refused(str(path), "file", str(error), help_) from None
+        except OSError as error:
+            raise refused(str(path), "file", why(error, "it cannot be read")) from None
         present = {(f["policy"], f["budget"], f["task"], f["index"]) for f in facts}
         return [
             (variant, self.sample(task, length, index))

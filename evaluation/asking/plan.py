@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.evaluation.asking.variants import Variant
+from kvpolicy.evaluation.plan_form import plan_problem
 
 # Bytes up to which a file is identified by its content; larger files by size and time.
 _SMALL = 64 << 20
@@ -170,8 +171,12 @@ class Folder:
         except PolicyError:
             self.close()
             raise
-        for name, seconds in earlier_plan.get("stages", {}).items():
+        for name, seconds in (earlier_plan.get("stages") or {}).items():
             plan.stages[name] = plan.stages.get(name, 0.0) + seconds
+        # Only a server that is asked tells it, and perhaps nothing is left to ask.
+        if plan.server.get("bytes_per_token") is None:
+            known = (earlier_plan.get("server") or {}).get("bytes_per_token")
+            plan.server["bytes_per_token"] = known
 
     def _earlier(self) -> Mapping[str, Any]:
         """The plan in the folder; empty if there is none, or a different one without answers."""
@@ -182,15 +187,19 @@ class Folder:
                 raise refused(str(self.path), "file", message, "take another --out")
             return {}
         try:
-            earlier_plan = json.loads(path.read_text(encoding="utf-8"))
-            decides = earlier_plan["decides"]
-        except (OSError, ValueError, KeyError, TypeError):
+            earlier_plan = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            earlier_plan = None
+        decides = earlier_plan.get("decides") if isinstance(earlier_plan, dict) else None
+        if not isinstance(decides, dict) or plan_problem(earlier_plan) is not None:
             message = "this is not the plan of a `kvpolicy eval` that can go on"
-            raise refused(str(path), "file", message, "take another --out") from None
+            raise refused(str(path), "file", message, "take another --out")
         differences = [_OPTIONS[k] for k, v in self._plan.decides.items() if decides.get(k) != v]
         answers = self.path / "samples.jsonl"
         if differences and not (answers.exists() and answers.stat().st_size):
-            return {}  # nothing was answered, for example because no server started
+            # Nothing was answered, for example because no server started.
+            (self.path / "kept.jsonl").unlink(missing_ok=True)  # of other prompts
+            return {}
         if differences:
             verb = "differs" if len(differences) == 1 else "differ"
             message = f"another evaluation is here already: {' and '.join(differences)} {verb}"

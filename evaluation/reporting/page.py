@@ -162,7 +162,7 @@ def _maps(summary: Summary) -> dict[str, Any]:
     numbers = {series: i for i, series in enumerate(summary.results.series)}
     tasks = list(summary.results.tasks)
     size = left_out = 0
-    for entry in _known_maps(summary, numbers):
+    for entry in _ordered_maps(summary):
         key = (entry["task"], entry["length"], entry["index"])
         entry_size = len(entry["bits"]) + (
             0 if key in prompt_numbers else len(json.dumps(entry["tokens"]))
@@ -188,11 +188,11 @@ def _maps(summary: Summary) -> dict[str, Any]:
     return {"prompts": prompts, "shown": maps, "left_out": left_out}
 
 
-def _known_maps(summary: Summary, numbers: dict[Series, int]) -> list[dict]:
-    """The maps of the plan's series, by index of the sample, then the best policies first."""
-    best = {policy: i for i, policy in enumerate(summary.prominent(len(numbers)))}
-    maps = [m for m in summary.results.maps if (m["policy"], m["budget"]) in numbers]
-    return sorted(maps, key=lambda m: (m["index"], best.get(m["policy"], -1)))
+def _ordered_maps(summary: Summary) -> list[dict]:
+    """The maps by index of the sample, then the best policies first."""
+    series_count = len(summary.results.series)
+    best = {policy: i for i, policy in enumerate(summary.prominent(series_count))}
+    return sorted(summary.results.maps, key=lambda m: (m["index"], best.get(m["policy"], -1)))
 
 
 def _header(summary: Summary) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-
-import numpy as np
+from kvpolicy.evaluation.looking.kept import unpacked
 from kvpolicy.evaluation.reporting import summary_text
 from kvpolicy.evaluation.reporting.summary import Summary
 from matplotlib import pyplot
@@ -15,14 +13,6 @@ MOST_PANELS = 8
 SHADES = ListedColormap(("#ffffff00", "#0072B2"))
 ASKED = "#E69F00"
 LABELLED = 16  # largest number of rows with a label
-
-
-def mask(entry: dict) -> np.ndarray:
-    """The mask bool [L, G, N] in a line of kept.jsonl."""
-    layers, heads, tokens = entry["shape"]
-    packed = np.frombuffer(base64.b64decode(entry["bits"]), np.uint8)
-    rows = packed.reshape(layers, heads, -(-tokens // 8))
-    return np.unpackbits(rows, axis=-1, count=tokens).astype(bool)
 
 
 def kept(summary: Summary) -> Figure | None:
@@ -61,7 +51,7 @@ def kept(summary: Summary) -> Figure | None:
 
 
 def _panel(axis: pyplot.Axes, entry: dict) -> None:
-    kept_mask = mask(entry)
+    kept_mask = unpacked(entry, len(entry["tokens"]))
     layers, heads, tokens = kept_mask.shape
     rows = kept_mask.reshape(layers * heads, tokens)
     axis.set_facecolor("#eef1f5")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
 from kvpolicy.evaluation import records
+from kvpolicy.evaluation.plan_form import plan_problem
 from kvpolicy.evaluation.records import FULL, Record
 
 Series = tuple[str, float | None]
 """A policy and the share that was asked of it."""
 
-_MAP = {"policy", "budget", "task", "length", "index", "tokens", "shape", "bits"}
+_PLACE = ("policy", "budget", "task", "length")
 _WITHOUT = "without this file the report has no maps; remove it, or run `kvpolicy eval` anew"
 _AGAIN = "give the folder that `kvpolicy eval --out` wrote"
 
@@ -121,59 +121,60 @@ def load(folder: Path) -> Results:
         answers = {record.key: record for record in records.read(path)}
     except FileNotFoundError:
         answers = {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _refused(path, why(error, "it cannot be read")) from None
+    except ValueError as error:
         raise _refused(path, str(error)) from None
-    planned = {(entry["policy"], entry["budget"]) for entry in plan["policies"]}
-    strangers = {(r.policy, r.budget, r.task) for r in answers.values()
-                 if (r.policy, r.budget) not in planned or r.task not in plan["tasks"]}  # fmt: skip
+    planned = _planned(plan)
+    strangers = {(r.policy, r.budget, r.task, r.length) for r in answers.values()} - planned
     if strangers:
-        policy, budget, task = min(strangers, key=str)
-        raise _refused(path, f"plan.json knows nothing of policy {policy}, budget {budget}, {task}")
+        policy, budget, task, length = min(strangers, key=str)
+        message = f"plan.json knows nothing of policy {policy}, budget {budget}, {task} at {length}"
+        raise _refused(path, message)
     if not answers:
         raise _refused(
             path, "no question has been answered yet", "run the same `kvpolicy eval` again"
         )
-    return Results(plan, tuple(answers.values()), tuple(_lines(folder / "kept.jsonl")))
+    maps = [m for m in _maps(folder / "kept.jsonl") if tuple(m[key] for key in _PLACE) in planned]
+    return Results(plan, tuple(answers.values()), tuple(maps))
+
+
+def _planned(plan: dict) -> set[tuple]:
+    """The policies, budgets, tasks and lengths of a plan; `_PLACE` names them."""
+    return {
+        (entry["policy"], entry["budget"], task, length)
+        for entry in plan["policies"]
+        for task in plan["tasks"]
+        for length in plan["lengths"]
+    }
 
 
 def _plan(folder: Path) -> dict:
     path = folder / "plan.json"
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise _refused(folder, "there is no plan.json here", _AGAIN) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _refused(path, why(error, "it cannot be read"), _AGAIN) from None
+    except (ValueError, RecursionError) as error:
         raise _refused(path, f"it cannot be read: {error}", _AGAIN) from None
-    kinds = {"policies": list, "tasks": dict, "lengths": list, "samples": int}
-    for key, kind in kinds.items():
-        if not isinstance(plan, dict) or not isinstance(plan.get(key), kind):
-            raise _refused(path, f"it is not a plan of `kvpolicy eval`: no {key}", _AGAIN)
-    if not all(isinstance(p, dict) and {"policy", "budget"} <= p.keys() for p in plan["policies"]):
-        raise _refused(path, "an entry of its policies has no policy or no budget", _AGAIN)
+    problem = plan_problem(plan)
+    if problem is not None:
+        raise _refused(path, f"it is not a plan of `kvpolicy eval`: {problem}", _AGAIN)
     return plan
 
 
-def _lines(path: Path) -> list[dict]:
-    """Lines of kept.jsonl; a last line that was cut off is left out."""
-    if not path.exists():
+def _maps(path: Path) -> list[dict]:
+    """The lines of kept.jsonl, of which an earlier run may have left some."""
+    try:
+        return list(records.read_maps(path))
+    except FileNotFoundError:
         return []
-    maps = []
-    with path.open(encoding="utf-8") as file:
-        lines = file.readlines()
-    for number, text in enumerate(lines, 1):
-        try:
-            entry = json.loads(text)
-            layers, heads, tokens = entry["shape"]
-            packed = base64.b64decode(entry["bits"], validate=True)
-            valid = len(packed) == layers * heads * -(-tokens // 8)
-            valid = valid and len(entry["tokens"]) == tokens
-        except (ValueError, TypeError, LookupError):
-            valid = False
-        if valid and _MAP <= entry.keys():
-            maps.append(entry)
-        elif number < len(lines) or text.endswith("\n"):
-            raise _refused(path, f"line {number} is not a map of what was kept", _WITHOUT)
-    return maps
+    except OSError as error:
+        raise _refused(path, why(error, "it cannot be read"), _WITHOUT) from None
+    except ValueError as error:
+        raise _refused(path, str(error), _WITHOUT) from None
 
 
 def _refused(path: Path, message: str, help_: str | None = None) -> PolicyError:

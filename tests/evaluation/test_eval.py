@@ -333,6 +333,46 @@ def test_one_run_at_a_time_and_stages_add_up(tmp_path):
     assert again.stages == {"samples": 2.0, "report": 1.0}
 
 
+def test_the_bytes_of_a_token_stay_where_nothing_is_left_to_ask(tmp_path):
+    Folder(tmp_path, plan(server={"bytes_per_token": 640})).write()
+    again = plan(server={"bytes_per_token": None})
+    Folder(tmp_path, again).close()
+    assert again.server["bytes_per_token"] == 640
+
+
+@pytest.mark.parametrize("content", ["[]", '{"decides": 3}', '{"decides": {}}', "\xff"])
+def test_a_folder_with_another_plan(content, tmp_path):
+    (tmp_path / "plan.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(PolicyError, match="this is not the plan of a `kvpolicy eval`"):
+        Folder(tmp_path, plan())
+
+
+def test_maps_of_questions_that_were_never_answered_are_removed(tmp_path):
+    folder = Folder(tmp_path, plan())
+    folder.write()
+    folder.close()
+    (tmp_path / "kept.jsonl").write_text("{}\n")
+    Folder(tmp_path, plan()).close()
+    assert (tmp_path / "kept.jsonl").exists()
+    Folder(tmp_path, plan(decides={"seed": 1})).close()
+    assert not (tmp_path / "kept.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "kept.jsonl"])
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\n", b"[]\n", b'{"policy": 1}\n'])
+def test_files_of_another_form_are_refused(name, content, tmp_path, model, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).mkdir() if content is None else (out / name).write_bytes(content)
+    with listening(Completions()) as url:
+        if name == "samples.jsonl":
+            (out / "plan.json").write_text("{}")
+        assert run(out, *asks(url, model)) == 2
+    error = capsys.readouterr().err
+    assert "error[file]" in error
+    assert "Traceback" not in error
+
+
 def test_values_by_length_are_one_entry_of_the_plan():
     by_length = [
         Variant("a@0.5@8", "a", 0.5, {"window": "4", "start": "1"}, (8,), predicted={8: 0.5}),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvpolicy.evaluation.looking.kept import unpacked
 from kvpolicy.evaluation.reporting import plot_kept, plot_labels, plots, results
 from kvpolicy.evaluation.reporting.plot_style import COLOURS, MOST, style
 from kvpolicy.evaluation.reporting.summary import Summary
@@ -119,7 +120,7 @@ def test_kept_shows_the_bits(few):
     figure = plot_kept.kept(few)
     entry = next(m for m in few.results.maps if m["policy"] == few.prominent(1)[0]
                  and m["budget"] == few.telling_budget())  # fmt: skip
-    mask = plot_kept.mask(entry)
+    mask = unpacked(entry, len(entry["tokens"]))
     shown = np.asarray(figure.axes[0].images[0].get_array())
     assert np.array_equal(shown, mask.reshape(-1, mask.shape[-1]))
     assert f"{100 * mask.mean():.1f} % kept" in figure.axes[0].get_title(loc="left")
@@ -128,7 +129,7 @@ def test_kept_shows_the_bits(few):
 def test_masks_of_odd_lengths():
     entry = {"shape": [1, 2, 11], "bits": "gCABwA=="}
     rows = [[1] + [0] * 9 + [1], [0] * 7 + [1, 1, 1, 0]]
-    assert plot_kept.mask(entry).astype(int).tolist() == [rows]
+    assert unpacked(entry, 11).astype(int).tolist() == [rows]
 
 
 def test_one_policy_one_task_one_sample(tmp_path):

@@ -137,6 +137,68 @@ def test_refuses_foreign_or_broken_lines(tmp_path, capsys):
     assert "kept.jsonl" in refusal(tmp_path, capsys)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lengths", []),
+        ("lengths", ["512"]),
+        ("tasks", {}),
+        ("tasks", {"niah": 1}),
+        ("samples", "2"),
+        ("policies", []),
+        ("policies", [{"policy": "none", "budget": "0.5"}]),
+        ("policies", [{"policy": "none", "budget": None, "aliases": {"none": 512}}]),
+        ("questions", {"niah": {"512": 2}}),
+        ("stages", {"start": "soon"}),
+        ("server", "a"),
+    ],
+)
+def test_refuses_a_plan_of_another_form(key, value, tmp_path, capsys):
+    plan = made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, key: value}))
+    assert f"not a plan of `kvpolicy eval`: `{key}` is" in refusal(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"score": "1"}, {"score": 2}, {"length": "512"}, {"index": 0.5}, {"setting": []},
+     {"kept": "all"}, {"task": None}],
+)  # fmt: skip
+def test_refuses_records_of_another_form(changes, tmp_path, capsys):
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    samples = tmp_path / "samples.jsonl"
+    first, *others = samples.read_text().splitlines(keepends=True)
+    samples.write_text(json.dumps({**json.loads(first), **changes}) + "\n" + "".join(others))
+    assert "samples.jsonl:1: not a record" in refusal(tmp_path, capsys)
+
+
+def test_refuses_answers_at_a_length_that_was_not_planned(tmp_path, capsys):
+    plan = made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "lengths": [512]}))
+    assert "plan.json knows nothing of policy" in refusal(tmp_path, capsys)
+
+
+def test_refuses_files_that_are_none(tmp_path, capsys):
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
+    assert "plan.json: error[report]: not a directory" in refusal(tmp_path / "plan.json", capsys)
+    for name, content in (("kept.jsonl", b"\xff\n"), ("samples.jsonl", b"\xff\n")):
+        (tmp_path / name).write_bytes(content)
+        assert f"{name}:1: not a " in refusal(tmp_path, capsys)
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+        assert f"{name}: error[report]: is a directory" in refusal(tmp_path, capsys)
+
+
+def test_maps_of_other_tasks_are_left_out(tmp_path):
+    """An earlier run with another plan may have left kept.jsonl."""
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah", "mk"), samples=2)
+    maps = (tmp_path / "kept.jsonl").read_text()
+    made_run.write(tmp_path, made_run.NAMES[:1], tasks=("vt",), samples=2)
+    (tmp_path / "kept.jsonl").write_text(maps)
+    report.write(tmp_path)
+    assert results.load(tmp_path).maps == ()
+
+
 def test_refuses_a_folder_it_cannot_write(tmp_path, monkeypatch):
     made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)
 
