@@ -86,6 +86,9 @@ def main(args: argparse.Namespace) -> int:
         results = measure(bounds, name, LayeredModel(args.model, args.device), prompts)
     best = chosen(results, limits)
     _print(results, best, limits, name, len(prompts))
+    if best is None:
+        message = "no value is small enough, or none computes few enough rows"
+        raise refused("tune", "range", message, "raise `--most` or `--rows`")
     print(f"\nin the policy file:    {name}: {shown(best.value)}")
     print(f"for the server:        {_server_options(args, name, best.value)}")
     if args.out is not None:
@@ -179,25 +182,18 @@ def _continued(
     return model.final(hidden), rows
 
 
-def chosen(found: list[Candidate], limits: Limits) -> Candidate:
-    """The closest candidate that may be chosen; of equally close ones, the first.
-
-    Raises:
-        PolicyError: none may be chosen.
-    """
+def chosen(found: list[Candidate], limits: Limits) -> Candidate | None:
+    """The closest candidate that may be chosen, the first of equally close ones; None if none."""
     allowed = [
         candidate
         for candidate in found
         if limits.allow(candidate) and math.isfinite(candidate.distance)
     ]
-    if not allowed:
-        message = "no value is small enough, or none computes few enough rows"
-        raise refused("tune", "range", message, "raise `--most` or `--rows`")
-    return min(allowed, key=lambda candidate: candidate.distance)
+    return min(allowed, key=lambda candidate: candidate.distance, default=None)
 
 
 def _print(
-    results: list[Candidate], best: Candidate, limits: Limits, name: str, prompts: int
+    results: list[Candidate], best: Candidate | None, limits: Limits, name: str, prompts: int
 ) -> None:
     words = [shown(candidate.value) for candidate in results]
     width = max(5, *map(len, (name, *words)))

@@ -103,6 +103,14 @@ def test_the_largest_value_to_choose(prompts, capsys):
     assert output.count("(more than asked)") == 2
 
 
+def test_what_was_measured_is_shown_where_nothing_may_be_chosen(prompts, capsys):
+    assert tune("fastkv", [prompts], "--rows", "0.01") == 2
+    output, error = capsys.readouterr()
+    assert output.count("(more than asked)") == 3
+    assert "closest" not in output
+    assert "none computes few enough rows" in error
+
+
 def test_a_share_is_tried_in_steps_and_limited_by_the_rows_it_computes(prompts, capsys, tmp_path):
     plot = tmp_path / "plot.png"
     more = ("--rows", "0.66", "--set", "tsp_layer=1", "--set", "window=4", "--out", str(plot))
