@@ -30,6 +30,7 @@ from kvpolicy.experiments.statistics.shares import wilson
 
 FEW = 20  # units below which no bootstrap is used
 DRAWS = 2000  # samples of a bootstrap
+_DIGITS = 12  # decimals of the ends of intervals
 
 
 class Estimate(NamedTuple):
@@ -124,7 +125,9 @@ def _together(parts: Sequence[Estimate], correlations: np.ndarray) -> Estimate:
         for distances in (mean - low, high - mean)
     )
     middle = float(mean.mean())
-    return Estimate(middle, middle - below, middle + above)
+    # An end at 0 is 0, not a rounding error beside it, which would count as a difference.
+    low, high = (round(end, _DIGITS) + 0.0 for end in (middle - below, middle + above))
+    return Estimate(middle, min(middle, low), max(middle, high))
 
 
 def _correlations(strata: Sequence[np.ndarray], contexts: Sequence[Contexts] | None) -> np.ndarray:
@@ -183,18 +186,16 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(excess / spread)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def _weights(count: int, seed: int) -> np.ndarray:
-    """Number of times that each unit is drawn, divided by `count`: float32 [DRAWS, count]."""
+    """Number of times that each unit is drawn, divided by `count`: float64 [DRAWS, count]."""
     rng = np.random.default_rng([seed, count])
-    return (rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count).astype(
-        np.float32
-    )
+    return rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count
 
 
 def _bootstrap(units: np.ndarray, seed: int) -> Estimate:
     """The mean of units, with percentiles of the means of DRAWS bootstrap samples."""
     mean = float(units.mean())
-    means = _weights(len(units), seed) @ units.astype(np.float32)
+    means = _weights(len(units), seed) @ units
     low, high = np.percentile(means, (2.5, 97.5))
     return Estimate(mean, min(mean, float(low)), max(mean, float(high)))

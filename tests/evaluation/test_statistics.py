@@ -5,6 +5,7 @@ import pytest
 from kvpolicy.evaluation.reporting.statistics import (
     FEW,
     Contexts,
+    _weights,
     mean_score,
     of_share,
     paired_difference,
@@ -91,6 +92,21 @@ def test_paired_bootstrap_holds_the_difference_as_often_as_it_says():
         full, policy = (rng.binomial(4, ease + shift) / 4 for shift in (0.05, -0.05))
         share.append(_covered(paired_difference([policy], [full]), -0.1))
     assert 0.92 < np.mean(share) < 0.975
+
+
+def test_an_interval_that_ends_at_zero_does_not_leave_it_out():
+    """Scores in thirds, whose sums are not exact: one end of each of these intervals is 0."""
+    rng, at_zero = np.random.default_rng(2), 0
+    for _ in range(1500):
+        full = rng.integers(0, 4, 30)
+        policy = np.where(rng.random(30) < 0.8, full, rng.integers(0, 4, 30))
+        drawn = np.rint(_weights(30, 0) * 30).astype(int) @ (policy - full)  # whole numbers
+        if 0 not in np.percentile(drawn, (2.5, 97.5)):
+            continue
+        at_zero += 1
+        estimate = paired_difference([policy / 3], [full / 3])
+        assert estimate.low <= 0 <= estimate.high
+    assert at_zero > 20
 
 
 def test_newcombe_holds_the_difference_as_often_as_it_says():
