@@ -5,125 +5,78 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from kvpolicy.dsl.tools import cli
-from kvpolicy.dsl.tools.cli import Command
+from kvpolicy.dsl.tools.cli import Adds, Command
 
 # Packages that the commands of dsl/ do not need.
 _OPTIONAL = ("matplotlib", "numpy", "requests", "tqdm", "transformers")
 
 
-def _report(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation.reporting import report
+def _run(module: str) -> Callable[[argparse.Namespace], int]:
+    """Runs `main` of a module of the package, which is imported only then."""
 
-    return report.main(args)
+    def run(args: argparse.Namespace) -> int:
+        args.started = time.monotonic()  # imports are a part of the preparation of `eval`
+        code: int = import_module(f"kvpolicy.{module}").main(args)
+        return code
 
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder that `kvpolicy eval --out` wrote")
-
-
-def _fidelity(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation.looking import fidelity
-
-    return fidelity.main(args)
-
-
-def _fidelity_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation.looking import look_arguments
-
-    look_arguments.of_fidelity(parser)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation.looking import inspect_prompt
-
-    return inspect_prompt.main(args)
-
-
-def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation.looking import look_arguments
-
-    look_arguments.of_inspect(parser)
-
-
-def _eval(args: argparse.Namespace) -> int:
-    args.started = time.monotonic()
-    from kvpolicy.evaluation.asking import eval
-
-    return eval.main(args)
-
-
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation.asking import eval_arguments
-
-    eval_arguments.add(parser)
-
-
-def _experiment(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments import commands
-
-    return commands.main(args)
-
-
-def _experiment_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.experiments import commands
-
-    commands.add(parser)
-
-
-def _fleet(args: argparse.Namespace) -> int:
-    from kvpolicy.evaluation import fleet
-
-    return fleet.main(args)
-
-
-def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation import fleet
-
-    fleet.add(parser)
+    return run
 
 
 def _tune(args: argparse.Namespace) -> int:
     try:
-        from kvpolicy.evaluation.tuning import tune
+        return _run("evaluation.tuning.tune")(args)
     except ModuleNotFoundError as error:
         return cli.missing(args.name, error)
-    return tune.main(args)
 
 
-def _tune_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvpolicy.evaluation.tuning import tune_arguments
+def _arguments(module: str, function: str = "add") -> Adds:
+    """Adds arguments by a function of a module of the package, which is imported only then."""
+    return lambda parser: getattr(import_module(f"kvpolicy.{module}"), function)(parser)
 
-    tune_arguments.add(parser)
+
+def _folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="folder that `kvpolicy eval --out` wrote")
 
 
 COMMANDS: dict[str, Command] = {
     "eval": Command(
-        "what policies cost in quality: tasks, asked of a server", _eval, [_eval_arguments]
+        "what policies cost in quality: tasks, asked of a server",
+        _run("evaluation.asking.eval"),
+        [_arguments("evaluation.asking.eval_arguments")],
     ),
     "experiment": Command(
         "policies on live traffic: files, what servers have seen, the way back",
-        _experiment,
-        [_experiment_arguments],
+        _run("experiments.commands"),
+        [_arguments("experiments.commands")],
     ),
     "fidelity": Command(
         "how far policies move next-token distributions from full KV, on any text",
-        _fidelity,
-        [_fidelity_arguments],
+        _run("evaluation.looking.fidelity"),
+        [_arguments("evaluation.looking.look_arguments", "of_fidelity")],
     ),
     "fleet": Command(
-        "whether the replicas of a fleet serve the same policies", _fleet, [_fleet_arguments]
+        "whether the replicas of a fleet serve the same policies",
+        _run("evaluation.fleet"),
+        [_arguments("evaluation.fleet")],
     ),
     "inspect": Command(
-        "what each layer and head kept of one prompt, with the text", _inspect, [_inspect_arguments]
+        "what each layer and head kept of one prompt, with the text",
+        _run("evaluation.looking.inspect_prompt"),
+        [_arguments("evaluation.looking.look_arguments", "of_inspect")],
     ),
     "report": Command(
-        "make the tables, pictures and page of an evaluation again", _report, [_report_arguments]
+        "make the tables, pictures and page of an evaluation again",
+        _run("evaluation.reporting.report"),
+        [_folder],
     ),
     "tune": Command(
-        "choose a parameter of a propagation with a model and prompts", _tune, [_tune_arguments]
+        "choose a parameter of a propagation with a model and prompts",
+        _tune,
+        [_arguments("evaluation.tuning.tune_arguments")],
     ),
 }
 
