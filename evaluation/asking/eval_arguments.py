@@ -102,16 +102,22 @@ def share(text: str) -> float:
     return value
 
 
-def whole(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 10**8:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 1 on")
-    return int(text)
+def whole(text: str, least: int = 1, most: int = 10**8) -> int:
+    """A whole number from `least` to `most`."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from {least} on")
+    # Python does not read thousands of digits.
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(most)) or int(digits) > most:
+        raise argparse.ArgumentTypeError(f"`{text}` is more than {most:,}, the most it can be")
+    if int(digits) < least:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from {least} on")
+    return int(digits)
 
 
 def at_least_0(text: str) -> int:
     """A whole number from 0 on."""
-    return 0 if text == "0" else whole(text)
+    return whole(text, least=0)
 
 
 def lengths(text: str) -> list[int]:

@@ -75,9 +75,7 @@ def _share(text: str) -> float:
 
 def _count(text: str) -> int:
     # One token needs no decode step, so the prompt would not be compressed.
-    if not text.isascii() or not text.isdigit() or not 2 <= int(text) <= 10**5:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a number of tokens from 2 on")
-    return int(text)
+    return whole(text, least=2, most=10**5)
 
 
 def _add_server(parser: argparse.ArgumentParser, several: bool) -> None:

@@ -109,6 +109,8 @@ def test_neither_model_nor_url(tmp_path, capsys):
         (["--samples", "0"], "`0` is not a whole number from 1 on"),
         (["--lengths", "256,x"], "`x` is not a whole number"),
         (["--tasks", ","], "there is no name of a task"),
+        (["--lengths", "200000000"], "`200000000` is more than 100,000,000, the most it can be"),
+        (["--samples", "9" * 5000], "is more than 100,000,000, the most it can be"),
     ],
 )
 def test_values_that_are_none(words, message, tmp_path, capsys):

@@ -309,7 +309,14 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["--prompt-share", "1"], ["--prompt-tokens", "0"], ["--top", "x"]]
+    "words",
+    [
+        ["--prompt-share", "1"],
+        ["--prompt-tokens", "0"],
+        ["--top", "x"],
+        ["--continuation", "1"],
+        ["--continuation", "100001"],
+    ],
 )
 def test_values_that_mean_nothing_are_refused(capsys, words):
     with pytest.raises(SystemExit) as caught:
