@@ -1,4 +1,4 @@
-"""Sizes, counts, times and positions as text."""
+"""Sizes, counts, shares, times and positions as text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from collections.abc import Sequence
 def size_text(size: float) -> str:
     """Bytes in the largest unit in which they are at least 1."""
     return _in_largest(size, 1024, ("B", "KiB", "MiB", "GiB"))
+
+
+def digits_text(value: float) -> str:
+    """A number with three significant digits: 0.0123, 12.3, 1230."""
+    return f"{float(f'{value:.3g}'):.12g}"
+
+
+def share_text(share: float, decimals: int | None = None) -> str:
+    """A share in percent, 12.5 % for 0.125: three significant digits, or so many decimals."""
+    number = digits_text(100 * share) if decimals is None else f"{100 * share:.{decimals}f}"
+    return f"{number} %"
 
 
 def flops_text(operations: float) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvpolicy.dsl.tools.units import share_text
 from kvpolicy.evaluation.looking.distributions import FEWEST
 from kvpolicy.evaluation.looking.fidelity_result import Compared, PolicyFidelity, summaries
-from kvpolicy.evaluation.looking.terminal import percent
 from kvpolicy.evaluation.reporting import plot_style
 from kvpolicy.experiments.reporting import html_table, offline_page
 
@@ -44,14 +44,14 @@ def table(results: Sequence[Compared]) -> list[str]:
 
 
 def _row(summary: PolicyFidelity) -> tuple[str, ...]:
-    kl, agreement = f"{summary.kl.mean():.4f}", percent(summary.agree.mean())
+    kl, agreement = f"{summary.kl.mean():.4f}", share_text(summary.agree.mean(), 1)
     if (of_kl := summary.kl_interval()) and (of_agreement := summary.agreement_interval()):
         kl += " ({:.4f} to {:.4f})".format(*of_kl)
         agreement += " ({:.1f} to {:.1f})".format(*(100 * share for share in of_agreement))
     with_policy, full = summary.perplexities()
     return (
         summary.title,
-        "?" if summary.kept is None else percent(summary.kept),
+        "?" if summary.kept is None else share_text(summary.kept, 1),
         kl,
         f"{np.median(summary.kl):.4f}",
         f"{np.percentile(summary.kl, 99):.4f}",
@@ -80,7 +80,7 @@ def notes(results: Sequence[Compared]) -> Iterator[str]:
         least = min(result.distance.covered.min() for result in results)
         yield (
             f"KL is a lower bound: {first.full.ids.shape[1]:,} tokens of each distribution are "
-            f"known, which are {percent(least)} of its probability at the least"
+            f"known, which are {share_text(least, 1)} of its probability at the least"
         )
     yield (
         "first other: position at which the top token is another one; free: at which another one "

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from kvpolicy.dsl.tools.units import share_text, size_text
 from kvpolicy.evaluation.looking.kept import Kept
 
 # Levels of the share of lists that hold a token.
@@ -88,13 +89,13 @@ def summary(kept: Kept) -> Iterator[str]:
     facts, entries = kept.facts, kept.held.size
     held = int(kept.held.sum())
     line = f"{kept.title}: {kept.held.shape[2]:,} tokens, {held:,} of {entries:,} entries held"
-    yield f"{line} ({percent(held / entries)})"
+    yield f"{line} ({share_text(held / entries, 1)})"
     if facts.get("uncompressed"):
         yield f"served in full: {facts['uncompressed']} ({REASONS.get(facts['uncompressed'], '')})"
         return
     bytes_before, bytes_after = facts["kv_bytes_before"], facts["kv_bytes_after"]
     yield (
-        f"KV memory of the prompt: {size(bytes_after)} of {size(bytes_before)}; "
+        f"KV memory of the prompt: {size_text(bytes_after)} of {size_text(bytes_before)}; "
         f"{facts['slots_freed']:,} of {facts['prompt_tokens']:,} token slots freed"
     )
     if facts.get("selected_layer") is not None:
@@ -143,7 +144,7 @@ def _line(name: str, label: int, held: np.ndarray, room: int, style: Style) -> s
     strip = "".join(
         style.shades[level(bin_share, 5)] for bin_share in binned(held.mean(axis=0), room)
     )
-    return f"{name:>{label}} {bar(share, 8, style)} {percent(share):>7} {first}{strip}{last}"
+    return f"{name:>{label}} {bar(share, 8, style)} {share_text(share, 1):>7} {first}{strip}{last}"
 
 
 def binned(shares: np.ndarray, room: int) -> np.ndarray:
@@ -230,17 +231,3 @@ def _legend(style: Style, layer: int | None, head: int | None) -> str:
 
 def _samples(words: Mapping[int, str], style: Style) -> str:
     return ", ".join(_marked(name, level, style) for level, name in words.items())
-
-
-def percent(share: float) -> str:
-    """A share in percent: `12.5 %`."""
-    return f"{100 * share:.1f} %"
-
-
-def size(count: float) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpolicy.dsl.tools.units import share_text
 from kvpolicy.evaluation.looking.kept import unpacked
 from kvpolicy.evaluation.reporting import summary_text
 from kvpolicy.evaluation.reporting.summary import Summary
@@ -66,6 +67,6 @@ def _panel(axis: pyplot.Axes, entry: dict) -> None:
     ticks = range(0, layers * heads, step)
     axis.set_yticks(ticks, [f"{i // heads}.{i % heads}" for i in ticks], fontsize=6)
     axis.tick_params(axis="x", labelsize=8)
-    axis.set_title(f"{entry['policy']}: {100 * rows.mean():.1f} % kept", fontsize=9, loc="left",
+    axis.set_title(f"{entry['policy']}: {share_text(rows.mean(), 1)} kept", fontsize=9, loc="left",
                    pad=3)  # fmt: skip
     axis.spines[["top", "right"]].set_visible(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 
+from kvpolicy.dsl.tools.units import digits_text, share_text, size_text
 from kvpolicy.evaluation.records import FULL
 from kvpolicy.evaluation.reporting.results import Results, Series
 from kvpolicy.evaluation.reporting.statistics import FEW, Estimate, Spread
@@ -18,8 +19,8 @@ EXPLAINED = (
 
 
 def percent(share: float | None) -> str:
-    """A share in percent: 12.5 % for 0.125; `-` for None."""
-    return UNKNOWN if share is None else f"{digits(100 * share)} %"
+    """A share in percent; `-` for None."""
+    return UNKNOWN if share is None else share_text(share)
 
 
 def name(series: Series) -> str:
@@ -30,23 +31,13 @@ def name(series: Series) -> str:
 
 
 def size(count: float | None) -> str:
-    """A number of bytes in the largest fitting unit; `-` for None."""
-    if count is None:
-        return UNKNOWN
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{digits(count)} {unit}"
-        count /= 1024
-    return f"{digits(count)} GiB"
-
-
-def digits(value: float) -> str:
-    """A number with three significant digits: 0.0123, 12.3, 1230."""
-    return f"{float(f'{value:.3g}'):.12g}"
+    """A number of bytes with its unit; `-` for None."""
+    return UNKNOWN if count is None else size_text(count)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A Markdown table aligned in plain text too; the first `left` columns are left-aligned."""
+    head, *rows = ([_in_table(cell) for cell in row] for row in (head, *rows))
     widths = [max(3, *(len(row[i]) for row in [head, *rows])) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
@@ -58,6 +49,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
     rule = ("-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths))
     return "\n".join([line(head), "| " + " | ".join(rule) + " |", *map(line, rows)])
+
+
+def _in_table(cell: str) -> str:
+    """A text that ends neither its cell nor its line."""
+    return " ".join(cell.split("\n")).replace("|", "\\|")
 
 
 def scored(row: SummaryRow) -> str:
@@ -93,7 +89,7 @@ def milliseconds(spread: Spread | None) -> str:
     """Median and quartiles in milliseconds."""
     if spread is None:
         return UNKNOWN
-    return "{} ({} to {})".format(*(digits(1000 * value) for value in spread))
+    return "{} ({} to {})".format(*(digits_text(1000 * value) for value in spread))
 
 
 def scores(summary: Summary, length: int | None = None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvpolicy.dsl.tools.units import share_text
 from kvpolicy.evaluation.looking.kept import unpacked
 from kvpolicy.evaluation.reporting import plot_kept, plot_labels, plots, results
 from kvpolicy.evaluation.reporting.plot_style import COLOURS, MOST, style
@@ -123,7 +124,7 @@ def test_kept_shows_the_bits(few):
     mask = unpacked(entry, len(entry["tokens"]))
     shown = np.asarray(figure.axes[0].images[0].get_array())
     assert np.array_equal(shown, mask.reshape(-1, mask.shape[-1]))
-    assert f"{100 * mask.mean():.1f} % kept" in figure.axes[0].get_title(loc="left")
+    assert f"{share_text(mask.mean(), 1)} kept" in figure.axes[0].get_title(loc="left")
 
 
 def test_masks_of_odd_lengths():

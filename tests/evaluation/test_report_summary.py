@@ -235,7 +235,8 @@ def test_names_and_sizes():
     assert summary_text.name(("lava", 0.125)) == "lava 12.5 %"
     assert summary_text.name((FULL, None)) == "full KV"
     assert summary_text.size(1536) == "1.5 KiB"
-    assert summary_text.size(1011) == "1010 B"
+    assert summary_text.size(1011) == "1,011 B"
+    assert summary_text.size(None) == summary_text.percent(None) == "-"
     assert summary_text.milliseconds((1.2345, 0.98765, 12.3)) == "1230 (988 to 12300)"
 
 
@@ -252,6 +253,13 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     assert summary.results.short == tasks
     text = summary_text.markdown(summary)
     assert all(f"* `{name}`: " in text for name in tasks.values())
+
+
+def test_names_of_files_end_no_cell_of_a_table(tmp_path):
+    summary = summarised(tmp_path, [full(0, 1.0)], tasks={"niah": "niah", "data:a|b\nc": "own"})
+    head, rule, *rows = summary_text.scores(summary).splitlines()
+    assert " a\\|b c |" in head
+    assert {len(line.replace("\\|", "").split("|")) for line in (head, rule, *rows)} == {8}
 
 
 def test_an_interval_beside_zero_is_not_shown_as_touching_it():
