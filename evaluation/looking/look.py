@@ -19,7 +19,7 @@ import requests
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, why
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation import server_answers
 from kvpolicy.evaluation.asking import endpoint
@@ -27,6 +27,7 @@ from kvpolicy.evaluation.asking.tokens import Tokens
 from kvpolicy.evaluation.asking.variants import Variant, on_server, options, variants
 from kvpolicy.evaluation.keys import api_key, belongs_to_url
 from kvpolicy.evaluation.serving import GPU_FLAGS, ServerFailed, has_gpu, serve
+from kvpolicy.evaluation.text_files import decoded, read_text
 
 _PATIENCE = 600  # seconds for one answer
 
@@ -197,12 +198,9 @@ def text_of(file: str) -> str:
     if file == "-" and sys.stdin is None:
         raise refused(name, "file", "it is closed", "pipe the text into it, or name a file")
     try:
-        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        text = raw.decode("utf-8-sig")
-    except OSError as error:
-        raise refused(name, "file", why(error, "cannot be read")) from None
-    except UnicodeDecodeError:
-        raise refused(name, "file", "this is not UTF-8 text") from None
+        text = decoded(sys.stdin.buffer.read()) if file == "-" else read_text(file)
+    except ValueError as error:
+        raise refused(name, "file", str(error)) from None
     if not text.strip():
         raise refused(name, "file", "there is no text in it")
     return text

@@ -33,6 +33,7 @@ from kvpolicy.evaluation.questions.judge import Judge
 from kvpolicy.evaluation.questions.order import Order, too_short
 from kvpolicy.evaluation.questions.sample import Sample, Turn
 from kvpolicy.evaluation.questions.words import largest
+from kvpolicy.evaluation.text_files import read_text
 
 PREFIX = "data:"
 METRICS = ("contains", "f1", "classes")
@@ -133,9 +134,9 @@ def _rows(task: str) -> tuple[DataLine, ...]:
 def _read(path: Path, _changed: int, _size: int) -> tuple[DataLine, ...]:
     """The rows of the file; read again if its time or size has changed."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: the file is not UTF-8 text") from None
+        lines = read_text(path).split("\n")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     rows = tuple(
         _row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()
     )

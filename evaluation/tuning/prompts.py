@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import half_character, refused, why
+from kvpolicy.dsl.syntax.diagnostics import half_character, refused
+from kvpolicy.evaluation.text_files import read_text
 
 Prompt = str | list[int]
 _FORMS = '`{"text": "..."}`, `{"input_ids": [1, 2, ...]}`, a string or a list of token ids'
@@ -24,7 +25,10 @@ def read_prompts(files: Sequence[str | Path]) -> list[tuple[str, Prompt]]:
     """
     prompts: list[tuple[str, Prompt]] = []
     for file in files:
-        text = _text(Path(file))
+        try:
+            text = read_text(file)
+        except ValueError as error:
+            raise refused(str(file), "file", str(error)) from None
         if Path(file).suffix != ".jsonl":
             if text.strip():
                 prompts.append((str(file), text))
@@ -37,16 +41,6 @@ def read_prompts(files: Sequence[str | Path]) -> list[tuple[str, Prompt]]:
         names = ", ".join(str(file) for file in files)
         raise refused("--prompts", "file", f"there is no prompt in {names}")
     return prompts
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        reason = why(error, "cannot be read")
-    except UnicodeDecodeError:
-        reason = "not UTF-8 text"
-    raise refused(str(path), "file", reason)
 
 
 def _prompt(place: str, line: str) -> Prompt:

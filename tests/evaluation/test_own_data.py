@@ -114,7 +114,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     for name, what in {
         "none.jsonl": "no such file or directory",
         "empty.jsonl": "the file has no questions",
-        "image.jsonl": "the file is not UTF-8 text",
+        "image.jsonl": "this is not UTF-8 text",
         "": "is a directory",
     }.items():
         path = tmp_path / name
