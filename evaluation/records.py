@@ -123,12 +123,15 @@ def _map(given: dict[str, Any]) -> dict[str, Any]:
 
 def _check(given: dict[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> None:
     for name, kind in kinds.items():
-        if type(given[name]) not in kind:
+        value = given[name]
+        too_large = type(value) in _NUMBER and not abs(value) < _TOO_LARGE  # NaN is not less
+        if type(value) not in kind or too_large:
             raise TypeError(f"`{name}` is of another kind")
 
 
 _NOTHING = type(None)
 _NUMBER = (int, float)
+_TOO_LARGE = 2**53  # whole numbers from here on are not exact in float64
 _OF_ANNOTATION: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),

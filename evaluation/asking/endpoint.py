@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import requests
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused, why
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
 from kvpolicy.evaluation import server_answers
 
 APIS = ("sglang", "openai")
@@ -166,15 +166,15 @@ class _Probe:
 
 
 def _reason(error: BaseException) -> str:
-    """Why there is no connection, from the error of the socket below."""
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, ConnectionRefusedError):
-            return "the connection is refused"
-        if isinstance(below, socket.gaierror):
-            return f"no address is known for this name ({why(below, 'no reason')})"
-        below = below.__cause__ or below.__context__
-    return f"there is no connection ({type(error).__name__})"
+    """Why there is no connection, from the error at the bottom: that of the socket."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    if isinstance(error, ConnectionRefusedError):
+        return "the connection is refused"
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    reason = reason[0].lower() + reason[1:]
+    is_unknown = isinstance(error, socket.gaierror)
+    return f"no address is known for this name ({reason})" if is_unknown else reason
 
 
 def _nobody(base: str, reason: str) -> PolicyError:

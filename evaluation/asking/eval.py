@@ -114,7 +114,7 @@ def _ask_all(args: argparse.Namespace, setup: Setup, folder: Folder, answers: An
                 with plan.stage(f"questions {variant.label}"):
                     asking.ask(variant, samples)
             folder.write()
-        if maps_missing:
+        if maps_missing and answers.keys:
             with plan.stage("maps"):
                 bar.set_description("maps", refresh=False)
                 write_maps(folder.path, maps_missing, client, setup.tokens, args.concurrency)

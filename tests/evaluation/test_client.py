@@ -193,6 +193,12 @@ def test_what_does_not_listen():
     assert "not the address of a server" in refusal("htp://x")
 
 
+def test_a_server_that_hangs_up():
+    with listening(lambda handler, body: handler.connection.close()) as url:
+        message = "nobody answers there: remote end closed connection without response"
+        assert message in refusal(url)
+
+
 def test_a_name_without_an_address(monkeypatch):
     def unknown(*args, **options):
         raise socket.gaierror(-2, "Name or service not known")

@@ -162,7 +162,7 @@ def test_refuses_a_plan_of_another_form(key, value, tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes",
     [{"score": "1"}, {"score": 2}, {"length": "512"}, {"index": 0.5}, {"setting": []},
-     {"kept": "all"}, {"task": None}],
+     {"kept": "all"}, {"task": None}, {"depth": float("nan")}, {"turn": 10**30}],
 )  # fmt: skip
 def test_refuses_records_of_another_form(changes, tmp_path, capsys):
     made_run.write(tmp_path, made_run.NAMES[:1], tasks=("niah",), samples=2)

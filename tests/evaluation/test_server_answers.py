@@ -102,6 +102,10 @@ def test_refusals_in_all_their_forms(content, words):
     assert server_answers.refusal(400, json.dumps(content).encode()) == words
 
 
+MAPS = ["--policy", "snapkv", "--tasks", "niah", "--lengths", "256", "--samples", "1",
+        "--maps", "1", "--quiet"]  # fmt: skip
+
+
 class Serving:
     """A server with a policy whose /generate answers with `respond`."""
 
@@ -190,11 +194,15 @@ def test_maps_that_a_server_does_not_give(facts, message, model, tmp_path, capsy
     def respond(handler, body):
         stream(handler, [answer(kv_policy=facts)])
 
-    words = ["--tasks", "niah", "--lengths", "256", "--samples", "1", "--maps", "1", "--quiet"]
     with listening(Serving(respond, model)) as url:
-        out = ["--out", str(tmp_path / "out")]
-        assert main(["eval", "--url", url, "--policy", "snapkv", *words, *out]) == 1
+        assert main(["eval", "--url", url, *MAPS, "--out", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_no_maps_are_asked_for_where_no_question_got_an_answer(model, tmp_path, capsys):
+    with listening(Serving(page(404), model)) as url:
+        assert main(["eval", "--url", url, *MAPS, "--out", str(tmp_path / "out")]) == 1
+    assert "none of 2 questions got an answer: status 404" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
