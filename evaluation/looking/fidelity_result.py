@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from kvpolicy.evaluation.looking.distributions import Distance, Distributions, interval, perplexity
+from kvpolicy.experiments.statistics.shares import wilson
 
 # With few texts intervals are over blocks of positions, since neighbours are correlated.
 _BLOCK = 16
@@ -111,8 +112,15 @@ class PolicyFidelity:
         return interval(self._pieces([part.distance.kl for part in self.parts]), 0, math.inf)
 
     def agreement_interval(self) -> tuple[float, float] | None:
-        """95 % interval of the share of positions that agree; None as above."""
-        return interval(self._pieces([part.distance.agree for part in self.parts]), 0, 1)
+        """95 % interval of the share of positions that agree; None as above.
+
+        Where pieces are all alike, which is no certainty about the next one, it is Wilson's.
+        """
+        pieces = self._pieces([part.distance.agree for part in self.parts])
+        found = interval(pieces, 0, 1)
+        if found is not None and found[0] == found[1]:
+            return wilson(float(self.agree.mean()), len(pieces))
+        return found
 
     def _pieces(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         if len(values) >= _MANY:

@@ -113,6 +113,13 @@ def test_the_interval_of_a_mean_holds_it_about_as_often_as_it_says(count):
     assert 935 <= hits <= 970
 
 
+def test_pieces_that_all_agree_are_no_certainty():
+    same = PolicyFidelity((compared(seed=0, positions=80),))
+    low, high = same.agreement_interval()
+    assert (same.agree.mean(), high) == (1, 1)
+    assert low == pytest.approx(0.5655, abs=1e-4)  # Wilson's of 5 of 5
+
+
 def test_few_parts_have_no_interval_and_none_leaves_what_there_can_be():
     assert interval([np.ones(16)] * (FEWEST - 1), 0, 1) is None
     low, high = interval([np.zeros(16)] * 4 + [np.ones(16)], 0, 1)
