@@ -147,7 +147,8 @@ class Control:
         if len(content) > _LONGEST:
             return _problem(413, f"an experiment has at most {_LONGEST} bytes")
         try:
-            experiment = live.read(_text(content), "request")
+            text = _text(content)
+            experiment = live.read(text, "request")
         except (PolicyError, Refused) as error:
             return _problem(400, str(error))
         if experiment.name != live.experiment.name:
@@ -158,7 +159,7 @@ class Control:
             )
         anew = experiment.revision != live.experiment.revision
         if not dry:
-            live.replace(experiment)
+            live.put(experiment, text)
         return 200, {
             "revision": experiment.revision,
             "begins_anew": anew,

@@ -24,6 +24,7 @@ from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.experiments.replica.document import document
 from kvpolicy.experiments.replica.evidence import Evidence
 from kvpolicy.experiments.replica.lifecycle import ENDED, Lifecycle
+from kvpolicy.experiments.replica.put import Put
 from kvpolicy.experiments.replica.state_file import StateFileError
 from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -68,12 +69,15 @@ class Live:
         """
         self.file = file
         self._served, self._state = dict(served), state
+        self._changing_policies: set[str] = set()  # names of policies that are being changed
         self._claim = self._claimed()  # held as long as the process runs
+        self._seen_digest = self._digest(file.read_bytes())
+        self._put: Put | None = None  # the version that takes the file's place
         self.lifecycle = self._restored(experiment)
         self._shadowed_requests = 0  # those before a restart included
-        self._begin(Analysis(experiment))
+        self._begin(Analysis(self.experiment))
         self._resume()
-        self.series = Series(experiment)
+        self.series = Series(self.experiment)
         self.reloaded = True
         self.weights = 0
         self.series.reloaded(True)
@@ -85,10 +89,9 @@ class Live:
         # Time of the last write of evidence, and the sum of the counts in it.
         self._evidence_written = (-math.inf, 0)
         self._problem = ""  # what is wrong with the file as last seen
-        self._seen_digest = self._digest(file.read_bytes())
+        self._try_again = False  # whether to look at the file although it is as it was
         self._looked = 0.0
         self._warned: set[str] = set()
-        self._changing_policies: set[str] = set()  # names of policies that are being changed
         self.save()
 
     def _claimed(self) -> IO[str] | None:
@@ -102,11 +105,30 @@ class Live:
     def _restored(self, experiment: Experiment) -> Lifecycle:
         try:
             saved = None if self._state is None else state_file.load(self._state)
+            put = None if saved is None else Put.restored(saved)
+            if put is not None and put.file == self._seen_digest:
+                experiment = self._as_put(put, experiment)
             return Lifecycle(experiment, saved)
         except (StateFileError, ValueError) as error:
             raise Refused(
                 f"--kv-experiment-state {self._state}: {error}; mend it, or remove it to begin anew"
             ) from None
+
+    def _as_put(self, put: Put, experiment: Experiment) -> Experiment:
+        """The version that was put before a restart; the file's if it cannot be served now."""
+        try:
+            version = self.read(put.text, "the version that was put")
+        except PolicyError as error:
+            logger.error(
+                "The version of the experiment that was put cannot be served after the restart; "
+                "the one in %s is in use. Put it again when this is mended:\n%s",
+                self.file,
+                error,
+            )
+            return experiment
+        logger.info("The version that was put goes on until %s changes.", self.file)
+        self._put = put
+        return version
 
     def _begin(self, analysis: Analysis, seconds: float = 0.0) -> None:
         """Count in an analysis from now on; it has gone on for `seconds` already."""
@@ -372,11 +394,15 @@ class Live:
         self._change_count += 1
         self._state_written = (self.lifecycle.elapsed, self.lifecycle.step)
         try:
-            self._write(self._state, self.lifecycle.saved(), self._change_count)
+            self._write(self._state, self._standing(), self._change_count)
         except StateFileError as error:
             self._not_saved(self._state, error)
         else:
             self._saved(self._state)
+
+    def _standing(self) -> dict[str, Any]:
+        """Where the experiment stands, as the state file holds it."""
+        return self.lifecycle.saved() | ({} if self._put is None else self._put.saved())
 
     def _write(self, file: Path, saved: Mapping[str, Any], changes: int) -> None:
         """Write where the experiment stood after `changes` changes, unless there is a later one."""
@@ -398,7 +424,7 @@ class Live:
         ):
             return
         self._state_written = (elapsed, step)
-        saved = self.lifecycle.saved()
+        saved = self._standing()
         try:
             await asyncio.to_thread(self._write, self._state, saved, self._change_count)
         except StateFileError as error:
@@ -516,6 +542,18 @@ class Live:
             raise PolicyError(problems, definition.source)
         return experiment
 
+    def put(self, experiment: Experiment, text: str) -> bool:
+        """Go on with another version until the file changes, also after a restart.
+
+        Args:
+            text: the text that `experiment` was read from.
+
+        Returns:
+            Whether the analysis begins anew.
+        """
+        self._put = Put(text, self._seen_digest)
+        return self.replace(experiment)
+
     def replace(self, experiment: Experiment) -> bool:
         """Go on with another version. Returns whether the analysis begins anew."""
         anew = self.lifecycle.replace(experiment)
@@ -532,25 +570,35 @@ class Live:
         return anew
 
     def reload(self, content: bytes) -> None:
-        """Take up the file's content as it is now; if it is wrong, the last good version stays."""
+        """Take up the file's content as it is now; if it is wrong, the last good version stays.
+
+        A version that was put stays as well while the content is what it was then.
+        """
         digest = self._digest(content)
-        if digest == self._seen_digest:
+        if digest == self._seen_digest and not self._try_again:
             return
-        self._seen_digest = digest
+        self._seen_digest, self._try_again = digest, False
+        if self._put is not None and self._put.file == digest:
+            self._in_use()
+            return
         try:
-            self.replace(self.read(content.decode("utf-8"), str(self.file)))
+            experiment = self.read(content.decode("utf-8"), str(self.file))
         except (PolicyError, UnicodeDecodeError) as error:
             self._failed(str(error))
-            if self._changing_policies:
-                self._seen_digest = ""  # it may be right once these policies are served
+            self._try_again = bool(self._changing_policies)  # which may be served by then
         else:
-            self.reloaded, self._problem = True, ""
-            self.series.reloaded(True)
+            self._put = None
+            self.replace(experiment)
+            self._in_use()
 
     def unreadable(self, error: OSError) -> None:
         """Note that the file cannot be read; the last good version stays."""
-        self._seen_digest = ""
+        self._try_again = True
         self._failed(f"{self.file} cannot be read: {error}")
+
+    def _in_use(self) -> None:
+        self.reloaded, self._problem = True, ""
+        self.series.reloaded(True)
 
     def _failed(self, problem: str) -> None:
         if problem != self._problem:

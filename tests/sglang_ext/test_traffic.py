@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.definition.experiment import (
     Arm,
     CoverageStep,
@@ -610,6 +611,71 @@ def test_what_is_nested_too_deeply_is_refused(live):
     assert ask(live, "abort", b"[" * 100_000)[0] == 400
     with pytest.raises(Refused, match="nested too deeply"):
         _policy_in(b"[" * 100_000)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A function that starts a server with an experiment's file and state file."""
+    file, state = tmp_path / "experiment.json", tmp_path / "state.json"
+    file.write_text(json.dumps(as_document(EXPERIMENT)))
+    policies = {"snapkv": {}, "lava": {}, "lava@lava": {"rate": 0.25}}
+    return lambda: Live(reading.load(file).require(), file, policies, state)
+
+
+def put(live, **changes):
+    """The status of a `PUT` of the experiment with changes."""
+
+    async def body():
+        return json.dumps(as_document(replace(EXPERIMENT, **changes))).encode()
+
+    request = SimpleNamespace(body=body, query_params={})
+    return asyncio.run(Control(SimpleNamespace(live=live), catalog=None).replace(request))[0]
+
+
+def test_a_version_by_put_holds_until_the_file_changes(served):
+    live = served()
+    before = live.file.read_bytes()
+    assert put(live, enabled=False) == 200
+    live.reload(before)
+    live.unreadable(OSError("gone for a moment"))
+    assert not live.reloaded
+    live.reload(before)
+    assert (live.lifecycle.state, live.reloaded) == ("disabled", True)
+    again = served()
+    assert again.lifecycle.state == "disabled"
+    again.reload(b"experiment: [")  # half of it is written
+    again.reload(before)
+    assert (again.lifecycle.state, again.reloaded) == ("disabled", True)
+    again.reload(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))).encode())
+    assert (again.lifecycle.state, again.lifecycle.coverage) == ("running", 0.75)
+    again.reload(before)
+    assert (again.lifecycle.state, again.lifecycle.coverage) == ("running", 0.5)
+    assert served().lifecycle.state == "running"
+
+
+def test_a_file_that_changes_while_the_server_is_down_is_used(served):
+    live = served()
+    assert put(live, enabled=False) == 200
+    live.file.write_text(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))))
+    assert served().lifecycle.coverage == 0.75
+    assert served().lifecycle.state == "running"
+
+
+def test_a_version_by_put_that_cannot_be_served_any_more_is_said(served, tmp_path, caplog):
+    live = served()
+    other = (EXPERIMENT.arms[0], Arm("h2o", "h2o"))
+    live._served["h2o"] = {}
+    assert put(live, arms=other) == 200
+    assert served().experiment == EXPERIMENT
+    assert "cannot be served after the restart" in caplog.text
+    assert "no policy `h2o`" in caplog.text
+    state = tmp_path / "state.json"
+    for damage in ({"put": 1}, {"put": {"text": 1, "file": ""}}):
+        state.write_text(json.dumps(live.lifecycle.saved() | damage))
+        with pytest.raises(Refused, match="under `put` is damaged; mend it, or remove it"):
+            served()
+    state.write_text(json.dumps(live.lifecycle.saved()))  # of an earlier version of kvpolicy
+    assert served().experiment == EXPERIMENT
 
 
 def test_evidence_outlives_a_restart(tmp_path, caplog, monkeypatch):
