@@ -202,6 +202,8 @@ def _steer(args: argparse.Namespace) -> int:
 
     body = {name: getattr(args, name, None) for name in ("arm", "reason", "force")}
     asked = {name: value for name, value in body.items() if value}
+    if args.action == "promote":
+        return steering.promote(_replicas(args), asked, dry_run=args.dry_run)
     return steering.act(_replicas(args), args.action, asked)
 
 
@@ -355,7 +357,12 @@ def _promote_arguments(parser: argparse.ArgumentParser) -> None:
     _reason(parser)
     parser.add_argument("--arm", required=True, help="whose policy every request gets")
     parser.add_argument(
-        "--force", action="store_true", help="even if a guardrail is not cleared yet"
+        "--force",
+        action="store_true",
+        help="even if a guardrail is not cleared yet, or arms cannot be compared",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only ask the servers whether they would"
     )
 
 

@@ -85,14 +85,18 @@ class Replica:
             )
         return info
 
-    def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def act(self, action: str, body: Mapping[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Asks the server to `abort`, `pause`, `resume` or `promote`; returns its answer.
+
+        Args:
+            dry_run: only ask whether it would `promote`.
 
         Raises:
             Declined: the server refuses.
             PolicyError: nobody answers, the key is wrong, or there is no experiment.
         """
-        return self._asked("POST", f"{PATH}/{action}", self._admin_key, json.dumps(body))
+        path = f"{PATH}/{action}{'?dry_run=true' if dry_run else ''}"
+        return self._asked("POST", path, self._admin_key, json.dumps(body))
 
     def put(self, text: str, *, dry_run: bool) -> dict[str, Any]:
         """Sends another version of the experiment; returns the server's answer.

@@ -13,6 +13,7 @@ from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.definition.metrics import METRICS
 from kvpolicy.experiments.fleet.outlook import Outlook, outlook
+from kvpolicy.experiments.replica.alarms import kind_of
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.replica.lifecycle import ENDED, ExperimentState
 from kvpolicy.experiments.replica.verdict import Verdict
@@ -207,10 +208,10 @@ class Overview:
     def warnings(self) -> list[str]:
         """What makes the comparison untrue, what replicas disagree on, and unusable files."""
         warnings = self.analysis.warnings()
-        known = {warning.split(":")[0] for warning in warnings}
+        known = {kind_of(warning) for warning in warnings}
         for answer in self.answers:
             for warning in answer.document["warnings"]:
-                if warning.split(":")[0] not in known:
+                if kind_of(warning) not in known:
                     warnings.append(f"at {answer.name}: {warning}")
         return [*warnings, *self._standing()]
 

@@ -19,32 +19,38 @@ _GOAL = {
 
 
 def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> int:
-    """Makes all replicas abort, pause, resume or promote, and prints a line for each.
+    """Makes all replicas abort, pause or resume, and prints a line for each.
 
     If one replica cannot be reached, the others are told all the same.
 
     Args:
-        action: "abort", "pause", "resume" or "promote".
-        body: any of `arm`, `reason` and `force`.
+        action: "abort", "pause" or "resume".
+        body: any of `arm` and `reason`.
 
     Returns:
         The exit code: 0 if all replicas are in the state asked for, 1 if one declines, 2 if one
         cannot be told.
     """
 
-    def order(replica: Replica) -> str:
-        try:
-            answer = replica.act(action, body)
-        except Declined:
-            if _is_so(replica, action, body):
-                return f"{_GOAL[action]} already"
-            raise
-        what = answer["state"]
-        if action == "abort" and "arm" in body:
-            what = f"{what}, without arm {body['arm']}"
-        return f"{what}{'' if answer['changed'] else ' already'}"
+    return _each(replicas, lambda replica: _order(replica, action, body))
 
-    return _each(replicas, order)
+
+def promote(replicas: Sequence[Replica], body: Mapping[str, Any], *, dry_run: bool) -> int:
+    """Makes all replicas promote an arm if all of them would; prints a line for each.
+
+    Args:
+        body: `arm`, and any of `reason` and `force`.
+        dry_run: only ask whether they would.
+
+    Returns:
+        The exit code: 0 if all replicas promote it, 1 if one declines, 2 if one cannot be told.
+    """
+    return _all_or_none(
+        replicas,
+        lambda replica: _order(replica, "promote", body, dry_run=True),
+        lambda replica: _order(replica, "promote", body),
+        dry_run=dry_run,
+    )
 
 
 def put(replicas: Sequence[Replica], text: str, *, dry_run: bool) -> int:
@@ -57,14 +63,46 @@ def put(replicas: Sequence[Replica], text: str, *, dry_run: bool) -> int:
     Returns:
         The exit code: 0 if all replicas take it, 1 if one declines, 2 if one cannot be told.
     """
-    code = _each(replicas, lambda replica: _would(replica.put(text, dry_run=True)))
+    return _all_or_none(
+        replicas,
+        lambda replica: _would(replica.put(text, dry_run=True)),
+        lambda replica: _did(replica.put(text, dry_run=False)),
+        dry_run=dry_run,
+    )
+
+
+def _all_or_none(
+    replicas: Sequence[Replica],
+    ask: Callable[[Replica], str],
+    order: Callable[[Replica], str],
+    *,
+    dry_run: bool,
+) -> int:
+    """Gives an order that cannot be undone to all replicas if none of them declines when asked."""
+    code = _each(replicas, ask)
     if code:
         if len(replicas) > 1:
             print("nothing was changed anywhere", file=sys.stderr)
         return code
     if dry_run:
         return 0
-    return _each(replicas, lambda replica: _did(replica.put(text, dry_run=False)))
+    return _each(replicas, order)
+
+
+def _order(replica: Replica, action: str, body: Mapping[str, Any], *, dry_run: bool = False) -> str:
+    """What a replica answers to an order; with `dry_run`, to whether it would follow it."""
+    try:
+        answer = replica.act(action, body, dry_run=dry_run)
+    except Declined:
+        if _is_so(replica, action, body):
+            return f"{_GOAL[action]} already"
+        raise
+    if dry_run:
+        return f"would promote arm {body['arm']}"
+    what = answer["state"]
+    if action == "abort" and "arm" in body:
+        what = f"{what}, without arm {body['arm']}"
+    return f"{what}{'' if answer['changed'] else ' already'}"
 
 
 def _is_so(replica: Replica, action: str, body: Mapping[str, Any]) -> bool:

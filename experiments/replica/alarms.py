@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY, Experiment
 from kvpolicy.experiments.replica.arm_record import ArmRecord
@@ -24,6 +25,29 @@ _WHY = {
 }
 
 
+@dataclass(frozen=True)
+class Alarm:
+    """A warning that holds now.
+
+    Attributes:
+        kind: what is wrong, the same while figures change.
+        about: figures, a likely cause and a remedy.
+        untrue: whether nothing can be compared while it holds: no arm is promoted then.
+    """
+
+    kind: str
+    about: str
+    untrue: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.about}"
+
+
+def kind_of(warning: str) -> str:
+    """The kind of an alarm whose text is `warning`."""
+    return warning.split(":")[0]
+
+
 def alarms(
     experiment: Experiment,
     records: Mapping[str, ArmRecord],
@@ -31,10 +55,8 @@ def alarms(
     majority: MajorityKey,
     sources: Sequence[int],
     windows: Windows,
-) -> list[str]:
-    """The warnings that hold now, the gravest first.
-
-    The text before the first colon holds no figures, so it identifies a warning.
+) -> list[Alarm]:
+    """The alarms that hold now, the gravest first.
 
     Args:
         records: what was seen of each arm, by its name.
@@ -49,36 +71,39 @@ def alarms(
     ]
 
 
-def _one_key(majority: MajorityKey) -> Iterator[str]:
+def _one_key(majority: MajorityKey) -> Iterator[Alarm]:
     if majority.dominates:
         count, requests = majority.shown()
-        yield (
-            f"all traffic in one arm: one key carries {count:,} of the last {requests:,} requests, "
-            "as when a gateway strips or overwrites the key; let it pass, or put a key first in "
-            "`targeting_key` that the gateway keeps"
+        yield Alarm(
+            "all traffic in one arm",
+            f"one key carries {count:,} of the last {requests:,} requests, as when a gateway "
+            "strips or overwrites the key; let it pass, or put a key first in `targeting_key` "
+            "that the gateway keeps",
+            untrue=True,
         )
 
 
-def _no_key(experiment: Experiment, sources: Sequence[int]) -> Iterator[str]:
+def _no_key(experiment: Experiment, sources: Sequence[int]) -> Iterator[Alarm]:
     kinds = [key.kind for key in experiment.targeting_key]
     if "rid" not in kinds:
         return
     place = kinds.index("rid")
     if place and sources[place] >= ENOUGH and not any(sources[:place]):
         names = ", ".join(f"`{key}`" for key in experiment.targeting_key[:place])
-        yield (
-            f"no key: none of {sources[place]:,} requests has one ({names}), so each is drawn by "
-            "its own id and a user meets several arms; let clients send a key, or the gateway "
-            "pass it"
+        yield Alarm(
+            "no key",
+            f"none of {sources[place]:,} requests has one ({names}), so each is drawn by its own "
+            "id and a user meets several arms; let clients send a key, or the gateway pass it",
         )
 
 
-def _sample_ratio(experiment: Experiment, keys: DistinctKeys) -> Iterator[str]:
+def _sample_ratio(experiment: Experiment, keys: DistinctKeys) -> Iterator[Alarm]:
     for stage, ratio in keys.ratios.items():
         if ratio.p_value < ALARM:
-            yield (
-                f"sample ratio mismatch at the stage `{stage}`: {_counts(experiment, ratio)}; "
-                + (f"{_WHY[stage]}; until then compare nothing")
+            yield Alarm(
+                f"sample ratio mismatch at the stage `{stage}`",
+                f"{_counts(experiment, ratio)}; {_WHY[stage]}; until then compare nothing",
+                untrue=True,
             )
             return  # a mismatch passes on to the later stages
 
@@ -93,7 +118,7 @@ def _counts(experiment: Experiment, ratio: SampleRatio) -> str:
     return f"{', '.join(parts)}, p = {ratio.p_value:.1g}"
 
 
-def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator[str]:
+def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator[Alarm]:
     control = experiment.control
     if control.policy != NO_POLICY:  # then control's drift is what its policy loses
         return
@@ -105,22 +130,25 @@ def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator
             seen.n >= experiment.analysis.min_samples
             and seen.total > NOISE * metric.margin * seen.n
         ):
-            yield (
-                f"noise in `{metric.metric}`: control has {seen.mean:.3g} with full KV on both "
-                f"sides, more than a quarter of the margin {metric.margin:.3g}, as prefill and "
-                "decode kernels differ; raise the margin to four times this noise"
+            yield Alarm(
+                f"noise in `{metric.metric}`",
+                f"control has {seen.mean:.3g} with full KV on both sides, more than a quarter of "
+                f"the margin {metric.margin:.3g}, as prefill and decode kernels differ; raise the "
+                "margin to four times this noise",
             )
 
 
-def _windows(windows: Windows) -> Iterator[str]:
+def _windows(windows: Windows) -> Iterator[Alarm]:
     values = windows.taken + windows.late
     if windows.late > LATE * values:
-        yield (
-            f"late values: {windows.late:,} of {values:,} came when their window was closed and do "
-            "not count; make `window` longer than requests take, and look at the server's clock"
+        yield Alarm(
+            "late values",
+            f"{windows.late:,} of {values:,} came when their window was closed and do not count; "
+            "make `window` longer than requests take, and look at the server's clock",
         )
     if windows.full:
-        yield (
-            "no more windows: there are as many as are kept and later ones do not count; end "
-            "the experiment, or make `window` longer"
+        yield Alarm(
+            "no more windows",
+            "there are as many as are kept and later ones do not count; end the experiment, or "
+            "make `window` longer",
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.definition.metrics import METRICS
-from kvpolicy.experiments.replica.alarms import alarms
+from kvpolicy.experiments.replica.alarms import Alarm, alarms
 from kvpolicy.experiments.replica.arm_record import empty_record
 from kvpolicy.experiments.replica.assignment import in_burn_in, window_of
 from kvpolicy.experiments.replica.judge import judge
@@ -153,11 +153,15 @@ class Analysis:
         """The verdicts on the metrics in the arms of a weight above 0, as `judge.judge` says."""
         return judge(self.experiment, self.records, self.windows)
 
-    def warnings(self) -> list[str]:
-        """Sentences on what makes the comparison untrue, each with a cause and a remedy."""
+    def alarms(self) -> list[Alarm]:
+        """What makes the comparison untrue now, the gravest first."""
         return alarms(
             self.experiment, self.records, self.distinct, self.majority, self.sources, self.windows
         )
+
+    def warnings(self) -> list[str]:
+        """The alarms as sentences, each with a cause and a remedy."""
+        return [str(alarm) for alarm in self.alarms()]
 
     def p_values(self) -> dict[str, float]:
         """p-value of the sample-ratio test at each stage; below `sample_ratio.ALARM` it alarms."""

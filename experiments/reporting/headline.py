@@ -11,7 +11,6 @@ from kvpolicy.experiments.fleet.overview import Overview
 from kvpolicy.experiments.replica.lifecycle import ExperimentState
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.reporting import words
-from kvpolicy.experiments.statistics.sample_ratio import ALARM
 
 Tone = Literal["good", "bad", "open"]
 
@@ -37,9 +36,9 @@ def headline(overview: Overview) -> Headline:
         return _promoted(overview)
     if overview.state == ExperimentState.DISABLED:
         return Headline("open", "Disabled in its file: every request gets the default.")
-    untrue = _untrue(overview)
+    untrue = [alarm.kind for alarm in overview.analysis.alarms() if alarm.untrue]
     if untrue:
-        return Headline("bad", f"Compare nothing: {untrue}.")
+        return Headline("bad", f"Compare nothing: {untrue[0]}.")
     breached = [
         verdict
         for verdict in overview.guardrails
@@ -97,15 +96,6 @@ def _promoted(overview: Overview) -> Headline:
     policy = overview.experiment.arm(arm).policy
     sentence = f"Promoted{where}: arm `{arm}` serves every request with `{policy}`{reason}."
     return Headline("good", sentence)
-
-
-def _untrue(overview: Overview) -> str | None:
-    """Why the arms cannot be compared at all."""
-    if overview.analysis.majority.dominates:
-        return "one key carries most of the requests, as when a gateway strips the keys"
-    if any(p < ALARM for p in overview.analysis.p_values().values()):
-        return "keys do not reach the arms as the weights say"
-    return None
 
 
 def _breached(overview: Overview, breached: list[Verdict]) -> str:

@@ -6,7 +6,7 @@
     DELETE /kv_policy/policies/NAME        serve it no longer; requests that run keep it
     GET  /kv_policy/experiment?keys=       where the experiment stands and what was seen
     PUT  /kv_policy/experiment?dry_run=    another version of it, as YAML or JSON
-    POST /kv_policy/experiment/abort, /pause, /resume, /promote
+    POST /kv_policy/experiment/abort, /pause, /resume, /promote?dry_run=
 
 All but GET need the admin key (`--admin-api-key`), and are refused where none is configured.
 """
@@ -54,7 +54,7 @@ class Control:
             ("POST", "/kv_policy/experiment/abort", self.abort),
             ("POST", "/kv_policy/experiment/pause", self.pause),
             ("POST", "/kv_policy/experiment/resume", self.resume),
-            ("POST", "/kv_policy/experiment/promote", self.promote),
+            ("POST", "/kv_policy/experiment/promote", self.promote, "dry_run"),
         ):
             checked = partial(_with_flags, endpoint, flags)
             compat.add_route(path, method, checked, admin=method != "GET")
@@ -172,8 +172,12 @@ class Control:
         return await self._end(request, _abort, "arm", "reason")
 
     async def promote(self, request: Any) -> tuple[int, Any]:
-        """End the experiment: requests get an arm's policy."""
-        return await self._end(request, _promote, "arm", "reason", "force")
+        """End the experiment: requests get an arm's policy; with `dry_run`, only whether it may."""
+        dry = _flag(request, "dry_run")
+        if dry is None:
+            return _problem(400, "dry_run is neither true nor false")
+        act = _promotes if dry else _promote
+        return await self._end(request, act, "arm", "reason", "force")
 
     async def pause(self, request: Any) -> tuple[int, Any]:
         """Take no further steps."""
@@ -286,29 +290,45 @@ def _abort(live: Live, body: Mapping[str, Any]) -> bool:
 
 
 def _promote(live: Live, body: Mapping[str, Any]) -> bool:
+    return _promotes(live, body) and live.promote(
+        live.experiment.arm(body["arm"]), _reason(body, "an operator")
+    )
+
+
+def _promotes(live: Live, body: Mapping[str, Any]) -> bool:
+    """Whether an arm may be promoted, which a running experiment does.
+
+    Raises:
+        ValueError: it may not; the message says why.
+    """
     name = body.get("arm")
     names = [arm.name for arm in live.experiment.arms]
     if name not in names:
         arms_text = ", ".join(f"`{arm}`" for arm in names)
         raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {arms_text}')
-    forced, advice = body.get("force") is True, 'send {"force": true} with it'
-    if name in live.lifecycle.rolled_back and not forced:
+    if body.get("force") is True or name == live.experiment.control.name:
+        return True
+    advice = 'send {"force": true} with it (`--force`)'
+    if name in live.lifecycle.rolled_back:
         raise ValueError(
             f"arm `{name}` was rolled back: {live.lifecycle.rolled_back[name]}; "
             f"to promote it all the same, {advice}"
         )
+    for alarm in live.analysis.alarms():
+        if alarm.untrue:
+            raise ValueError(
+                f"arms cannot be compared: {alarm}; to promote `{name}` all the same, {advice}"
+            )
     undecided = _undecided(live, name)
-    if undecided and not forced:
+    if undecided:
         raise ValueError(
             f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or {advice}"
         )
-    return live.promote(live.experiment.arm(name), _reason(body, "an operator"))
+    return True
 
 
 def _undecided(live: Live, arm: str) -> list[str]:
     """Guardrails of an arm that are not cleared; an arm that gets no requests has no verdicts."""
-    if arm == live.experiment.control.name:
-        return []
     cleared = {
         verdict.metric
         for verdict in live.analysis.verdicts()

@@ -314,11 +314,10 @@ class Live:
         for verdict in verdicts:
             if verdict.outcome == "breached" and self.lifecycle.state not in ENDED:
                 self._breached(verdict)
-        for warning in self.analysis.warnings():
-            kind = warning.split(":")[0]
-            if kind not in self._warned:
-                self._warned.add(kind)
-                logger.warning("KV-cache experiment %s: %s", self.experiment.name, warning)
+        for alarm in self.analysis.alarms():
+            if alarm.kind not in self._warned:
+                self._warned.add(alarm.kind)
+                logger.warning("KV-cache experiment %s: %s", self.experiment.name, alarm)
 
     def _breached(self, verdict: Verdict) -> None:
         if self.experiment.analysis.on_fail == "abort":

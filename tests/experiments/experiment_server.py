@@ -53,7 +53,8 @@ class Endpoints:
             return 200, self.made.document()
         if method == "PUT":
             return self._put(self.made, body.decode(), parse_qs(url.query)["dry_run"] == ["true"])
-        return self._act(self.made, url.path.removeprefix(f"{PATH}/"), json.loads(body or b"{}"))
+        action, asked = url.path.removeprefix(f"{PATH}/"), json.loads(body or b"{}")
+        return self._act(self.made, action, asked, parse_qs(url.query).get("dry_run") == ["true"])
 
     def _put(self, made: Made, text: str, dry: bool) -> Reply:
         if self.refuses:
@@ -72,7 +73,7 @@ class Endpoints:
             "revision": experiment.revision, "begins_anew": anew, "dry_run": dry, "state": state,
         }  # fmt: skip
 
-    def _act(self, made: Made, action: str, body: dict[str, Any]) -> Reply:
+    def _act(self, made: Made, action: str, body: dict[str, Any], dry: bool) -> Reply:
         life = made.lifecycle
         if life.state in ENDED:
             return 409, {"error": {"message": f"experiment is {life.state} already"}}
@@ -90,7 +91,7 @@ class Endpoints:
             )
             if not cleared and body.get("force") is not True:
                 return 409, {"error": {"message": f"arm `{body['arm']}` is not cleared yet"}}
-            new = life.promote(body["arm"], reason)
+            new = dry or life.promote(body["arm"], reason)
         else:
             new = life.pause() if action == "pause" else life.resume()
         return 200, {"state": life.state.value, "changed": new}

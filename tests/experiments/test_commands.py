@@ -135,11 +135,29 @@ def test_promote_needs_a_cleared_arm_or_force(capsys):
         code, out, err = run(capsys, *words)
         assert (code, out) == (1, "")
         assert err == f"{url}: declined: arm `lava-25` is not cleared yet\n"
-        assert run(capsys, *words, "--force")[:2] == (0, f"{url}: promoted\n")
-        assert run(capsys, *words)[:2] == (0, f"{url}: promoted already\n")
+        would = f"{url}: would promote arm lava-25\n"
+        assert run(capsys, *words, "--force", "--dry-run")[:2] == (0, would)
+        assert endpoints.made.lifecycle.state == "running"
+        assert run(capsys, *words, "--force")[:2] == (0, f"{would}{url}: promoted\n")
+        assert run(capsys, *words)[:2] == (0, f"{url}: promoted already\n" * 2)
         code, _, err = run(capsys, "abort", "--url", url)
         assert code == 1
         assert "promoted already" in err
+
+
+@pytest.mark.parametrize("declines", [True, False])
+def test_promote_changes_all_replicas_or_none(capsys, declines):
+    """An end is latched: replicas that have one would not come back to the others."""
+    first, second = Endpoints(made(3000)), Endpoints(made(0))
+    with serving(first) as one, serving(second) as two:
+        words = ("promote", "--arm", "lava-25", "--url", one)
+        other = two if declines else "127.0.0.1:9"
+        code, _, err = run(capsys, *words, "--url", other)
+        assert code == (1 if declines else 2)
+        assert err.endswith("nothing was changed anywhere\n")
+        assert first.made.lifecycle.state == second.made.lifecycle.state == "running"
+        assert run(capsys, *words, "--url", two, "--force")[0] == 0
+    assert first.made.lifecycle.state == second.made.lifecycle.state == "promoted"
 
 
 def test_one_replica_that_is_gone_keeps_no_other_from_ending(capsys):

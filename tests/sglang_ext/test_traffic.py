@@ -568,14 +568,15 @@ def test_two_servers_do_not_share_a_state_file(stepping, tmp_path):
     begin()
 
 
-def ask(live, action, body):
+def ask(live, action, body, **query):
     """Status and answer of the endpoint that ends an experiment, or one of its arms."""
 
     async def content():
         return body if isinstance(body, bytes) else json.dumps(body).encode()
 
     control = Control(SimpleNamespace(live=live), catalog=None)
-    return asyncio.run(getattr(control, action)(SimpleNamespace(body=content)))
+    request = SimpleNamespace(body=content, query_params=query)
+    return asyncio.run(getattr(control, action)(request))
 
 
 def test_an_arm_that_gets_no_requests_is_not_cleared(tmp_path):
@@ -598,6 +599,31 @@ def test_an_arm_that_was_rolled_back_is_not_promoted_by_accident(live, monkeypat
     status, answer = ask(live, "promote", {"arm": "lava"})
     assert status == 409
     assert "was rolled back: complaints; to promote it all the same" in answer["error"]["message"]
+    assert ask(live, "promote", {"arm": "lava", "force": True})[0] == 200
+
+
+@pytest.mark.parametrize("guardrails", [True, False])
+def test_an_arm_that_cannot_be_compared_is_not_promoted_by_accident(
+    tmp_path, monkeypatch, guardrails
+):
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+    metric = Metric("error_rate", *(("guardrail", 0.1) if guardrails else ("info",)))
+    live = Live(replace(EXPERIMENT, metrics=(metric,)), file, {"snapkv": {}, "lava": {}})
+    monkeypatch.setattr(live.analysis, "verdicts", lambda: [CLEARED])
+    assert ask(live, "promote", {"arm": "lava"}, dry_run="true") == (
+        200,
+        {"state": "running", "changed": True},
+    )
+    for key in range(200):
+        live.analysis.assigned("control", key)
+    status, answer = ask(live, "promote", {"arm": "lava"})
+    assert status == 409
+    assert "arms cannot be compared: sample ratio mismatch" in answer["error"]["message"]
+    assert "`--force`" in answer["error"]["message"]
+    assert live.lifecycle.state == "running"
+    assert ask(live, "promote", {"arm": "control"}, dry_run="true")[0] == 200
+    assert ask(live, "promote", {"arm": "lava"}, dry_run="maybe")[0] == 400
     assert ask(live, "promote", {"arm": "lava", "force": True})[0] == 200
 
 
