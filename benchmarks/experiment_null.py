@@ -77,9 +77,8 @@ def run(server: Server, document: dict[str, Any], keys: Sequence[str], options: 
         found = server.session.get(f"{server.url}/kv_policy/experiment", timeout=60).json()
         seen = sum(sum(each.values()) for each in found["shadow"].values())
         finished = sum(arm["finished"] for arm in found["analysis"]["arms"].values())
-        wanted = options.before + finished * (document["shadow"]["sample"] == "100 %")
+        wanted = finished * (document["shadow"]["sample"] == "100 %")
         if finished == len(keys) and seen >= wanted:
-            options.before = seen
             return found
         time.sleep(0.2)
 
@@ -103,7 +102,6 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=10, help="tokens generated")
     parser.add_argument("--at-once", type=int, default=6)
     options = parser.parse_args()
-    options.before = 0
     rows, data = [], {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "experiment.yaml")

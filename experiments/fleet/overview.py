@@ -16,12 +16,13 @@ from kvpolicy.experiments.fleet.outlook import Outlook, outlook
 from kvpolicy.experiments.replica.alarms import kind_of
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.replica.lifecycle import ENDED, ExperimentState
+from kvpolicy.experiments.replica.scoring import Share
 from kvpolicy.experiments.replica.verdict import Verdict
 
 _NEEDED = (
     "experiment", "name", "revision", "digest", "state", "reason", "promoted", "rolled_back",
     "coverage", "default", "elapsed_seconds", "step", "steps", "next_step_in_seconds", "log",
-    "reload", "state_saved", "warnings", "analysis", "shadow",
+    "reload", "state_saved", "warnings", "analysis",
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ class ArmRow:
             None before the first.
         gone: whether a replica has rolled it back; then `wanted` is 0 and `seen` None.
         means: mean of each metric of `TALLIES` in its unit; None before the first value.
+        compared: the part of its sampled requests that was compared; None before the first.
     """
 
     arm: str
@@ -65,6 +67,7 @@ class ArmRow:
     seen: float | None
     gone: bool
     means: Mapping[str, float | None]
+    compared: Share | None
 
 
 class Overview:
@@ -169,6 +172,7 @@ class Overview:
                 seen=shared[arm.name] / total if total and arm.name in left else None,
                 gone=arm.name not in left,
                 means={name: tally.mean for name, tally in records[arm.name].tallies.items()},
+                compared=records[arm.name].scoring.share,
             )
             for arm in self.experiment.arms
         ]
@@ -265,13 +269,8 @@ class Overview:
     @property
     def shadow(self) -> dict[str, dict[str, int]]:
         """Arm -> outcome -> number of sampled requests."""
-        arms: dict[str, dict[str, int]] = {}
-        for answer in self.answers:
-            for arm, outcomes in answer.document["shadow"].items():
-                counts = arms.setdefault(arm, {})
-                for outcome, count in outcomes.items():
-                    counts[outcome] = counts.get(outcome, 0) + int(count)
-        return arms
+        records = self.analysis.records
+        return {arm: dict(record.scoring.requests) for arm, record in records.items()}
 
     def as_document(self) -> dict[str, Any]:
         """Everything as a JSON value, from which `saved.read` reads the replicas' answers."""

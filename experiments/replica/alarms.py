@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpolicy.experiments.definition.experiment import NO_POLICY, Experiment
 from kvpolicy.experiments.replica.arm_record import ArmRecord
+from kvpolicy.experiments.replica.scoring import COMPARED
 from kvpolicy.experiments.replica.windows import Windows
 from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
 from kvpolicy.experiments.statistics.majority_key import ENOUGH, MajorityKey
 from kvpolicy.experiments.statistics.sample_ratio import ALARM, SampleRatio
 
 NOISE = 1 / 4  # largest share of the margin that control's drift may reach without a warning
+FEW = 0.9  # share of the sampled requests, or of their tokens, below which too few are compared
+SAMPLED = 100  # sampled requests of an arm before that is looked at
 LATE = 1 / 100  # largest share of values that may come after their window has closed
 
 _WHY = {
@@ -32,12 +35,15 @@ class Alarm:
     Attributes:
         kind: what is wrong, the same while figures change.
         about: figures, a likely cause and a remedy.
-        untrue: whether nothing can be compared while it holds: no arm is promoted then.
+        untrue: whether nothing can be compared while it holds.
+        one_sided: whether what is compared may differ from what is served. While this or `untrue`
+            holds, no arm is promoted.
     """
 
     kind: str
     about: str
     untrue: bool = False
+    one_sided: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.about}"
@@ -66,6 +72,7 @@ def alarms(
         *_one_key(majority),
         *_no_key(experiment, sources),
         *_sample_ratio(experiment, keys),
+        *_left_out(experiment, records, keys.retired),
         *_noise(experiment, records),
         *_windows(windows),
     ]
@@ -116,6 +123,42 @@ def _counts(experiment: Experiment, ratio: SampleRatio) -> str:
         if share or count
     ]
     return f"{', '.join(parts)}, p = {ratio.p_value:.1g}"
+
+
+_MORE = {
+    "busy": "the server is hardly ever idle: lower its load",
+    "no_room": "raise `--kv-experiment-slots`",
+    "queue_full": "lower `shadow.sample`",
+    "over_budget": "raise `shadow.tokens_per_second`",
+    "too_long": "prompt and output fill the model's context",
+    "not_comparable": "prompts that are not only tokens, and other weights, are not compared",
+    "failed": "the log says why",
+}
+
+
+def _left_out(
+    experiment: Experiment, records: Mapping[str, ArmRecord], retired: Collection[str]
+) -> Iterator[Alarm]:
+    if not any(metric.kind.shadow for metric in experiment.metrics):
+        return
+    for arm, record in records.items():
+        share = record.scoring.share
+        if arm in retired or share is None or share.sampled < SAMPLED or share.least >= FEW:
+            continue
+        left_out = {
+            outcome: count
+            for outcome, count in record.scoring.requests.items()
+            if count and outcome in _MORE
+        }
+        most = max(left_out, key=lambda outcome: record.scoring.requests[outcome])
+        reasons = ", ".join(f"{count:,} `{outcome}`" for outcome, count in left_out.items())
+        yield Alarm(
+            f"requests of `{arm}` that are not scored again",
+            f"{record.scoring.requests[COMPARED]:,} of {share.sampled:,} sampled ones are compared "
+            f"({share.requests:.1%}), with {share.tokens:.1%} of their tokens ({reasons}); where "
+            f"length decides, drift is not that of what is served; {_MORE[most]}",
+            one_sided=True,
+        )
 
 
 def _noise(experiment: Experiment, records: Mapping[str, ArmRecord]) -> Iterator[Alarm]:

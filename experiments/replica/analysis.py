@@ -138,6 +138,15 @@ class Analysis:
         if len(self._worst) > WORST:
             heapq.heappop(self._worst)
 
+    def sample_ended(self, arm: str, outcome: str, tokens: int) -> None:
+        """Counts what became of a request that was sampled to be scored again.
+
+        Args:
+            outcome: one of `scoring.OUTCOMES`; a compared one has been given to `shadowed` too.
+            tokens: those of its prompt and output.
+        """
+        self.records[arm].scoring.add(outcome, tokens)
+
     @property
     def worst(self) -> list[dict[str, Any]]:
         """The shadowed requests with the largest drift, in falling order, at most `WORST`.

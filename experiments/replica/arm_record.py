@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpolicy.experiments.definition.experiment import Experiment, Metric
+from kvpolicy.experiments.replica.scoring import Scoring
 from kvpolicy.experiments.statistics.bounded_mean import BoundedMean, finite
 from kvpolicy.experiments.statistics.difference import PairedDifference
 
@@ -38,6 +39,7 @@ class ArmRecord:
 
     Attributes:
         requests: assigned ones.
+        scoring: what became of the sampled ones.
         tallies: number and sum of the values of each metric of `TALLIES`.
         means: bounded means, by metric. A metric has one of these, a difference to control, or
             neither: where its values have no bound, or where windows are compared.
@@ -49,6 +51,7 @@ class ArmRecord:
     failed: int = 0
     shadowed: int = 0
     shadowed_tokens: int = 0
+    scoring: Scoring = field(default_factory=Scoring)
     tallies: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in TALLIES})
     means: dict[str, BoundedMean] = field(default_factory=dict)
     differences: dict[str, PairedDifference] = field(default_factory=dict)
@@ -57,6 +60,7 @@ class ArmRecord:
         """The record as a JSON value."""
         return {
             **{name: getattr(self, name) for name in _COUNTS},
+            "scoring": self.scoring.as_document(),
             "tallies": {name: [tally.n, tally.total] for name, tally in self.tallies.items()},
             "means": {name: mean.as_document() for name, mean in self.means.items()},
             "differences": {
@@ -77,6 +81,8 @@ class ArmRecord:
                 n, total = document["tallies"][name]
                 tally.n += int(n)
                 tally.total += finite(total)
+        # Evidence of earlier versions has no outcomes.
+        self.scoring.take([document.get("scoring", {}) for document in documents])
         for name, mean in self.means.items():
             read = [BoundedMean.from_document(document["means"][name]) for document in documents]
             self.means[name] = BoundedMean.pooled([mean, *read])

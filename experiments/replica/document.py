@@ -16,7 +16,6 @@ def document(
     *,
     reload: Mapping[str, Any],
     state_saved: bool,
-    shadow: Mapping[str, Mapping[str, int]],
     analysed_seconds: float | None = None,
     with_keys: bool = True,
 ) -> dict[str, Any]:
@@ -26,7 +25,6 @@ def document(
         reload: `success`: whether the file as last read is in use; `problem`: what is wrong with
             it, or None.
         state_saved: whether the state file is up to date.
-        shadow: arm -> outcome -> number of sampled requests.
         analysed_seconds: seconds since the analysis began, for the rate of samples; None where it
             is not known.
         with_keys: include hashes of the keys, by which replicas that share keys are pooled.
@@ -44,5 +42,5 @@ def document(
         "warnings": analysis.warnings(),
         "analysis": analysis.as_document(with_keys=with_keys),
         "analysed_seconds": None if analysed_seconds is None else round(analysed_seconds, 1),
-        "shadow": {arm: dict(outcomes) for arm, outcomes in shadow.items()},
+        "shadow": {arm: dict(record.scoring.requests) for arm, record in analysis.records.items()},
     }

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvpolicy.experiments.definition.experiment import NO_POLICY, as_document
 from kvpolicy.experiments.definition.fmt import format_text
 from kvpolicy.experiments.fleet.overview import ArmRow, Overview
+from kvpolicy.experiments.replica.scoring import OUTCOMES
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.reporting import words
 from kvpolicy.experiments.reporting.charts import BYTES, NAMES, TIMES, change
@@ -261,13 +262,21 @@ def _worst(overview: Overview) -> str:
 def _shadow(overview: Overview) -> str:
     if overview.experiment.shadow is None:
         return _about("Nothing is scored again: the experiment has no shadow.")
-    outcomes = list(dict.fromkeys(name for counts in overview.shadow.values() for name in counts))
     rows = [
-        [arm, *(f"{counts.get(name, 0):,}" for name in outcomes)]
-        for arm, counts in overview.shadow.items()
+        [
+            row.arm,
+            words.percent(None if row.compared is None else row.compared.requests),
+            words.percent(None if row.compared is None else row.compared.tokens),
+            *(f"{overview.shadow[row.arm][name]:,}" for name in OUTCOMES),
+        ]
+        for row in overview.rows
     ]
-    head = ["Arm ", *(name.replace("_", " ") for name in outcomes)]
-    text = "What became of the requests that were sampled to be scored again."
+    head = ["Arm ", "Requests compared", "Tokens compared"]
+    head += [name.replace("_", " ").capitalize() for name in OUTCOMES]
+    text = (
+        "What became of the requests that were sampled to be scored again. Where few are compared, "
+        "as long ones are not, the drift on this page is not that of what is served."
+    )
     return _about(text) + table("Shadow requests by outcome", head, rows)
 
 

@@ -175,9 +175,19 @@ def _warnings(overview: Overview, width: int) -> Iterator[str]:
 
 def _shadow(overview: Overview, width: int) -> Iterator[str]:
     if overview.experiment.shadow is not None:
-        parts = [f"{arm}: {outcomes_text(counts)}" for arm, counts in overview.shadow.items()]
-        text = "; ".join(parts) or "nothing sampled yet"
+        parts = [
+            f"{row.arm}: {outcomes_text(overview.shadow[row.arm])}{_compared(row)}"
+            for row in overview.rows
+        ]
+        text = "; ".join(parts)
         yield from textwrap.wrap(f"shadow of {text}", width, subsequent_indent="  ")
+
+
+def _compared(row: ArmRow) -> str:
+    if row.compared is None:
+        return ""
+    share, tokens = words.percent(row.compared.requests), words.percent(row.compared.tokens)
+    return f" ({share} compared, {tokens} of their tokens)"
 
 
 def outcomes_text(counts: Mapping[str, int]) -> str:

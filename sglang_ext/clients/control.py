@@ -315,7 +315,7 @@ def _promotes(live: Live, body: Mapping[str, Any]) -> bool:
             f"to promote it all the same, {advice}"
         )
     for alarm in live.analysis.alarms():
-        if alarm.untrue:
+        if alarm.untrue or alarm.one_sided:
             raise ValueError(
                 f"arms cannot be compared: {alarm}; to promote `{name}` all the same, {advice}"
             )

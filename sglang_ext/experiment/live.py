@@ -289,6 +289,17 @@ class Live:
         )
         self.look()
 
+    def sample_ended(self, assigned: Mapping[str, Any], outcome: str, tokens: int) -> None:
+        """Note what became of a request that was sampled to be scored against full KV.
+
+        Args:
+            outcome: one of `scoring.OUTCOMES`.
+            tokens: those of its prompt and output.
+        """
+        self.series.shadow(assigned["arm"], outcome)
+        if assigned["revision"] == self.experiment.revision:
+            self.analysis.sample_ended(assigned["arm"], outcome, tokens)
+
     def compares(self, assigned: Mapping[str, Any]) -> bool:
         """Whether a request counts in the running analysis."""
         same_revision = assigned["revision"] == self.experiment.revision
@@ -631,7 +642,6 @@ class Live:
             self.analysis,
             reload={"success": self.reloaded, "problem": self._problem or None},
             state_saved=self.state_saved,
-            shadow=self.series.outcomes(),
             analysed_seconds=time.monotonic() - self._analysed,
             with_keys=with_keys,
         )

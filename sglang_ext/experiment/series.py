@@ -8,25 +8,12 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.experiments.replica.lifecycle import ExperimentState, Lifecycle
+from kvpolicy.experiments.replica.scoring import OUTCOMES
 
 if TYPE_CHECKING:
     from kvpolicy.experiments.replica.analysis import Analysis, Verdict
 
-OUTCOMES = ("ok", "failed", "aborted")
-# What became of a sampled request: compared, or why not.
-COMPARED = "compared"
-SHADOWS = (
-    COMPARED,
-    "busy",  # no idle moment came in time
-    "no_room",  # no slots were free in time
-    "queue_full",
-    "over_budget",  # tokens per second
-    "too_long",  # prompt and output fill the model's context
-    "one_token",  # its only token comes from the prefill
-    "not_comparable",  # its distributions were not all taken, or its prompt is not tokens
-    "superseded",  # it belongs to a revision, or an experiment, that has ended
-    "failed",
-)
+ENDS = ("ok", "failed", "aborted")
 _PREFIX = "sglang:kv_experiment_"
 _DRIFT = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats per token
 
@@ -82,7 +69,6 @@ class Series:
         self._experiment = experiment
         self._metrics: dict[str, Any] | None = None
         self._base: dict[str, str] = {}
-        self._shadows = {arm.name: dict.fromkeys(SHADOWS, 0) for arm in experiment.arms}
         self._gauges: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # as last set
         self._no_keys()
 
@@ -139,13 +125,12 @@ class Series:
         for key in ("none", *map(str, experiment.targeting_key)):
             self._count("key_sources_total", 0, source=key)
         for arm in experiment.arms:
-            self._shadows.setdefault(arm.name, dict.fromkeys(SHADOWS, 0))
             self._count(
                 "assignments_total", 0, kv_arm=arm.name, reason=AssignmentReason.SPLIT.value
             )
+            for end in ENDS:
+                self._count("finished_total", 0, kv_arm=arm.name, outcome=end)
             for outcome in OUTCOMES:
-                self._count("finished_total", 0, kv_arm=arm.name, outcome=outcome)
-            for outcome in SHADOWS:
                 self._count("shadow_total", 0, kv_arm=arm.name, outcome=outcome)
             for name in ("shadow_tokens_total", "shadow_top1_disagreements_total"):
                 self._count(name, 0, kv_arm=arm.name)
@@ -171,13 +156,8 @@ class Series:
         self._count("saved_bytes_total", max(before - after, 0), kv_arm=arm)
 
     def shadow(self, arm: str, outcome: str) -> None:
-        """A sampled request was compared, or why not: `outcome` is one of `SHADOWS`."""
-        self._shadows[arm][outcome] += 1
+        """A sampled request was compared, or why not: `outcome` is one of `OUTCOMES`."""
         self._count("shadow_total", 1, kv_arm=arm, outcome=outcome)
-
-    def outcomes(self) -> dict[str, dict[str, int]]:
-        """What became of sampled requests, by arm."""
-        return {arm: dict(counts) for arm, counts in self._shadows.items()}
 
     def drift(self, arm: str, drift: float, top1: float, tokens: int) -> None:
         """A sampled request was compared with full KV; arguments as in `Live.shadowed`."""

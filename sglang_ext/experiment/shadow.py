@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 from kvpolicy.experiments.definition.experiment import NO_POLICY
+from kvpolicy.experiments.replica.scoring import COMPARED
 from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.series import COMPARED
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, NO_ROOM, POLICY
 
@@ -60,6 +60,11 @@ class SampledRequest:
     first: int
     namespace: Mapping[str, Any]
     since: float
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
 
     def has_waited(self, seconds: float) -> bool:
         """Whether its request ended more than `seconds` ago."""
@@ -145,17 +150,19 @@ class Shadows:
         """
         first = 0 if "propagated_tokens" in facts else 1
         if recorded is None or not compat.has_only_tokens(obj):
-            self._live.series.shadow(assigned["arm"], "not_comparable")
+            counts = (meta_info.get(f"{part}_tokens", 0) for part in ("prompt", "completion"))
+            self._live.sample_ended(assigned, "not_comparable", sum(counts))
             return
+        tokens = len(recorded["prompt"]) + len(recorded["output"])
         problem = None
         if len(recorded["output"]) <= first:
             problem = "one_token"
-        elif len(recorded["prompt"]) + len(recorded["output"]) >= self._context:
+        elif tokens >= self._context:
             problem = "too_long"
         elif len(self._waiting) >= MOST_WAITING:
             problem = "queue_full"
         if problem is not None:
-            self._live.series.shadow(assigned["arm"], problem)
+            self._live.sample_ended(assigned, problem, tokens)
             return
         candidates = Candidates(recorded["ids"], recorded["logprobs"])
         self._waiting.append(
@@ -196,10 +203,10 @@ class Shadows:
             self._waiting.append(sample)  # to the end, as others may need fewer slots
             await asyncio.sleep(AGAIN)
         else:
-            self._live.series.shadow(sample.assigned["arm"], outcome)
+            self._live.sample_ended(sample.assigned, outcome, sample.tokens)
 
     async def _compare(self, sample: SampledRequest) -> str | None:
-        """What became of a sample, one of `SHADOWS`; None where it has to be tried again."""
+        """What became of a sample, of `scoring.OUTCOMES`; None where it has to be tried again."""
         while not self._may_score():
             if sample.has_waited(PATIENCE):
                 return "busy"
@@ -209,12 +216,11 @@ class Shadows:
             return "superseded"
         if sample.assigned["weights"] != self._live.weights:
             return "not_comparable"
-        tokens = len(sample.prompt) + len(sample.output)
-        if not self._budget.take(tokens, shadow.tokens_per_second):
+        if not self._budget.take(sample.tokens, shadow.tokens_per_second):
             return "over_budget"
         full = await self._score(sample)
         if full is None:
-            self._budget.give_back(tokens)
+            self._budget.give_back(sample.tokens)
             return None
         policy = Candidates(*(array[sample.first :] for array in sample.policy))
         full = Candidates(*(array[sample.first :] for array in full))

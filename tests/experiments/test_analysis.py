@@ -367,6 +367,49 @@ def test_noise_of_control_is_noticed():
     assert lossy.warnings() == []  # that is what its policy loses
 
 
+def sampled(analysis, arm, outcome, number, tokens=100):
+    for _ in range(number):
+        analysis.sample_ended(arm, outcome, tokens)
+
+
+def test_samples_that_are_left_out_are_noticed():
+    analysis = Analysis(EXPERIMENT)
+    sampled(analysis, "lava", "compared", 79)
+    sampled(analysis, "lava", "no_room", 20)
+    assert analysis.warnings() == []  # too few to say
+    sampled(analysis, "lava", "busy", 1)
+    sampled(analysis, "lava", "one_token", 100)  # there is nothing to compare
+    [alarm] = analysis.alarms()
+    assert str(alarm).startswith(
+        "requests of `lava` that are not scored again: 79 of 100 sampled ones are compared "
+        "(79.0%), with 79.0% of their tokens (1 `busy`, 20 `no_room`);"
+    )
+    assert str(alarm).endswith("raise `--kv-experiment-slots`")
+    assert (alarm.untrue, alarm.one_sided) == (False, True)
+    saved = json.loads(json.dumps(analysis.as_document()))
+    assert Analysis.from_document(EXPERIMENT, saved).alarms() == [alarm]
+    [both] = pooled(EXPERIMENT, [saved, saved]).alarms()
+    assert "158 of 200" in both.about
+    del saved["arms"]["lava"]["scoring"]  # of an earlier version
+    assert Analysis.from_document(EXPERIMENT, saved).alarms() == []
+    analysis.retire("lava")
+    assert analysis.alarms() == []
+
+
+def test_long_samples_that_are_left_out_are_noticed():
+    analysis = Analysis(EXPERIMENT)
+    sampled(analysis, "lava", "compared", 950)
+    sampled(analysis, "lava", "too_long", 50, 10_000)
+    sampled(analysis, "control", "compared", 950)
+    sampled(analysis, "control", "busy", 50)
+    [alarm] = analysis.alarms()
+    assert "(95.0%), with 16.0% of their tokens (50 `too_long`)" in alarm.about
+    metrics = tuple(metric for metric in EXPERIMENT.metrics if not metric.kind.shadow)
+    unneeded = Analysis(replace(EXPERIMENT, metrics=metrics))
+    sampled(unneeded, "lava", "too_long", 500)
+    assert unneeded.alarms() == []
+
+
 def test_warnings_begin_alike_while_figures_change():
     analysis = Analysis(EXPERIMENT)
     kinds = set()

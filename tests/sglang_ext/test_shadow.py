@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kvpolicy.experiments.definition.experiment import Arm, Experiment
 from kvpolicy.experiments.statistics.drift import Candidates
 from kvpolicy.sglang_ext import frontend
 from kvpolicy.sglang_ext.experiment import shadow
-from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import NO_ROOM
@@ -28,18 +26,17 @@ def compare(monkeypatch):
 
     def run(refusals, error=NO_ROOM, uncounted=()):
         outcomes, tried, drifts = [], [], []
-        arms = tuple(Arm(name, "lava") for name in refusals)
-        series, count = Series(Experiment(name="trial", coverage=1.0, arms=arms)), Series.shadow
+        known = {}
 
-        def counted(arm, outcome):
+        def counted(assigned, outcome, tokens):
+            arm = assigned["arm"]
             outcomes.append((arm, outcome))
             if arm in uncounted:
                 raise RuntimeError("on purpose")
-            count(series, arm, outcome)
+            known[arm] = (outcome, tokens)
 
-        series.shadow = counted
         live = SimpleNamespace(
-            series=series,
+            sample_ended=counted,
             clip=2.0,
             weights=0,
             compares=lambda assigned: True,
@@ -80,11 +77,9 @@ def compare(monkeypatch):
                 await asyncio.sleep(0)
 
         asyncio.run(asyncio.wait_for(all_of_them(), 20))
-        known = {
-            arm: {name: n for name, n in found.items() if n}
-            for arm, found in series.outcomes().items()
+        assert known == {
+            arm: (outcome, 5 + TOKENS) for arm, outcome in outcomes if arm not in uncounted
         }
-        assert known == {arm: {} if arm in uncounted else {outcome: 1} for arm, outcome in outcomes}
         return outcomes, tried, drifts
 
     return run
@@ -137,7 +132,7 @@ def scored(monkeypatch):
         compares=lambda assigned: True,
         experiment=experiment,
         shadowed=lambda *_: None,
-        series=SimpleNamespace(shadow=lambda arm, outcome: happened.append(outcome)),
+        sample_ended=lambda assigned, outcome, tokens: happened.append(outcome),
     )
 
     async def score(manager, request):
