@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpolicy.experiments.definition.experiment import Experiment
@@ -17,6 +18,7 @@ from kvpolicy.experiments.replica.alarms import Alarm, alarms
 from kvpolicy.experiments.replica.arm_record import empty_record
 from kvpolicy.experiments.replica.assignment import in_burn_in, window_of
 from kvpolicy.experiments.replica.judge import judge
+from kvpolicy.experiments.replica.scoring import COMPARED
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.replica.windows import Windows
 from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
@@ -37,10 +39,14 @@ class Analysis:
         windows: means of windows of time; empty unless `design: switchback`.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            clock: seconds of a clock that never goes back.
+        """
         self.experiment = experiment
         self.records = {arm.name: empty_record(experiment, arm.name) for arm in experiment.arms}
-        self.distinct = DistinctKeys({arm.name: arm.weight for arm in experiment.arms})
+        self.distinct = DistinctKeys({arm.name: arm.weight for arm in experiment.arms}, clock)
         self.majority = MajorityKey()
         self.sources = [0] * len(experiment.targeting_key)
         self.windows = Windows(experiment)
@@ -56,11 +62,14 @@ class Analysis:
         if index is not None:
             self.sources[index] += 1
 
-    def assigned(self, arm: str, key_hash: int, *, seconds: float | None = None) -> None:
+    def assigned(
+        self, arm: str, key_hash: int, *, seconds: float | None = None, sampled: bool = False
+    ) -> None:
         """Counts a request that got an arm by its key.
 
         Args:
             key_hash: 64-bit hash of the key, the same in every replica.
+            sampled: whether it is to be scored again.
             seconds: wall clock in seconds since 1970; used with `design: switchback` only.
 
         Raises:
@@ -68,8 +77,9 @@ class Analysis:
         """
         self.records[arm].requests += 1
         self.majority.add(key_hash)
-        self._reached("assigned", arm, key_hash)
-        if seconds is not None and self.experiment.design is not None:
+        if self.experiment.design is None:
+            self.distinct.assigned(arm, key_hash, sampled=sampled)
+        elif seconds is not None:  # the arm is that of the window: keys have none
             self.windows.reached(window_of(self.experiment.design, seconds))
 
     def finished(
@@ -85,8 +95,6 @@ class Analysis:
     ) -> None:
         """Takes the figures of a request that has ended.
 
-        The caller leaves out requests that clients have aborted.
-
         Args:
             failed: whether it ended in an error of the server.
             kv_bytes_per_prompt_token: KV bytes held after the prefill, divided by the prompt's
@@ -100,7 +108,7 @@ class Analysis:
         record = self.records[arm]
         record.finished += 1
         record.failed += failed
-        self._reached("finished", arm, key_hash)
+        self.distinct.ended("finished", arm, key_hash, reached=True)
         self._compared(arm, "error_rate", float(failed))
         self._in_window(arm, "error_rate", float(failed), seconds)
         for metric, value in (
@@ -111,10 +119,16 @@ class Analysis:
             self._measured(arm, metric, value)
             self._in_window(arm, metric, value, seconds)
 
-    def shadowed(
-        self, arm: str, drift: float, top1: float, tokens: int, number: int, key_hash: int
-    ) -> None:
-        """Takes the figures of a request that was scored again with full KV.
+    def aborted(self, arm: str, *, key_hash: int) -> None:
+        """Takes note of a request that its client has aborted.
+
+        Args:
+            key_hash: as in `assigned`.
+        """
+        self.distinct.ended("finished", arm, key_hash, reached=False)
+
+    def shadowed(self, arm: str, drift: float, top1: float, tokens: int, number: int) -> None:
+        """Takes the figures of a request that was scored again with full KV; see `sample_ended`.
 
         A `drift` or `top1` that is not finite counts as the largest value: a policy that breaks
         the model must not vanish from its own statistics.
@@ -124,12 +138,10 @@ class Analysis:
             top1: share of the scored tokens whose likeliest candidate differs, 0 to 1.
             tokens: number of scored tokens.
             number: number of the request in the server's log, by which it is found again.
-            key_hash: as in `assigned`.
         """
         record = self.records[arm]
         record.shadowed += 1
         record.shadowed_tokens += tokens
-        self._reached("shadowed", arm, key_hash)
         clip = self._clips.get("drift") or METRICS["drift"].default_clip
         drift = drift if math.isfinite(drift) else clip or 0.0
         self._measured(arm, "drift", drift)
@@ -138,14 +150,18 @@ class Analysis:
         if len(self._worst) > WORST:
             heapq.heappop(self._worst)
 
-    def sample_ended(self, arm: str, outcome: str, tokens: int) -> None:
+    def sample_ended(self, arm: str, outcome: str | None, tokens: int, *, key_hash: int) -> None:
         """Counts what became of a request that was sampled to be scored again.
 
         Args:
-            outcome: one of `scoring.OUTCOMES`; a compared one has been given to `shadowed` too.
+            outcome: one of `scoring.OUTCOMES`, and if it is compared, `shadowed` has its figures;
+                None if it had no whole answer, and so was not looked at.
             tokens: those of its prompt and output.
+            key_hash: as in `assigned`.
         """
-        self.records[arm].scoring.add(outcome, tokens)
+        if outcome is not None:
+            self.records[arm].scoring.add(outcome, tokens)
+        self.distinct.ended("shadowed", arm, key_hash, reached=outcome == COMPARED)
 
     @property
     def worst(self) -> list[dict[str, Any]]:
@@ -212,11 +228,6 @@ class Analysis:
             ValueError: the document is of another revision, or is damaged.
         """
         return pooled(experiment, [document])
-
-    def _reached(self, stage: str, arm: str, key_hash: int) -> None:
-        # With a switchback the arm belongs to the window: keys have none.
-        if self.experiment.design is None:
-            self.distinct.reached(stage, arm, key_hash)
 
     def _measured(self, arm: str, metric: str, value: float | None) -> None:
         if value is None or not math.isfinite(value):

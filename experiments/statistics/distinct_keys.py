@@ -2,17 +2,20 @@
 
 Requests of one key come in bursts and share their arm, so requests are not independent draws; keys
 are. Of each key, 32 bits of a hash are kept, and the arm in which it was seen first: another key
-with the same hash is not counted in another arm.
+with the same hash is not counted in another arm. At the later stages keys count in the order in
+which they set out (`waiting_line.py`), so that a slower arm does not look like a smaller one.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from kvpolicy.experiments.statistics.sample_ratio import SampleRatio
+from kvpolicy.experiments.statistics.waiting_line import WaitingLine
 
 MAX_KEYS = 200_000  # only the first ones are kept; the order does not depend on their arms
 STAGES = ("assigned", "finished", "shadowed")
@@ -30,33 +33,68 @@ class DistinctKeys:
         retired: arm that takes no further keys -> stage -> number of keys that it had.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, weights: Mapping[str, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            clock: seconds of a clock that never goes back.
+        """
         self.arms = list(weights)
         self._weights = list(weights.values())
         self.ratios = {stage: SampleRatio(self._weights) for stage in STAGES}
         self.retired: dict[str, dict[str, int]] = {}
         # Hash of a key -> the index of its arm, above one bit for each stage that it has reached.
         self._seen: dict[int, int] = {}
+        self._clock = clock
+        self._lines = {stage: WaitingLine() for stage in STAGES[1:]}
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def reached(self, stage: str, arm: str, key_hash: int) -> None:
-        """Counts a key at a stage, the first time that one of its requests gets there.
+    def assigned(self, arm: str, key_hash: int, *, sampled: bool = False) -> None:
+        """Counts a key the first time that a request of it is assigned, until there are `MAX_KEYS`.
 
-        A key is taken up at the stage "assigned" only, until there are `MAX_KEYS`.
+        Args:
+            sampled: whether this request is to be scored again.
         """
         if arm in self.retired:
             return
-        number, key, index = STAGES.index(stage), key_hash & _LOW, self.arms.index(arm)
-        state = self._seen.get(key)
-        if state is None:
-            if number or len(self._seen) >= MAX_KEYS:
+        key, index = key_hash & _LOW, self.arms.index(arm)
+        if key not in self._seen:
+            if len(self._seen) >= MAX_KEYS:
                 return
-            state = index << _BITS
-        if state >> _BITS == index and not state >> number & 1:
-            self._seen[key] = state | 1 << number
-            self.ratios[stage].add(index)
+            self._seen[key] = index << _BITS
+            self._count("assigned", key)
+        if self._seen[key] >> _BITS == index:
+            for stage in STAGES[1 : 3 if sampled else 2]:
+                if not self._has_reached(stage, key):
+                    self._lines[stage].set_out(key, self._clock())
+        for stage in self._lines:
+            self._advance(stage)
+
+    def ended(self, stage: str, arm: str, key_hash: int, *, reached: bool) -> None:
+        """Notes that a request of a key has got to a later stage, or never will.
+
+        The key counts once this is known of all keys that set out before it, or
+        `waiting_line.PATIENCE` has passed for them.
+        """
+        key = key_hash & _LOW
+        if self._seen.get(key, -1) >> _BITS == self.arms.index(arm):
+            self._lines[stage].end(key, arrived=reached)
+            self._advance(stage)
+
+    def _advance(self, stage: str) -> None:
+        for key in self._lines[stage].leaving(self._clock()):
+            if self.arms[self._seen[key] >> _BITS] not in self.retired:
+                self._count(stage, key)
+
+    def _has_reached(self, stage: str, key: int) -> bool:
+        return bool(self._seen[key] >> STAGES.index(stage) & 1)
+
+    def _count(self, stage: str, key: int) -> None:
+        self._seen[key] |= 1 << STAGES.index(stage)
+        self.ratios[stage].add(self._seen[key] >> _BITS)
 
     def retire(self, arm: str) -> None:
         """Takes an arm out of the tests: it gets no further keys.

@@ -177,7 +177,9 @@ class Live:
             return self.lifecycle.default, {"reason": assignment.reason.value}
         arm = self.experiment.arm(assignment.arm)
         number = _hash(self.experiment.name, key)
-        self.analysis.assigned(arm.name, number, seconds=seconds)
+        shadow = self.experiment.shadow
+        sampled = shadow is not None and random.random() < shadow.sample
+        self.analysis.assigned(arm.name, number, seconds=seconds, sampled=sampled)
         self.series.assigned(arm.name, assignment.reason)
         assigned = {
             "experiment": self.experiment.name,
@@ -187,8 +189,7 @@ class Live:
             "key": number,
             "seconds": seconds,
         }
-        shadow = self.experiment.shadow
-        if shadow is not None and random.random() < shadow.sample:
+        if shadow is not None and sampled:
             assigned |= {"top": shadow.top, "weights": self.weights}
         return arm.served_as, assigned
 
@@ -229,7 +230,12 @@ class Live:
         """
         arm = assigned["arm"]
         self.series.finished(arm, outcome)
-        if not self.compares(assigned) or outcome == "aborted":
+        if not self.compares(assigned):
+            return
+        if assigned.get("top") and outcome != "ok":
+            self.analysis.sample_ended(arm, None, 0, key_hash=assigned["key"])
+        if outcome == "aborted":
+            self.analysis.aborted(arm, key_hash=assigned["key"])
             return
         prompt = facts.get("prompt_tokens", 0)
         before = facts.get("kv_bytes_before", token_bytes * prompt)
@@ -285,7 +291,6 @@ class Live:
             top1=top1,
             tokens=tokens,
             number=self._shadowed_requests,
-            key_hash=assigned["key"],
         )
         self.look()
 
@@ -298,7 +303,8 @@ class Live:
         """
         self.series.shadow(assigned["arm"], outcome)
         if assigned["revision"] == self.experiment.revision:
-            self.analysis.sample_ended(assigned["arm"], outcome, tokens)
+            key = assigned["key"]
+            self.analysis.sample_ended(assigned["arm"], outcome, tokens, key_hash=key)
 
     def compares(self, assigned: Mapping[str, Any]) -> bool:
         """Whether a request counts in the running analysis."""

@@ -30,7 +30,7 @@ SWITCHBACK = TEXT.replace(
     "arms:", "design: {switchback: {window: 10m, burn_in: 1m}}\narms:"
 ).replace("role: info, clip: 30", "role: guardrail, margin: 2, clip: 30")
 THREE = TEXT.replace("shadow:", "  sinks-6: {policy: sinks-recent@0.06}\nshadow:")
-SHADOW = ({"compared": 30, "busy": 2}, {"compared": 28, "over_budget": 4})  # of the first two arms
+LEFT_OUT = ({"busy": 2}, {"over_budget": 4})  # sampled requests of the first two arms
 
 
 def experiment(text: str = TEXT) -> Experiment:
@@ -54,10 +54,10 @@ class Made:
         self.analysis = Analysis(self.lifecycle.experiment)
         self.reload: dict[str, Any] = {"success": True, "problem": None}
         self.state_saved = True
-        for arm, outcomes in zip(self.analysis.records, SHADOW, strict=False):
+        for arm, outcomes in zip(self.analysis.records, LEFT_OUT, strict=False):
             for outcome, count in outcomes.items():
                 for _ in range(count):
-                    self.analysis.sample_ended(arm, outcome, 64)
+                    self.analysis.sample_ended(arm, outcome, 64, key_hash=-1)
 
     def wait(self, seconds: float) -> None:
         """Moves the clock on."""
@@ -108,7 +108,7 @@ def feed(
         top1 = min(1.0, value)
         for analysis in analyses:
             analysis.key_source(0)
-            analysis.assigned(arm, number, seconds=seconds)
+            analysis.assigned(arm, number, seconds=seconds, sampled=scored)
             analysis.finished(
                 arm,
                 failed=failed,
@@ -119,9 +119,8 @@ def feed(
                 seconds=seconds,
             )
             if scored:
-                analysis.shadowed(
-                    arm, drift=value, top1=top1, tokens=64, number=number, key_hash=number
-                )
+                analysis.shadowed(arm, drift=value, top1=top1, tokens=64, number=number)
+                analysis.sample_ended(arm, "compared", 64, key_hash=number)
 
 
 def made(requests: int = 600, text: str = TEXT, **options: Any) -> Made:

@@ -68,7 +68,7 @@ def traffic(analyses, requests, *, drift=0.01, failures=0.0, seed=1, keys=100_00
         arm = assign(analysis.experiment, key, coverage=1.0, seconds=0.0).arm
         mine = arm == "lava"
         analysis.key_source(0)
-        analysis.assigned(arm, hashed(key))
+        analysis.assigned(arm, hashed(key), sampled=bool(number % 2))
         analysis.finished(
             arm,
             failed=mine and rng.random() < failures,
@@ -79,7 +79,8 @@ def traffic(analyses, requests, *, drift=0.01, failures=0.0, seed=1, keys=100_00
         )
         if number % 2:
             lost = min(2.0, rng.expovariate(1 / drift)) if mine else 0.0
-            analysis.shadowed(arm, lost, lost / 10, 50, number, hashed(key))
+            analysis.shadowed(arm, lost, lost / 10, 50, number)
+            analysis.sample_ended(arm, "compared", 50, key_hash=hashed(key))
 
 
 def verdicts(analysis):
@@ -199,13 +200,14 @@ def test_a_restart_goes_on_where_it_stopped(experiment):
             arm = experiment.arms[number // 10 % 2].name
             seconds = 6.0 * number + 1
             analysis.key_source(number % 2)
-            analysis.assigned(arm, number % 50, seconds=seconds)
+            analysis.assigned(arm, number % 50, seconds=seconds, sampled=True)
             analysis.finished(
                 arm, failed=number % 7 == 0, kv_bytes_per_prompt_token=10.0, ttft=number % 5,
                 e2e=None, key_hash=number % 50, seconds=seconds,
             )  # fmt: skip
             if experiment.shadow is not None:
-                analysis.shadowed(arm, number % 3 / 10, 0.0, 20, number, number % 50)
+                analysis.shadowed(arm, number % 3 / 10, 0.0, 20, number)
+                analysis.sample_ended(arm, "compared", 20, key_hash=number % 50)
         return analysis
 
     whole = run(Analysis(experiment), 0, 600)
@@ -243,7 +245,7 @@ def test_damaged_documents_are_refused(good, damage):
 def test_the_worst_requests_are_kept():
     analysis = Analysis(EXPERIMENT)
     for number in range(100):
-        analysis.shadowed("lava", number % 50 / 100, 0.0, 10, number, number)
+        analysis.shadowed("lava", number % 50 / 100, 0.0, 10, number)
     worst = analysis.worst
     assert len(worst) == WORST
     assert worst[0] == {"arm": "lava", "number": 99, "drift": 0.49, "tokens": 10}
@@ -252,7 +254,7 @@ def test_the_worst_requests_are_kept():
 
 def test_what_is_no_number_counts_as_the_worst():
     analysis = Analysis(EXPERIMENT)
-    analysis.shadowed("lava", math.nan, math.nan, 10, 1, 1)
+    analysis.shadowed("lava", math.nan, math.nan, 10, 1)
     found = verdicts(analysis)
     assert found["drift", "lava"].mean == 2.0
     assert found["top1_disagreement", "lava"].mean == 1.0
@@ -267,7 +269,7 @@ def test_a_policy_whose_logits_are_no_numbers_is_breached():
     for number in range(200):
         drift = float(np.minimum(divergence(broken, full), 2.0).mean())
         top1 = float(disagreements(broken, full).mean())
-        analysis.shadowed("lava", drift, top1, 3, number, number)
+        analysis.shadowed("lava", drift, top1, 3, number)
     found = verdicts(analysis)
     for metric in ("drift", "top1_disagreement"):
         assert found[metric, "lava"].outcome == "breached"
@@ -290,8 +292,8 @@ def test_keys_are_bounded(monkeypatch):
     monkeypatch.setattr(distinct_keys, "MAX_KEYS", 10)
     analysis = Analysis(EXPERIMENT)
     for key in range(30):
-        analysis.assigned("lava", key)
-        analysis.shadowed("lava", 0.0, 0.0, 1, key, key)
+        analysis.assigned("lava", key, sampled=True)
+        analysis.sample_ended("lava", "compared", 1, key_hash=key)
     assert len(analysis.distinct) == 10
     assert analysis.distinct.ratios["shadowed"].counts == [0, 10]
 
@@ -340,14 +342,16 @@ def test_a_mismatch_is_noticed_at_its_stage(stage, cause):
     for key in range(2_000):
         arm = "lava" if key % 2 else "control"
         lost = arm == "lava" and key % 4 == 1
-        if not (lost and stage == "assigned"):
-            analysis.assigned(arm, key)
-        if not (lost and stage in ("assigned", "finished")):
-            analysis.finished(
-                arm, failed=False, kv_bytes_per_prompt_token=1.0, ttft=0.1, e2e=1.0, key_hash=key
-            )
-        if not lost:
-            analysis.shadowed(arm, 0.0, 0.0, 1, key, key)
+        if lost and stage == "assigned":
+            continue
+        analysis.assigned(arm, key, sampled=True)
+        if lost and stage == "finished":
+            analysis.aborted(arm, key_hash=key)
+            continue
+        analysis.finished(
+            arm, failed=False, kv_bytes_per_prompt_token=1.0, ttft=0.1, e2e=1.0, key_hash=key
+        )
+        analysis.sample_ended(arm, "busy" if lost else "compared", 1, key_hash=key)
     [warning] = [each for each in analysis.warnings() if "mismatch" in each]
     assert f"at the stage `{stage}`: control has 1,000 of 1,500 keys (66.7% for 50.0%)" in warning
     assert cause in warning
@@ -357,19 +361,19 @@ def test_a_mismatch_is_noticed_at_its_stage(stage, cause):
 def test_noise_of_control_is_noticed():
     analysis = Analysis(EXPERIMENT)
     for number in range(200):
-        analysis.shadowed("control", 0.02, 0.001, 10, number, number)
+        analysis.shadowed("control", 0.02, 0.001, 10, number)
     [warning] = analysis.warnings()
     assert warning.startswith("noise in `drift`: control has 0.02 with full KV on both sides")
     arms = (Arm("control", "snapkv"), EXPERIMENT.arms[1])
     lossy = Analysis(replace(EXPERIMENT, arms=arms))
     for number in range(200):
-        lossy.shadowed("control", 0.02, 0.001, 10, number, number)
+        lossy.shadowed("control", 0.02, 0.001, 10, number)
     assert lossy.warnings() == []  # that is what its policy loses
 
 
 def sampled(analysis, arm, outcome, number, tokens=100):
     for _ in range(number):
-        analysis.sample_ended(arm, outcome, tokens)
+        analysis.sample_ended(arm, outcome, tokens, key_hash=0)
 
 
 def test_samples_that_are_left_out_are_noticed():

@@ -91,8 +91,9 @@ def test_an_arm_that_is_rolled_back_is_no_mismatch():
         arm = rng.choice(list(weights), p=[0.25, 0.25, 0.5])
         if key == 1000:
             keys.retire("c")
-        for stage in STAGES:
-            keys.reached(stage, str(arm), key)
+        keys.assigned(str(arm), key, sampled=True)
+        for stage in STAGES[1:]:
+            keys.ended(stage, str(arm), key, reached=True)
     counts = keys.counts("assigned")
     assert counts["c"] == pytest.approx(500, abs=60)
     assert counts["a"] == pytest.approx(1000, abs=100)
@@ -109,12 +110,80 @@ def test_another_key_with_the_same_hash_stays_out_of_other_arms():
     weights = {"a": 1.0, "b": 1.0, "c": 1.0}
     replicas = [DistinctKeys(weights) for _ in range(2)]
     for replica, arm in zip(replicas, "bc", strict=True):
-        replica.reached("assigned", arm, 7)
-        replica.reached("assigned", "a", 8)
-    replicas[0].reached("finished", "a", 7)
+        replica.assigned(arm, 7)
+        replica.assigned("a", 8)
+    replicas[0].ended("finished", "a", 7, reached=True)
     assert replicas[0].counts("finished") == dict.fromkeys(weights, 0)
-    replicas[1].reached("finished", "a", 8)
+    replicas[1].ended("finished", arm, 7, reached=True)
+    replicas[1].ended("finished", "a", 8, reached=True)
     pooled = DistinctKeys.pooled(weights, [each.as_document(True) for each in replicas])
     assert pooled.counts("assigned") == {"a": 1, "b": 1, "c": 0}
     assert pooled.counts("finished") == {"a": 1, "b": 0, "c": 0}
     assert pooled.counts(STAGES[2]) == dict.fromkeys(weights, 0)
+
+
+def arriving(seed, loses, slow=20.0, rate=50.0, seconds=1200.0):
+    """Keys at a rate per second whose requests last 10 s on average, and `slow` in one of two arms.
+
+    Args:
+        loses: share of that arm's requests of which nothing is heard any more.
+    """
+    from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
+
+    rng, now, events = np.random.default_rng(seed), [0.0], []
+    times = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
+    for key, time in enumerate(times):
+        arm = "slow" if rng.random() < 0.5 else "fast"
+        events.append((time, 0, arm, key))
+        if arm == "fast" or rng.random() >= loses:
+            events.append((time + rng.exponential(slow if arm == "slow" else 10.0), 1, arm, key))
+    keys = DistinctKeys({"fast": 1, "slow": 1}, lambda: now[0])
+    for now[0], ended, arm, key in sorted(events):
+        if now[0] > seconds:
+            break
+        if ended:
+            keys.ended("finished", arm, key * 2_654_435_761, reached=True)
+        else:
+            keys.assigned(arm, key * 2_654_435_761)
+    return keys
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slower_arm_is_no_smaller_one(seed):
+    """At any moment fewer of its keys have ended, though all of them will."""
+    keys = arriving(seed, loses=0.0, seconds=400.0)
+    assert keys.ratios["finished"].p_value > ALARM
+    assert sum(keys.ratios["finished"].counts) > 10_000
+
+
+def test_requests_that_are_lost_are_found():
+    keys = arriving(0, loses=0.1)
+    fast, slow = keys.ratios["finished"].counts
+    assert slow / fast == pytest.approx(0.9, abs=0.03)
+    assert keys.ratios["assigned"].p_value > ALARM > keys.ratios["finished"].p_value
+
+
+def test_nothing_waits_for_ever():
+    from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
+    from kvpolicy.experiments.statistics.waiting_line import PATIENCE
+
+    now = [0.0]
+    keys = DistinctKeys({"a": 1, "b": 1}, lambda: now[0])
+    for key in range(3):
+        keys.assigned("a", key)
+    for key in (1, 2):
+        keys.ended("finished", "a", key, reached=True)
+    assert keys.counts("finished")["a"] == 0
+    keys.ended("finished", "a", 0, reached=False)  # aborted
+    assert keys.counts("finished")["a"] == 2
+    keys.assigned("a", 0)  # it comes again
+    keys.ended("finished", "a", 0, reached=True)
+    assert keys.counts("finished")["a"] == 3
+    keys.assigned("b", 3)
+    keys.assigned("b", 4)
+    keys.ended("finished", "b", 4, reached=True)
+    assert keys.counts("finished")["b"] == 0
+    now[0] = PATIENCE + 1
+    keys.assigned("b", 5)
+    assert keys.counts("finished")["b"] == 1
+    assert len(keys._lines["finished"]) == 1

@@ -745,7 +745,7 @@ def test_what_became_of_samples_lives_as_long_as_the_evidence(tmp_path):
     file, state = tmp_path / "experiment.yaml", tmp_path / "state.json"
     file.write_text("")
     live = Live(EXPERIMENT, file, {"snapkv": {}}, state)
-    assigned = {"arm": "lava", "revision": EXPERIMENT.revision}
+    assigned = {"arm": "lava", "revision": EXPERIMENT.revision, "key": 1}
     live.analysis.assigned("lava", 1)
     live.sample_ended(assigned, "busy", 9)
     assert live.document()["shadow"]["lava"]["busy"] == 1
@@ -763,8 +763,9 @@ def test_an_arm_that_was_compared_in_part_is_not_promoted_by_accident(tmp_path, 
     metrics = (*EXPERIMENT.metrics, Metric("drift", "info", clip=2.0))
     live = Live(replace(EXPERIMENT, metrics=metrics), file, {"snapkv": {}, "lava": {}})
     monkeypatch.setattr(live.analysis, "verdicts", lambda: [CLEARED])
+    assigned = {"arm": "lava", "revision": live.experiment.revision, "key": 1}
     for _ in range(100):
-        live.sample_ended({"arm": "lava", "revision": live.experiment.revision}, "no_room", 9)
+        live.sample_ended(assigned, "no_room", 9)
     status, answer = ask(live, "promote", {"arm": "lava"})
     assert (status, "0 of 100 sampled ones" in answer["error"]["message"]) == (409, True)
     assert ask(live, "promote", {"arm": "lava", "force": True})[0] == 200
