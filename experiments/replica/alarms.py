@@ -16,6 +16,8 @@ from kvpolicy.experiments.statistics.sample_ratio import ALARM, SampleRatio
 NOISE = 1 / 4  # largest share of the margin that control's drift may reach without a warning
 FEW = 0.9  # share of the sampled requests, or of their tokens, below which too few are compared
 SAMPLED = 100  # sampled requests of an arm before that is looked at
+HEAVY = 1 / 20  # largest share of an arm's values that one key may have without a warning
+MANY = 1_000  # values of an arm before that is looked at
 LATE = 1 / 100  # largest share of values that may come after their window has closed
 
 _WHY = {
@@ -72,6 +74,7 @@ def alarms(
         *_one_key(majority),
         *_no_key(experiment, sources),
         *_sample_ratio(experiment, keys),
+        *_heavy_key(records, keys.retired),
         *_left_out(experiment, records, keys.retired),
         *_noise(experiment, records),
         *_windows(windows),
@@ -123,6 +126,18 @@ def _counts(experiment: Experiment, ratio: SampleRatio) -> str:
         if share or count
     ]
     return f"{', '.join(parts)}, p = {ratio.p_value:.1g}"
+
+
+def _heavy_key(records: Mapping[str, ArmRecord], retired: Collection[str]) -> Iterator[Alarm]:
+    for arm, record in records.items():
+        values, largest = record.heavy.values, record.heavy.largest
+        if arm not in retired and values >= MANY and largest > HEAVY * values:
+            yield Alarm(
+                f"one key has much of arm `{arm}`",
+                f"at least {largest:,} of {values:,} finished requests ({largest / values:.0%}); "
+                "they are alike, so there is less evidence than it seems; give that user a policy "
+                "by name, or a key for each session",
+            )
 
 
 _MORE = {

@@ -108,6 +108,8 @@ class Analysis:
         record = self.records[arm]
         record.finished += 1
         record.failed += failed
+        if self.experiment.design is None:
+            record.heavy.add(key_hash)
         self.distinct.ended("finished", arm, key_hash, reached=True)
         self._compared(arm, "error_rate", float(failed))
         self._in_window(arm, "error_rate", float(failed), seconds)
@@ -213,7 +215,7 @@ class Analysis:
             "sources": self.sources[:],
             "majority": self.majority.as_document(),
             "keys": self.distinct.as_document(with_keys),
-            "arms": {arm: record.as_document() for arm, record in self.records.items()},
+            "arms": {arm: record.as_document(with_keys) for arm, record in self.records.items()},
             "worst": self.worst,
         }
         if self.windows.clips:

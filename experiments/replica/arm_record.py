@@ -10,6 +10,7 @@ from kvpolicy.experiments.definition.experiment import Experiment, Metric
 from kvpolicy.experiments.replica.scoring import Scoring
 from kvpolicy.experiments.statistics.bounded_mean import BoundedMean, finite
 from kvpolicy.experiments.statistics.difference import PairedDifference
+from kvpolicy.experiments.statistics.heavy_keys import HeavyKeys
 
 
 @dataclass
@@ -40,6 +41,7 @@ class ArmRecord:
     Attributes:
         requests: assigned ones.
         scoring: what became of the sampled ones.
+        heavy: the keys that have most of the finished ones; empty with `design: switchback`.
         tallies: number and sum of the values of each metric of `TALLIES`.
         means: bounded means, by metric. A metric has one of these, a difference to control, or
             neither: where its values have no bound, or where windows are compared.
@@ -52,15 +54,17 @@ class ArmRecord:
     shadowed: int = 0
     shadowed_tokens: int = 0
     scoring: Scoring = field(default_factory=Scoring)
+    heavy: HeavyKeys = field(default_factory=HeavyKeys)
     tallies: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in TALLIES})
     means: dict[str, BoundedMean] = field(default_factory=dict)
     differences: dict[str, PairedDifference] = field(default_factory=dict)
 
-    def as_document(self) -> dict[str, Any]:
-        """The record as a JSON value."""
+    def as_document(self, with_keys: bool) -> dict[str, Any]:
+        """The record as a JSON value, with or without hashes of keys."""
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "scoring": self.scoring.as_document(),
+            "heavy": self.heavy.as_document(with_keys),
             "tallies": {name: [tally.n, tally.total] for name, tally in self.tallies.items()},
             "means": {name: mean.as_document() for name, mean in self.means.items()},
             "differences": {
@@ -81,8 +85,9 @@ class ArmRecord:
                 n, total = document["tallies"][name]
                 tally.n += int(n)
                 tally.total += finite(total)
-        # Evidence of earlier versions has no outcomes.
+        # Evidence of earlier versions lacks these.
         self.scoring.take([document.get("scoring", {}) for document in documents])
+        self.heavy.take([document.get("heavy", (0, ())) for document in documents])
         for name, mean in self.means.items():
             read = [BoundedMean.from_document(document["means"][name]) for document in documents]
             self.means[name] = BoundedMean.pooled([mean, *read])

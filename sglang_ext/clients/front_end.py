@@ -158,8 +158,11 @@ class FrontEnd:
                 ttft=ttft,
                 e2e=None if outcome == "failed" else e2e,
             )
-            if assigned.get("top") and self.shadows is not None and outcome == "ok":
-                self.shadows.offer(assigned, recorded, facts, state.obj, meta_info)
+            if assigned.get("top") and self.shadows is not None:
+                if outcome == "ok":
+                    self.shadows.offer(assigned, recorded, facts, state.obj, meta_info)
+                else:
+                    self.shadows.lost(assigned)
         except Exception as error:
             self._note("a request that has ended was not counted", error)
 

@@ -125,7 +125,8 @@ class Traffic:
         if not drawn_parts:
             return
         place, key = await self._key(obj, request, live.experiment.targeting_key)
-        policy, assigned = live.assign(place, key, time.time())
+        answers = _answers(obj, drawn_parts)
+        policy, assigned = live.assign(place, key, time.time(), answers)
         write(drawn_parts, policy, assigned)
         if len(drawn_parts) == len(parts) and assigned.get("arm") is not None:  # they share labels
             compat.set_labels(obj, live.labels(assigned["arm"]), self._labels)
@@ -278,6 +279,14 @@ def _parts(obj: Any) -> list[dict[str, Any]]:
     copies = [dict(part) if isinstance(part, dict) else part for part in param_list]
     obj.sampling_params = copies if isinstance(params, list) else copies[0]
     return [part for part in copies if isinstance(part, dict)]
+
+
+def _answers(obj: Any, drawn_parts: Sequence[Mapping[str, Any]]) -> int:
+    """Number of answers that the drawn parts of a request get."""
+    numbers = [part.get("n") for part in drawn_parts]
+    answers = sum(n if isinstance(n, int) and n > 1 else 1 for n in numbers)
+    # Parts without a list of parameters share them.
+    return answers if isinstance(obj.sampling_params, list) else answers * compat.prompts(obj)
 
 
 def _write(

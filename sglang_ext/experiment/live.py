@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
 from kvpolicy.experiments.definition import reading
@@ -159,7 +160,7 @@ class Live:
     # Requests.
 
     def assign(
-        self, place: int | None, key: str, seconds: float
+        self, place: int | None, key: str, seconds: float, answers: int = 1
     ) -> tuple[str | None, dict[str, Any]]:
         """The policy of a request, and what is noted in it.
 
@@ -167,6 +168,7 @@ class Live:
             place: place of its key among the targeting keys; None if it has none.
             key: the text by which its arm is drawn; empty if it has none.
             seconds: Unix time, for arms that take turns.
+            answers: number of answers to it.
         """
         assignment = self.lifecycle.assign(key if place is not None else None, seconds)
         if assignment.reason != AssignmentReason.DISABLED:
@@ -191,6 +193,8 @@ class Live:
         }
         if shadow is not None and sampled:
             assigned |= {"top": shadow.top, "weights": self.weights}
+            if answers > 1:
+                assigned |= {"answers": answers, "draw": uuid4().hex}
         return arm.served_as, assigned
 
     def named_itself(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import numpy as np
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.experiments.replica.scoring import COMPARED
 from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
+from kvpolicy.sglang_ext.experiment.choices import Choices
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, NO_ROOM, POLICY
@@ -109,6 +110,7 @@ class Shadows:
         self._live, self._manager, self._context = live, manager, context
         self._waiting: deque[SampledRequest] = deque()
         self._budget = Budget()
+        self._choices = Choices()
         self._task: asyncio.Task[None] | None = None
         self._scored: str | None = None  # id of the internal request under way
         self._held = 0  # number of `hold`s
@@ -140,7 +142,7 @@ class Shadows:
         obj: Any,
         meta_info: Mapping[str, Any],
     ) -> None:
-        """A sampled request has ended.
+        """A sampled request has ended, or one of several answers to it; one of these is scored.
 
         Args:
             recorded: its candidates from the scheduler (raw.py); None if some are missing.
@@ -148,6 +150,27 @@ class Shadows:
             obj: SGLang's request.
             meta_info: of its answer.
         """
+        self._choose(assigned, (assigned, recorded, facts, obj, meta_info))
+
+    def lost(self, assigned: Mapping[str, Any]) -> None:
+        """A sampled request, or one of several answers to it, has ended without a whole answer."""
+        self._choose(assigned, None)
+
+    def _choose(self, assigned: Mapping[str, Any], answer: Any) -> None:
+        if "answers" in assigned:
+            answer = self._choices.take(assigned["draw"], assigned["answers"], answer)
+        if answer is not None:
+            self._take(*answer)
+
+    def _take(
+        self,
+        assigned: Mapping[str, Any],
+        recorded: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
+        obj: Any,
+        meta_info: Mapping[str, Any],
+    ) -> None:
+        """Let an answer wait until it is scored, or count why it is not; as `offer`."""
         first = 0 if "propagated_tokens" in facts else 1
         if recorded is None or not compat.has_only_tokens(obj):
             counts = (meta_info.get(f"{part}_tokens", 0) for part in ("prompt", "completion"))

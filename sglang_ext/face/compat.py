@@ -1030,6 +1030,19 @@ def preferred_custom_params(manager: Any) -> Any:
     return (manager.preferred_sampling_params or {}).get("custom_params")
 
 
+def prompts(obj: Any) -> int:
+    """Number of prompts of a request as its route has made it."""
+    text, ids, embeds = (getattr(obj, name, None) for name in ("text", "input_ids", "input_embeds"))
+    if isinstance(text, list):
+        return len(text)
+    if isinstance(ids, list) and ids and isinstance(ids[0], list):
+        return len(ids)
+    # A prompt is a list of vectors.
+    if isinstance(embeds, list) and embeds and embeds[0] and isinstance(embeds[0][0], list):
+        return len(embeds)
+    return 1
+
+
 def session_of(obj: Any) -> str | None:
     """The id of the session that a request names; None if it names none."""
     if obj.session_id is not None:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvpolicy.experiments.definition.experiment import (
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.replica.assignment import assign, fraction
 from kvpolicy.experiments.replica.judge import breach_threshold, clear_threshold
-from kvpolicy.experiments.statistics import distinct_keys
+from kvpolicy.experiments.statistics import distinct_keys, heavy_keys
 from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
 
 EXPERIMENT = Experiment(
@@ -309,6 +310,28 @@ def test_a_gateway_that_overwrites_the_key_is_noticed():
     [warning] = [each for each in analysis.warnings() if each.startswith("all traffic in one arm")]
     assert "one key carries 239 of the last 300 requests" in warning
     assert "let it pass" in warning
+
+
+def test_a_key_that_has_much_of_an_arm_is_noticed():
+    rng, whole = random.Random(3), Analysis(EXPERIMENT)
+    replicas = [Analysis(EXPERIMENT), Analysis(EXPERIMENT)]
+    nothing = {"failed": False, "kv_bytes_per_prompt_token": None, "ttft": None, "e2e": None}
+    for number in range(6_000):
+        arm = "lava" if number % 2 else "control"
+        key = 5 if arm == "lava" and rng.random() < 0.12 else hashed(f"{number}")
+        for analysis in (whole, replicas[number // 2 % 2]):
+            analysis.finished(arm, key_hash=key, **nothing)
+        if number == 900:
+            assert whole.alarms() == []  # too few to say
+    [alarm] = whole.alarms()
+    assert alarm.kind == "one key has much of arm `lava`"
+    assert re.match(r"at least [23]\d\d of 3,000 finished requests", alarm.about)
+    assert len(whole.records["lava"].heavy.counts) <= heavy_keys.COUNTERS
+    documents = [json.loads(json.dumps(each.as_document())) for each in replicas]
+    assert [each.kind for each in pooled(EXPERIMENT, documents).alarms()] == [alarm.kind]
+    assert str(5) not in str(whole.as_document(with_keys=False)["arms"]["lava"]["heavy"][1])
+    whole.retire("lava")
+    assert whole.alarms() == []
 
 
 def test_it_is_noticed_also_when_it_begins_later():

@@ -1,16 +1,21 @@
 """Samples that wait for free slots, or while SGLang wants to be idle: they are tried again."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kvpolicy.experiments.definition.experiment import Arm, Experiment, KeySource, Shadow
 from kvpolicy.experiments.statistics.drift import Candidates
 from kvpolicy.sglang_ext import frontend
+from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment import shadow
+from kvpolicy.sglang_ext.experiment.choices import MOST_OPEN, Choices
+from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.experiment.shadow import Shadows
 from kvpolicy.sglang_ext.face import compat
-from kvpolicy.sglang_ext.face.asked import NO_ROOM
+from kvpolicy.sglang_ext.face.asked import ASSIGNED, NO_ROOM
 
 TOKENS = 3
 
@@ -113,6 +118,49 @@ def test_a_sample_is_scored_where_its_prompt_is_cached():
     given = {"tokens": [1, 2], "start": 0, "top": 1, "custom": {}}
     request = compat.scoring_request(**given, namespace=namespace)
     assert (request.extra_key, request.routed_dp_rank) == ("tenant", 1)
+
+
+def test_one_answer_of_a_request_is_scored_whichever_ends_first():
+    chosen = Counter()
+    for number in range(600):
+        choices = Choices()
+        answers = ["a", None, "b", "c"]  # one of them has failed
+        taken = [choices.take(str(number), 4, answer) for answer in answers]
+        assert taken[:3] == [None] * 3
+        chosen[taken[3]] += 1
+    assert all(count == pytest.approx(200, abs=60) for count in chosen.values())
+    assert set(chosen) == {"a", "b", "c"}
+    choices = Choices()
+    assert [choices.take("lost", 2, None) for _ in range(2)] == [None, None]
+    held = [choices.take(str(number), 2, number) for number in range(2 * MOST_OPEN)]
+    assert held == [None] * MOST_OPEN + list(range(MOST_OPEN))  # what never ends is not awaited
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "answers"),
+    [
+        ({}, {"text": "one"}, None),
+        ({"n": 3}, {"text": "one"}, 3),
+        ({"n": 2}, {"text": ["one", "two"]}, 4),
+        ({}, {"input_ids": [[1], [2], [3]]}, 3),
+        ({}, {"input_ids": [1, 2, 3]}, None),
+        ({}, {"input_embeds": [[[0.1]], [[0.2]]]}, 2),
+        ({}, {"input_embeds": [[0.1], [0.2]]}, None),
+        ([{}, {"n": 2}, {"max_new_tokens": 0}], {"text": ["one", "two", "three"]}, 3),
+    ],
+)
+def test_a_request_knows_how_many_answers_it_gets(tmp_path, params, fields, answers):
+    arms = (Arm("control", "none"), Arm("lava", "lava"))
+    key = (KeySource("session_id"),)
+    made = Experiment(name="trial", coverage=1.0, arms=arms, shadow=Shadow(1.0), targeting_key=key)
+    (tmp_path / "file").write_text("")
+    live = Live(made, tmp_path / "file", {"lava": {}})
+    obj = SimpleNamespace(sampling_params=params, session_id="a", custom_labels=None, **fields)
+    manager = SimpleNamespace(preferred_sampling_params=None)
+    asyncio.run(Traffic({"lava": 0}, live=live).draw(live, manager, obj, None))
+    found = obj.sampling_params
+    first = found[0] if isinstance(found, list) else found
+    assert first["custom_params"][ASSIGNED].get("answers") == answers
 
 
 def test_what_fails_otherwise_is_not_tried_again(compare, caplog):

@@ -208,11 +208,12 @@ def test_parts_that_name_no_policy_are_the_experiments(live):
         first, second, third = choose(traffic, params, headers=headers).sampling_params
         assert first["custom_params"]["kv_policy"] == "none"
         assert first["custom_params"]["kv_policy_assigned"]["reason"] == "TARGETING_MATCH"
-        seconds = {"seconds": 0, "top": 0}  # these differ from request to request
+        # These differ from request to request.
+        differ = dict.fromkeys(("seconds", "top", "answers", "draw"), 0)
         for part in (second, third):
             given = part["custom_params"]
             assert given.get("kv_policy") == alone.get("kv_policy")
-            same = given["kv_policy_assigned"] | seconds, alone["kv_policy_assigned"] | seconds
+            same = given["kv_policy_assigned"] | differ, alone["kv_policy_assigned"] | differ
             assert same[0] == same[1]
         assert third["custom_params"]["mine"] == 1
     params = [{"custom_params": {"kv_policy": "none"}}, {}]
