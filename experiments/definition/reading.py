@@ -32,6 +32,7 @@ from kvpolicy.experiments.definition.experiment import (
 )
 from kvpolicy.experiments.definition.metrics import METRICS
 from kvpolicy.experiments.definition.parse import parse
+from kvpolicy.experiments.definition.quantities import percent_text
 
 # `as_document` is exported too: its JSON text is an input of `read`.
 __all__ = ["Read", "as_document", "check_policies", "load", "read"]
@@ -329,6 +330,17 @@ class _Checker:
                 message = "a step is either a `coverage` or a `pause`"
                 span = Span(step.span.start, step.span.start + 1)
                 self.error(message, span, help, "key")
+        self.coverage([step.value for step in item.value or ()] if item is not None else [])
+
+    def coverage(self, steps: list[Block | None]) -> None:
+        """Warns of a coverage that the first step sets aside at once."""
+        coverage, first = self.file.items.get("coverage"), steps[0] if steps else None
+        share = first.get("coverage") if first is not None else None
+        if coverage is not None and coverage.value not in (None, share) and share is not None:
+            shown = percent_text(share)
+            message = f"this coverage never applies: the first step sets it to {shown} at once"
+            help = f"write `coverage: {shown}` here and remove that step"
+            self.warn(message, coverage.span, help)
 
     def experiment(self) -> Experiment:
         """The experiment of a file without errors."""

@@ -119,11 +119,15 @@ def _is_so(replica: Replica, action: str, body: Mapping[str, Any]) -> bool:
 
 def _would(answer: Mapping[str, Any]) -> str:
     what = "begins a new analysis" if answer["begins_anew"] else "keeps the analysis"
-    return f"accepts revision {answer['revision']}, which {what}"
+    return f"accepts revision {answer['revision']}, which {what}{_coverage(answer)}"
 
 
 def _did(answer: Mapping[str, Any]) -> str:
-    return f"has revision {answer['revision']} now, {answer['state']}"
+    return f"has revision {answer['revision']} now, {answer['state']}{_coverage(answer)}"
+
+
+def _coverage(answer: Mapping[str, Any]) -> str:
+    return f", coverage {100 * answer['coverage']:.3g} %"
 
 
 def _each(replicas: Sequence[Replica], order: Callable[[Replica], str]) -> int:

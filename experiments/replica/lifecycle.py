@@ -207,19 +207,24 @@ class Lifecycle:
 
         Within a revision `elapsed` goes on and a pause stays; another revision begins anew.
         """
-        before, state = self.experiment, self.state
+        before, state, coverage = self.experiment, self.state, self.coverage
         if experiment.digest == before.digest:
             return False
         self._hold()
         self.experiment = experiment
         if experiment.revision == before.revision:
-            self._note(f"changed: {_changes(before, experiment)}")
+            self._note(f"changed: {_changes(before, experiment, coverage, self.coverage)}")
             self._since = self._clock()
             return False
         self._elapsed, self._paused = 0.0, False
         self._since = self._clock()
         self._note(f"revision {experiment.revision} takes the place of {before.revision} ({state})")
         return True
+
+    def covered_by(self, experiment: Experiment) -> float:
+        """Share of the keys that would take part now if `replace` were called."""
+        anew = experiment.revision != self.experiment.revision
+        return _step(experiment, 0.0 if anew else self.elapsed)[0]
 
     def document(self) -> dict[str, Any]:
         """The state as shown to operators, a JSON value."""
@@ -273,26 +278,34 @@ class Lifecycle:
 
     def _step(self) -> tuple[float, int, float | None]:
         """Coverage, steps taken, and seconds until the next one; None if there is none."""
-        coverage, left = self.experiment.coverage, self.elapsed
-        for index, step in enumerate(self.experiment.steps):
-            if step.coverage is not None:
-                coverage = step.coverage
-            if step.pause is not None:
-                if left < step.pause:
-                    return coverage, index, step.pause - left
-                left -= step.pause
-        return coverage, len(self.experiment.steps), None
+        return _step(self.experiment, self.elapsed)
 
     def _note(self, what: str) -> None:
         self.log = [*self.log, {"time": self._now(), "what": what}][-_MOST_LOGGED:]
 
 
-def _changes(before: Experiment, after: Experiment) -> str:
+def _step(experiment: Experiment, elapsed: float) -> tuple[float, int, float | None]:
+    """Coverage, steps taken, and seconds until the next one, after `elapsed` seconds."""
+    coverage, left = experiment.coverage, elapsed
+    for index, step in enumerate(experiment.steps):
+        if step.coverage is not None:
+            coverage = step.coverage
+        if step.pause is not None:
+            if left < step.pause:
+                return coverage, index, step.pause - left
+            left -= step.pause
+    return coverage, len(experiment.steps), None
+
+
+def _changes(before: Experiment, after: Experiment, covered_before: float, covered: float) -> str:
+    """What differs; of the coverage what applies, which steps may have set."""
     parts = []
     if before.enabled != after.enabled:
         parts.append("enabled" if after.enabled else "disabled")
-    if before.coverage != after.coverage:
-        parts.append(f"coverage {100 * before.coverage:g} % -> {100 * after.coverage:g} %")
     if before.steps != after.steps:
         parts.append("steps")
+    if covered != covered_before:
+        parts.append(f"coverage {100 * covered_before:g} % -> {100 * covered:g} %")
+    elif before.coverage != after.coverage:
+        parts.append(f"coverage, which a step keeps at {100 * covered:g} %")
     return ", ".join(parts)

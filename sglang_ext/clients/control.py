@@ -148,7 +148,8 @@ class Control:
             return _problem(413, f"an experiment has at most {_LONGEST} bytes")
         try:
             text = _text(content)
-            experiment = live.read(text, "request")
+            definition = live.read(text, "request")
+            experiment = definition.require()
         except (PolicyError, Refused) as error:
             return _problem(400, str(error))
         if experiment.name != live.experiment.name:
@@ -158,6 +159,7 @@ class Control:
                 f"`{experiment.name}`; start the server with it",
             )
         anew = experiment.revision != live.experiment.revision
+        coverage = live.lifecycle.covered_by(experiment)
         if not dry:
             live.put(experiment, text)
         return 200, {
@@ -165,6 +167,8 @@ class Control:
             "begins_anew": anew,
             "dry_run": dry,
             "state": live.lifecycle.state.value,
+            "coverage": coverage,
+            "warnings": [diagnostic.message for diagnostic in definition.diagnostics],
         }
 
     async def abort(self, request: Any) -> tuple[int, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, render_all
 from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.definition.experiment import NO_POLICY, Arm, Experiment
 from kvpolicy.experiments.definition.metrics import METRICS
@@ -118,7 +118,7 @@ class Live:
     def _as_put(self, put: Put, experiment: Experiment) -> Experiment:
         """The version that was put before a restart; the file's if it cannot be served now."""
         try:
-            version = self.read(put.text, "the version that was put")
+            version = self.read(put.text, "the version that was put").require()
         except PolicyError as error:
             logger.error(
                 "The version of the experiment that was put cannot be served after the restart; "
@@ -527,8 +527,8 @@ class Live:
 
     # Other versions of it.
 
-    def read(self, text: str, name: str) -> Experiment:
-        """Another version of the experiment, if this server can serve it.
+    def read(self, text: str, name: str) -> reading.Read:
+        """Another version of the experiment, which this server can serve.
 
         Raises:
             PolicyError: it is wrong, or needs what this server does not have.
@@ -560,7 +560,7 @@ class Live:
         ]
         if problems:
             raise PolicyError(problems, definition.source)
-        return experiment
+        return definition
 
     def put(self, experiment: Experiment, text: str) -> bool:
         """Go on with another version until the file changes, also after a restart.
@@ -602,13 +602,18 @@ class Live:
             self._in_use()
             return
         try:
-            experiment = self.read(content.decode("utf-8"), str(self.file))
+            definition = self.read(content.decode("utf-8"), str(self.file))
         except (PolicyError, UnicodeDecodeError) as error:
             self._failed(str(error))
             self._try_again = bool(self._changing_policies)  # which may be served by then
         else:
             self._put = None
-            self.replace(experiment)
+            if definition.diagnostics:
+                logger.warning(
+                    "The experiment is in use:\n%s",
+                    render_all(definition.diagnostics, definition.source),
+                )
+            self.replace(definition.require())
             self._in_use()
 
     def unreadable(self, error: OSError) -> None:

@@ -64,6 +64,7 @@ class Endpoints:
         except PolicyError as error:
             return 400, {"error": {"message": str(error)}}
         anew = experiment.revision != made.lifecycle.experiment.revision
+        coverage = made.lifecycle.covered_by(experiment)
         if not dry:
             made.lifecycle.replace(experiment)
             if anew:
@@ -71,6 +72,7 @@ class Endpoints:
         state = made.lifecycle.state.value
         return 200, {
             "revision": experiment.revision, "begins_anew": anew, "dry_run": dry, "state": state,
+            "coverage": coverage,
         }  # fmt: skip
 
     def _act(self, made: Made, action: str, body: dict[str, Any], dry: bool) -> Reply:

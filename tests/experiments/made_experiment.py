@@ -13,7 +13,7 @@ from kvpolicy.experiments.replica.lifecycle import Lifecycle
 
 TEXT = """\
 experiment: lava-25
-coverage: 10 %
+coverage: 1 %
 arms:
   control: {policy: none}
   lava-25: {policy: lava@0.25}
@@ -24,7 +24,7 @@ metrics:
   - {metric: error_rate, role: guardrail, margin: 0.02}
   - {metric: kv_bytes_per_prompt_token, role: success, clip: 4096}
   - {metric: ttft_seconds, role: info, clip: 30}
-steps: [{coverage: 1 %}, {pause: 30m}, {coverage: 10 %}, {pause: 2h}, {coverage: 100 %}]
+steps: [{pause: 30m}, {coverage: 10 %}, {pause: 2h}, {coverage: 100 %}]
 """
 SWITCHBACK = TEXT.replace(
     "arms:", "design: {switchback: {window: 10m, burn_in: 1m}}\narms:"

@@ -18,7 +18,7 @@ from made_experiment import TEXT, THREE, Made, experiment, made
 
 ROOT = Path(__file__).parents[2]
 OTHER = TEXT.replace("lava@0.25", "lava@0.5")
-RAMPED = TEXT.replace("coverage: 10 %\narms", "coverage: 20 %\narms")
+RAMPED = TEXT.replace("coverage: 1 %\narms", "coverage: 20 %\narms")
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,13 @@ def test_check_says_what_the_experiment_is(capsys, file):
     code, out, _ = run(capsys, "check", file)
     assert code == 0
     assert out == (
-        f"{file}: ok: lava-25: control (none) 50 %, lava-25 (lava@0.25) 50 %; coverage 10 %, by "
-        f"steps 1 % -> 10 % -> 100 %; revision {experiment().revision}\n"
+        f"{file}: ok: lava-25: control (none) 50 %, lava-25 (lava@0.25) 50 %; coverage 1 %, by "
+        f"steps 10 % -> 100 %; revision {experiment().revision}\n"
     )
 
 
 def test_check_reports_every_defect(capsys, file, tmp_path):
-    file.write_text(TEXT.replace("coverage: 10 %\narms", "coverage: 101 %\narms"))
+    file.write_text(TEXT.replace("coverage: 1 %\narms", "coverage: 101 %\narms"))
     code, out, _ = run(capsys, "check", file)
     assert code == 1
     assert f"{file}:2:11: error[" in out
@@ -175,9 +175,10 @@ def test_put(capsys, file):
         code, out, _ = run(capsys, "put", file, "--url", url, "--dry-run")
         assert code == 0
         assert out == (
-            f"{url}: accepts revision {experiment().revision}, which keeps the analysis\n"
+            f"{url}: accepts revision {experiment().revision}, which keeps the analysis, "
+            "coverage 10 %\n"
         )
-        assert endpoints.made.lifecycle.experiment.coverage == 0.1
+        assert endpoints.made.lifecycle.experiment.coverage == 0.01
         assert run(capsys, "put", file, "--url", url)[0] == 0
         assert endpoints.made.lifecycle.experiment.coverage == 0.2
         assert endpoints.made.analysis.records["control"].requests
@@ -185,7 +186,7 @@ def test_put(capsys, file):
         code, out, _ = run(capsys, "put", file, "--url", url)
         assert code == 0
         assert "begins a new analysis" in out
-        assert f"has revision {experiment(OTHER).revision} now, running" in out
+        assert f"has revision {experiment(OTHER).revision} now, running, coverage 1 %" in out
 
 
 def test_put_changes_all_replicas_or_none(capsys, file):

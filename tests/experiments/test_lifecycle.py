@@ -144,6 +144,19 @@ def test_a_restart_goes_on_where_it_was(clock):
     assert begin(later, saved, other).elapsed == 0
 
 
+def test_the_log_has_the_coverage_that_applies(clock):
+    life = begin(clock)
+    clock.now += 10_000
+    higher = replace(EXPERIMENT, coverage=0.5)
+    assert (life.covered_by(higher), life.covered_by(replace(higher, default="none"))) == (1, 0.5)
+    life.replace(higher)
+    assert life.log[-1]["what"] == "changed: coverage, which a step keeps at 100 %"
+    life.replace(replace(EXPERIMENT, coverage=0.5, steps=()))
+    assert life.log[-1]["what"] == "changed: steps, coverage 100 % -> 50 %"
+    life.replace(replace(EXPERIMENT, coverage=0.2, steps=()))
+    assert life.log[-1]["what"] == "changed: coverage 50 % -> 20 %"
+
+
 def test_disabled_in_its_file(clock):
     life = begin(clock)
     clock.now += 10

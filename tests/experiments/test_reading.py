@@ -49,11 +49,11 @@ def test_good_file(path):
 def test_what_the_example_says():
     experiment = load(EXAMPLE).require()
     assert experiment.name == "lava-25"
-    assert experiment.coverage == 0.1
+    assert experiment.coverage == 0.01
     assert experiment.targeting_key == DEFAULT_TARGETING_KEY
     assert experiment.arm("lava-25").settings == {"rate": 0.25}
     assert experiment.metrics[0] == Metric("drift", "guardrail", 0.05, 2)
-    assert experiment.steps[:2] == (CoverageStep(coverage=0.01), CoverageStep(pause=1800.0))
+    assert experiment.steps[:2] == (CoverageStep(pause=1800.0), CoverageStep(coverage=0.1))
     assert experiment.shadow.sample == 0.02
 
 
@@ -80,7 +80,6 @@ def test_words_are_read_exactly():
         KeySource("body", "metadata.user_id"),
     )
     assert keys.steps == (
-        CoverageStep(coverage=0.01),
         CoverageStep(pause=1800.0),
         CoverageStep(coverage=0.995),
     )
@@ -104,7 +103,7 @@ def test_places_lead_to_values():
     text = {path: found.source.text[span.start : span.end] for path, span in found.places.items()}
     assert text["arms.lava-25.set.rate"] == "0.25"
     assert text["metrics.2.margin"] == "0.005"
-    assert text["steps.3.pause"] == "2h"
+    assert text["steps.2.pause"] == "2h"
     assert text["targeting_key.1"] == "body:user"
 
 

@@ -417,7 +417,7 @@ def test_arms_with_settings_are_policies_of_their_own():
 
 def test_another_version_needs_what_the_server_has(live):
     document = as_document(EXPERIMENT)
-    assert live.read(json.dumps(document), "request").digest == EXPERIMENT.digest
+    assert live.read(json.dumps(document), "request").require().digest == EXPERIMENT.digest
     for change, message in (
         ({"policy": "h2o"}, "request:1:.*: error.*h2o"),
         ({"policy": "lava", "set": {"rate": 0.3}}, "`lava` has settings .* not started with"),
@@ -651,12 +651,27 @@ def served(tmp_path):
 
 def put(live, **changes):
     """The status of a `PUT` of the experiment with changes."""
+    return asked_to_put(live, **changes)[0]
+
+
+def asked_to_put(live, **changes):
+    """Status and answer of a `PUT` of the experiment with changes."""
 
     async def body():
         return json.dumps(as_document(replace(EXPERIMENT, **changes))).encode()
 
     request = SimpleNamespace(body=body, query_params={})
-    return asyncio.run(Control(SimpleNamespace(live=live), catalog=None).replace(request))[0]
+    return asyncio.run(Control(SimpleNamespace(live=live), catalog=None).replace(request))
+
+
+def test_what_is_put_is_answered_with_the_coverage_that_applies(served, caplog):
+    live = served()
+    changes = {"coverage": 0.75, "steps": (CoverageStep(coverage=0.25),)}
+    status, answer = asked_to_put(live, **changes)
+    assert (status, answer["coverage"], live.lifecycle.coverage) == (200, 0.25, 0.25)
+    assert "never applies: the first step sets it to 25 %" in answer["warnings"][0]
+    live.reload(json.dumps(as_document(replace(EXPERIMENT, **changes))).encode())
+    assert "never applies: the first step sets it to 25 %" in caplog.text
 
 
 def test_a_version_by_put_holds_until_the_file_changes(served):
