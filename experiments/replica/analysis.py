@@ -113,21 +113,30 @@ class Analysis:
         self.distinct.ended("finished", arm, key_hash, reached=True)
         self._compared(arm, "error_rate", float(failed))
         self._in_window(arm, "error_rate", float(failed), seconds)
-        for metric, value in (
-            ("kv_bytes_per_prompt_token", kv_bytes_per_prompt_token),
-            ("ttft_seconds", ttft),
-            ("e2e_seconds", e2e),
-        ):
-            self._measured(arm, metric, value)
-            self._in_window(arm, metric, value, seconds)
+        self._per_request(arm, "kv_bytes_per_prompt_token", kv_bytes_per_prompt_token, seconds)
+        self._times(arm, ttft, e2e, seconds)
 
-    def aborted(self, arm: str, *, key_hash: int) -> None:
-        """Takes note of a request that its client has aborted.
+    def aborted(
+        self,
+        arm: str,
+        *,
+        ttft: float | None,
+        e2e: float | None,
+        key_hash: int,
+        seconds: float | None = None,
+    ) -> None:
+        """Takes the times of a request that its client has aborted.
+
+        They would have been at least as long, so an arm whose clients hang up does not seem fast.
 
         Args:
-            key_hash: as in `assigned`.
+            ttft: seconds to the first token, or until the abort if there was none; None if not
+                known.
+            e2e: seconds until the abort; None if not known.
+            key_hash, seconds: as in `finished`.
         """
         self.distinct.ended("finished", arm, key_hash, reached=False)
+        self._times(arm, ttft, e2e, seconds)
 
     def shadowed(self, arm: str, drift: float, top1: float, tokens: int, number: int) -> None:
         """Takes the figures of a request that was scored again with full KV; see `sample_ended`.
@@ -230,6 +239,19 @@ class Analysis:
             ValueError: the document is of another revision, or is damaged.
         """
         return pooled(experiment, [document])
+
+    def _times(
+        self, arm: str, ttft: float | None, e2e: float | None, seconds: float | None
+    ) -> None:
+        self._per_request(arm, "ttft_seconds", ttft, seconds)
+        self._per_request(arm, "e2e_seconds", e2e, seconds)
+
+    def _per_request(
+        self, arm: str, metric: str, value: float | None, seconds: float | None
+    ) -> None:
+        """Adds a request's value to the arm, and to the window that it was assigned in."""
+        self._measured(arm, metric, value)
+        self._in_window(arm, metric, value, seconds)
 
     def _measured(self, arm: str, metric: str, value: float | None) -> None:
         if value is None or not math.isfinite(value):

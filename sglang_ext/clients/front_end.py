@@ -150,6 +150,8 @@ class FrontEnd:
         outcome = _outcome(meta_info["finish_reason"])
         try:
             ttft, e2e = compat.latencies(state)
+            if outcome == "aborted" and ttft is None and self._knows_first_token(state.obj):
+                ttft = e2e  # it has waited as long for its first token
             live.finished(
                 assigned,
                 outcome=outcome,
@@ -165,6 +167,10 @@ class FrontEnd:
                     self.shadows.lost(assigned)
         except Exception as error:
             self._note("a request that has ended was not counted", error)
+
+    def _knows_first_token(self, obj: Any) -> bool:
+        """Whether the time of a request's first token is known as soon as there is one."""
+        return self._applied is not None or bool(getattr(obj, "stream", False))
 
 
 def assigned_to(obj: Any) -> Mapping[str, Any]:

@@ -230,7 +230,8 @@ class Live:
             outcome: `ok`, `failed`, or `aborted` by its client.
             facts: what is reported of its policy.
             token_bytes: KV memory of one prompt token with full KV.
-            ttft, e2e: seconds to the first token, and in all, where known.
+            ttft, e2e: seconds to the first token, and in all, where known; of an aborted request
+                those until then.
         """
         arm = assigned["arm"]
         self.series.finished(arm, outcome)
@@ -239,7 +240,9 @@ class Live:
         if assigned.get("top") and outcome != "ok":
             self.analysis.sample_ended(arm, None, 0, key_hash=assigned["key"])
         if outcome == "aborted":
-            self.analysis.aborted(arm, key_hash=assigned["key"])
+            self.analysis.aborted(
+                arm, ttft=ttft, e2e=e2e, key_hash=assigned["key"], seconds=assigned["seconds"]
+            )
             return
         prompt = facts.get("prompt_tokens", 0)
         before = facts.get("kv_bytes_before", token_bytes * prompt)

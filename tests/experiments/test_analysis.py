@@ -369,7 +369,7 @@ def test_a_mismatch_is_noticed_at_its_stage(stage, cause):
             continue
         analysis.assigned(arm, key, sampled=True)
         if lost and stage == "finished":
-            analysis.aborted(arm, key_hash=key)
+            analysis.aborted(arm, ttft=None, e2e=None, key_hash=key)
             continue
         analysis.finished(
             arm, failed=False, kv_bytes_per_prompt_token=1.0, ttft=0.1, e2e=1.0, key_hash=key
@@ -475,6 +475,26 @@ def test_windows_are_the_unit_of_latency():
     assert verdict.outcome == "breached"
     assert found["e2e_seconds", "lava"].outcome == "undecided"
     assert analysis.keys() == {"control": 0, "lava": 0}
+
+
+def test_clients_that_hang_up_do_not_make_an_arm_fast():
+    """Control answers within the 30 s that clients wait; the arm takes a minute."""
+    slow = replace(TURNS, metrics=(Metric("e2e_seconds", "guardrail", 3.0, 60.0),))
+    analysis = Analysis(slow)
+    for window in range(600):
+        arm = assign(slow, "k", coverage=1.0, seconds=60.0 * window).arm
+        for at in (20.0, 40.0):
+            seconds = 60.0 * window + at
+            analysis.assigned(arm, 1, seconds=seconds)
+            times = {"ttft": None, "key_hash": 1, "seconds": seconds}
+            if arm == "lava" and at == 40.0:
+                analysis.aborted(arm, e2e=30.0, **times)
+            else:
+                analysis.finished(
+                    arm, failed=False, kv_bytes_per_prompt_token=None, e2e=20.0, **times
+                )
+    verdict = verdicts(analysis)["e2e_seconds", "lava"]
+    assert (verdict.mean, verdict.outcome) == (pytest.approx(5.0), "breached")
 
 
 def test_equal_arms_are_cleared():

@@ -295,6 +295,30 @@ def test_what_ends_in_the_queue_is_counted(live, monkeypatch, why, outcomes):
     assert "e2e_seconds" not in record.means
 
 
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_is_aborted_has_taken_at_least_its_time(tmp_path, streams):
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+    times = tuple(Metric(f"{name}_seconds", "info", clip=60.0) for name in ("ttft", "e2e"))
+    live = Live(replace(EXPERIMENT, metrics=times), file, {"snapkv": {}, "lava": {}})
+    assigned = next(each for i in range(200) if "arm" in (each := live.assign(0, f"{i}", 0.0)[1]))
+    server = FrontEnd(Traffic({"snapkv": 0, "lava": 0}, live=live), context=99)
+    params = {"custom_params": {asked.ASSIGNED: assigned}}
+    obj = SimpleNamespace(sampling_params=params, stream=streams)
+    stats = SimpleNamespace(first_token_time=0, finished_time=1, get_e2e_latency=lambda: 30.0)
+
+    async def end():
+        state = SimpleNamespace(obj=obj, time_stats=stats)
+        server.ended(state, {"finish_reason": {"type": "abort"}}, {}, None)
+        await asyncio.sleep(0)
+
+    asyncio.run(end())
+    record = live.analysis.records[assigned["arm"]]
+    assert record.tallies["e2e_seconds"].total == 30.0
+    assert record.tallies["ttft_seconds"].total == (30.0 if streams else 0.0)
+    assert record.finished == 0
+
+
 def test_disabled_policies_give_everybody_full_kv(live):
     for traffic in (Traffic({"lava": 0}, "none"), Traffic({"lava": 0}, live=live)):
         traffic.enabled = False
