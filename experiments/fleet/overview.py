@@ -52,6 +52,7 @@ class ArmRow:
             None before the first.
         gone: whether a replica has rolled it back; then `wanted` is 0 and `seen` None.
         means: mean of each metric of `TALLIES` in its unit; None before the first value.
+        kept: share of full KV's memory that its prompts hold; None before the first.
         compared: the part of its sampled requests that was compared; None before the first.
     """
 
@@ -67,6 +68,7 @@ class ArmRow:
     seen: float | None
     gone: bool
     means: Mapping[str, float | None]
+    kept: float | None
     compared: Share | None
 
 
@@ -172,6 +174,7 @@ class Overview:
                 seen=shared[arm.name] / total if total and arm.name in left else None,
                 gone=arm.name not in left,
                 means={name: tally.mean for name, tally in records[arm.name].tallies.items()},
+                kept=records[arm.name].kept,
                 compared=records[arm.name].scoring.share,
             )
             for arm in self.experiment.arms

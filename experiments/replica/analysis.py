@@ -91,6 +91,8 @@ class Analysis:
         ttft: float | None,
         e2e: float | None,
         key_hash: int,
+        kept_bytes: int = 0,
+        full_bytes: int = 0,
         seconds: float | None = None,
     ) -> None:
         """Takes the figures of a request that has ended.
@@ -102,12 +104,17 @@ class Analysis:
             ttft: seconds to the first token; None if there was none.
             e2e: seconds to the last token; None if it failed.
             key_hash: as in `assigned`.
+            kept_bytes: KV memory that its prompt holds after the prefill.
+            full_bytes: what it would hold with full KV; 0 if not known.
             seconds: wall clock at which the request was assigned; with `design: switchback` a
                 request without it is not compared.
         """
         record = self.records[arm]
         record.finished += 1
         record.failed += failed
+        if full_bytes:
+            record.kept_bytes += kept_bytes
+            record.full_bytes += full_bytes
         if self.experiment.design is None:
             record.heavy.add(key_hash)
         self.distinct.ended("finished", arm, key_hash, reached=True)

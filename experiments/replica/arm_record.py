@@ -41,6 +41,8 @@ class ArmRecord:
     Attributes:
         requests: assigned ones.
         scoring: what became of the sampled ones.
+        kept_bytes, full_bytes: KV memory that prompts of finished requests hold, and would hold
+            with full KV.
         heavy: the keys that have most of the finished ones; empty with `design: switchback`.
         tallies: number and sum of the values of each metric of `TALLIES`.
         means: bounded means, by metric. A metric has one of these, a difference to control, or
@@ -54,16 +56,24 @@ class ArmRecord:
     shadowed: int = 0
     shadowed_tokens: int = 0
     scoring: Scoring = field(default_factory=Scoring)
+    kept_bytes: int = 0
+    full_bytes: int = 0
     heavy: HeavyKeys = field(default_factory=HeavyKeys)
     tallies: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in TALLIES})
     means: dict[str, BoundedMean] = field(default_factory=dict)
     differences: dict[str, PairedDifference] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> float | None:
+        """Share of full KV's memory that prompts hold; None before the first."""
+        return self.kept_bytes / self.full_bytes if self.full_bytes else None
 
     def as_document(self, with_keys: bool) -> dict[str, Any]:
         """The record as a JSON value, with or without hashes of keys."""
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "scoring": self.scoring.as_document(),
+            "memory": [self.kept_bytes, self.full_bytes],
             "heavy": self.heavy.as_document(with_keys),
             "tallies": {name: [tally.n, tally.total] for name, tally in self.tallies.items()},
             "means": {name: mean.as_document() for name, mean in self.means.items()},
@@ -81,6 +91,9 @@ class ArmRecord:
         for document in documents:
             for name in _COUNTS:
                 setattr(self, name, getattr(self, name) + int(document[name]))
+            kept, full = document.get("memory", (0, 0))  # which earlier versions lack
+            self.kept_bytes += int(kept)
+            self.full_bytes += int(full)
             for name, tally in self.tallies.items():
                 n, total = document["tallies"][name]
                 tally.n += int(n)

@@ -26,8 +26,8 @@ def charts(overview: Overview) -> dict[str, dict[str, Any]]:
     """The charts that have rows, by name."""
     drawn = {
         "guardrails": _guardrails(overview),
-        "memory": _bars(overview, BYTES, "bytes per prompt token"),
-        **{metric: _bars(overview, metric, "seconds, mean") for metric in TIMES},
+        "memory": _memory(overview),
+        **{metric: _times(overview, metric) for metric in TIMES},
         **{metric: _by_arm(overview, metric) for metric in ("drift", "top1_disagreement")},
     }
     return {name: chart for name, chart in drawn.items() if chart["rows"]}
@@ -94,18 +94,30 @@ def _interval(label: str, verdict: Verdict, size: float) -> dict[str, Any]:
     }
 
 
-def _bars(overview: Overview, metric: str, unit: str) -> dict[str, Any]:
+def _memory(overview: Overview) -> dict[str, Any]:
+    rows = [
+        _bar(number, row.arm, f"{row.arm}: {words.percent(row.kept)}", 100 * row.kept)
+        for number, row in enumerate(overview.rows)
+        if row.kept is not None
+    ]
+    return {"kind": "bars", "rows": rows, "label": "percent of full KV", "aside": False}
+
+
+def _times(overview: Overview, metric: str) -> dict[str, Any]:
     control = overview.rows[0].means[metric]
     # Times of arms that share batches say nothing about their policies.
-    aside = metric in TIMES and overview.experiment.design is None
+    aside = overview.experiment.design is None
     rows = []
     for number, row in enumerate(overview.rows):
         value = row.means[metric]
         if value is not None:
             less = f", {change(value / control)}" if number and control and not aside else ""
-            label = f"{row.arm}: {words.number(value)}{less}"
-            rows.append({"key": row.arm, "label": label, "value": value, "control": number == 0})
-    return {"kind": "bars", "rows": rows, "label": unit, "aside": aside}
+            rows.append(_bar(number, row.arm, f"{row.arm}: {words.number(value)}{less}", value))
+    return {"kind": "bars", "rows": rows, "label": "seconds, mean", "aside": aside}
+
+
+def _bar(number: int, arm: str, label: str, value: float) -> dict[str, Any]:
+    return {"key": arm, "label": label, "value": value, "control": number == 0}
 
 
 def change(ratio: float) -> str:

@@ -14,7 +14,7 @@ from kvpolicy.experiments.fleet.overview import ArmRow, Overview
 from kvpolicy.experiments.replica.scoring import OUTCOMES
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.reporting import words
-from kvpolicy.experiments.reporting.charts import BYTES, NAMES, TIMES, change
+from kvpolicy.experiments.reporting.charts import BYTES, NAMES, TIMES
 from kvpolicy.experiments.reporting.headline import lacks
 from kvpolicy.experiments.reporting.html_table import table
 from kvpolicy.experiments.reporting.offline_page import figure
@@ -115,11 +115,10 @@ def _decision(overview: Overview, verdict: Verdict) -> str:
 
 
 def _memory(overview: Overview, charts: Collection[str]) -> str:
-    control = overview.rows[0].means[BYTES]
-    rows = []
-    for number, row in enumerate(overview.rows):
-        value = row.means[BYTES]
-        rows.append([row.arm, row.policy, words.number(value), _against(number, value, control)])
+    rows = [
+        [row.arm, row.policy, words.percent(row.kept), words.number(row.means[BYTES])]
+        for row in overview.rows
+    ]
     verdicts = [
         verdict
         for verdict in overview.of_metric(BYTES)
@@ -131,19 +130,17 @@ def _memory(overview: Overview, charts: Collection[str]) -> str:
         f"{outcome(overview, verdict)}.</p>"
         for verdict in verdicts
     ]
-    head = ["Arm ", "Policy ", "Bytes per prompt token", "Against control "]
+    head = ["Arm ", "Policy ", "Of full KV", "Bytes per prompt token"]
     return (
-        _about("KV cache that a prompt holds after compression, mean over finished requests.")
-        + _figure(charts, "memory", "KV memory by arm", "bytes per prompt token")
+        _about(
+            "KV cache that prompts of finished requests hold after compression: all bytes, as a "
+            "share of what full KV takes; and bytes per prompt token, mean over requests, which "
+            "short prompts change as much as long ones."
+        )
+        + _figure(charts, "memory", "KV memory by arm", "percent of full KV")
         + "".join(sentences)
         + table("KV memory by arm", head, rows)
     )
-
-
-def _against(number: int, value: float | None, control: float | None) -> str:
-    if not number:
-        return "control"
-    return "-" if value is None or not control else change(value / control)
 
 
 def _time(overview: Overview, charts: Collection[str]) -> str:

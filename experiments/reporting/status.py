@@ -17,9 +17,12 @@ from kvpolicy.experiments.statistics.sample_ratio import ALARM
 
 _CHANGES = 5  # number of changes shown
 _COLOURS = {"good": "32", "bad": "31", "open": "33"}  # ANSI codes
-_BYTES = "kv_bytes_per_prompt_token"
-_SHORT = {"top1_disagreement": "top1", _BYTES: "kv bytes", "ttft_seconds": "ttft",
-          "e2e_seconds": "e2e"}  # fmt: skip
+_SHORT = {
+    "top1_disagreement": "top1",
+    "kv_bytes_per_prompt_token": "kv bytes",
+    "ttft_seconds": "ttft",
+    "e2e_seconds": "e2e",
+}
 
 
 def screen(overview: Overview, *, width: int = 80, colours: bool = False) -> str:
@@ -84,7 +87,7 @@ def _arms(overview: Overview, width: int) -> Iterator[str]:
     keys = overview.experiment.design is None
     head = ["ARM ", "POLICY ", "REQS", "KEYS", "SEEN", "WANTED"]
     head += ["FAILED", "SHADOWED", "DRIFT", "KEPT"]
-    rows = [_arm(overview, row) for row in overview.rows]
+    rows = [_arm(row) for row in overview.rows]
     if not keys:  # with a switchback, keys have no arm
         head, rows = _without(head, rows, 3)
     yield from table(head, rows, width, cut=(1, 0))
@@ -96,7 +99,7 @@ def _without(
     return head[:column] + head[column + 1 :], [r[:column] + r[column + 1 :] for r in rows]
 
 
-def _arm(overview: Overview, row: ArmRow) -> list[str]:
+def _arm(row: ArmRow) -> list[str]:
     return [
         row.arm,
         row.policy,
@@ -107,14 +110,8 @@ def _arm(overview: Overview, row: ArmRow) -> list[str]:
         f"{row.failed:,}",
         f"{row.shadowed:,}",
         words.number(row.means["drift"]),
-        words.percent(kept(overview, row)),
+        words.percent(row.kept),
     ]
-
-
-def kept(overview: Overview, row: ArmRow) -> float | None:
-    """KV bytes per prompt token of an arm divided by control's; None where not known."""
-    control, arm = overview.rows[0].means[_BYTES], row.means[_BYTES]
-    return arm / control if arm is not None and control else None
 
 
 def _verdicts(overview: Overview, width: int) -> Iterator[str]:

@@ -255,6 +255,8 @@ class Live:
             ttft=ttft,
             e2e=e2e,
             key_hash=assigned["key"],
+            kept_bytes=after,
+            full_bytes=before,
             seconds=assigned["seconds"],
         )
         now = time.monotonic()

@@ -116,6 +116,8 @@ def feed(
                 ttft=ttft,
                 e2e=None if failed else e2e,
                 key_hash=number,
+                kept_bytes=1024 * 100 // (1 + index),
+                full_bytes=1024 * 100,
                 seconds=seconds,
             )
             if scored:

@@ -243,6 +243,25 @@ def test_damaged_documents_are_refused(good, damage):
         Analysis.from_document(EXPERIMENT, good.as_document() | damage)
 
 
+def test_memory_is_a_share_of_all_bytes():
+    """Nine of ten prompts are short and stay whole; one is long, and a quarter of it stays."""
+    analysis = Analysis(EXPERIMENT)
+    for number in range(100):
+        tokens = 32_000 if number % 10 == 0 else 100
+        kept = tokens // 4 if tokens > 1000 else tokens
+        analysis.finished(
+            "lava", failed=False, kv_bytes_per_prompt_token=kept / tokens, ttft=None, e2e=None,
+            key_hash=number, kept_bytes=kept, full_bytes=tokens,
+        )  # fmt: skip
+    record = analysis.records["lava"]
+    assert record.tallies["kv_bytes_per_prompt_token"].mean == pytest.approx(0.925)
+    assert record.kept == pytest.approx((10 * 8_000 + 90 * 100) / (10 * 32_000 + 90 * 100))
+    saved = json.loads(json.dumps(analysis.as_document()))
+    assert pooled(EXPERIMENT, [saved, saved]).records["lava"].kept == record.kept
+    del saved["arms"]["lava"]["memory"]  # of an earlier version
+    assert Analysis.from_document(EXPERIMENT, saved).records["lava"].kept is None
+
+
 def test_the_worst_requests_are_kept():
     analysis = Analysis(EXPERIMENT)
     for number in range(100):

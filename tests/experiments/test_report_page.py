@@ -157,10 +157,10 @@ def test_what_scrolls_can_be_reached_by_keyboard_and_has_a_name(text):
 def test_figures_of_the_tables(text, seen, kind):
     tables = Page(text).tables
     head, *rows = tables["KV memory by arm"]
-    assert head == ["Arm", "Policy", "Bytes per prompt token", "Against control"]
+    assert head == ["Arm", "Policy", "Of full KV", "Bytes per prompt token"]
     assert [row[0] for row in rows] == [row.arm for row in seen.rows]
     if kind != "empty":
-        assert rows[1][2:] == ["512", "50 % less than control"]
+        assert rows[1][2:] == ["50 %", "512"]
     head, *rows = tables["Guardrails"]
     assert len(rows) == len(seen.guardrails)
     for row, verdict in zip(rows, seen.guardrails, strict=True):

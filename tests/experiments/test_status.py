@@ -124,7 +124,7 @@ def test_cleared():
     text = screen(overview)
     assert row(text, "drift", "lava-25")[-4:] == ["100", "%", "clear", "cleared"]
     assert row(text, "kv", "bytes", "lava-25")[-1] == "better"
-    assert row(text, "lava-25")[-2:] == ["50", "%"]  # of control's memory
+    assert row(text, "lava-25")[-2:] == ["50", "%"]  # of full KV
     assert not wrong(overview)
 
 
