@@ -18,6 +18,7 @@ FEW = 0.9  # share of the sampled requests, or of their tokens, below which too 
 SAMPLED = 100  # sampled requests of an arm before that is looked at
 HEAVY = 1 / 20  # largest share of an arm's values that one key may have without a warning
 MANY = 1_000  # values of an arm before that is looked at
+KEYLESS = 1 / 20  # largest share of the requests that may have no key without a warning
 LATE = 1 / 100  # largest share of values that may come after their window has closed
 
 _WHY = {
@@ -62,6 +63,7 @@ def alarms(
     keys: DistinctKeys,
     majority: MajorityKey,
     sources: Sequence[int],
+    keyless: int,
     windows: Windows,
 ) -> list[Alarm]:
     """The alarms that hold now, the gravest first.
@@ -69,10 +71,12 @@ def alarms(
     Args:
         records: what was seen of each arm, by its name.
         sources: requests by the place where their key was found, in the order of `targeting_key`.
+        keyless: requests whose key was found nowhere.
     """
     return [
-        *_one_key(majority),
+        *_one_key(experiment, majority),
         *_no_key(experiment, sources),
+        *_keyless(experiment, sum(sources), keyless),
         *_sample_ratio(experiment, keys),
         *_heavy_key(records, keys.retired),
         *_left_out(experiment, records, keys.retired),
@@ -81,8 +85,9 @@ def alarms(
     ]
 
 
-def _one_key(majority: MajorityKey) -> Iterator[Alarm]:
-    if majority.dominates:
+def _one_key(experiment: Experiment, majority: MajorityKey) -> Iterator[Alarm]:
+    # With a switchback the arm is that of the window, whatever the key.
+    if experiment.design is None and majority.dominates:
         count, requests = majority.shown()
         yield Alarm(
             "all traffic in one arm",
@@ -104,6 +109,18 @@ def _no_key(experiment: Experiment, sources: Sequence[int]) -> Iterator[Alarm]:
             "no key",
             f"none of {sources[place]:,} requests has one ({names}), so each is drawn by its own "
             "id and a user meets several arms; let clients send a key, or the gateway pass it",
+        )
+
+
+def _keyless(experiment: Experiment, found: int, keyless: int) -> Iterator[Alarm]:
+    requests = found + keyless
+    if requests >= ENOUGH and keyless > KEYLESS * requests:
+        names = ", ".join(f"`{key}`" for key in experiment.targeting_key)
+        yield Alarm(
+            "requests without a key",
+            f"{keyless:,} of {requests:,} ({keyless / requests:.0%}) have none of {names}; they "
+            f"get `{experiment.default}` and take no part; let clients send a key, or put `rid` "
+            "last in `targeting_key`",
         )
 
 

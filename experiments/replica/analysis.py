@@ -36,6 +36,7 @@ class Analysis:
         distinct: distinct keys by stage, with the test of the sample ratio.
         majority: the key that may carry most requests.
         sources: requests by the place where their key was found, in the order of `targeting_key`.
+        keyless: requests whose key was found nowhere.
         windows: means of windows of time; empty unless `design: switchback`.
     """
 
@@ -49,6 +50,7 @@ class Analysis:
         self.distinct = DistinctKeys({arm.name: arm.weight for arm in experiment.arms}, clock)
         self.majority = MajorityKey()
         self.sources = [0] * len(experiment.targeting_key)
+        self.keyless = 0
         self.windows = Windows(experiment)
         self._worst: list[tuple[float, int, str, int]] = []  # a heap: drift, number, arm, tokens
         self._clips = {metric.metric: metric.upper for metric in experiment.metrics}
@@ -59,7 +61,9 @@ class Analysis:
         Args:
             index: position in `targeting_key`, counted from 0; None if no key was found.
         """
-        if index is not None:
+        if index is None:
+            self.keyless += 1
+        else:
             self.sources[index] += 1
 
     def assigned(
@@ -199,7 +203,13 @@ class Analysis:
     def alarms(self) -> list[Alarm]:
         """What makes the comparison untrue now, the gravest first."""
         return alarms(
-            self.experiment, self.records, self.distinct, self.majority, self.sources, self.windows
+            self.experiment,
+            self.records,
+            self.distinct,
+            self.majority,
+            self.sources,
+            self.keyless,
+            self.windows,
         )
 
     def warnings(self) -> list[str]:
@@ -229,6 +239,7 @@ class Analysis:
             "experiment": self.experiment.name,
             "revision": self.experiment.revision,
             "sources": self.sources[:],
+            "keyless": self.keyless,
             "majority": self.majority.as_document(),
             "keys": self.distinct.as_document(with_keys),
             "arms": {arm: record.as_document(with_keys) for arm, record in self.records.items()},
@@ -318,6 +329,7 @@ def _pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Anal
     for document in documents:
         added = zip(analysis.sources, document["sources"], strict=True)
         analysis.sources = [before + int(more) for before, more in added]
+        analysis.keyless += int(document.get("keyless", 0))  # which earlier versions lack
     if analysis.windows.clips:
         windows = [document["windows"] for document in documents]
         analysis.windows = Windows.pooled(experiment, windows)

@@ -376,6 +376,23 @@ def test_requests_without_keys_are_noticed():
     assert analysis.warnings() == []
 
 
+def test_requests_whose_key_is_found_nowhere_are_noticed():
+    analysis = Analysis(replace(EXPERIMENT, targeting_key=(KeySource("body", "user"),)))
+    for number in range(300):
+        analysis.key_source(0 if number % 25 else None)
+    assert analysis.warnings() == []
+    for _ in range(20):
+        analysis.key_source(None)
+    [warning] = analysis.warnings()
+    assert warning.startswith(
+        "requests without a key: 32 of 320 (10%) have none of `body:user`; they get `none`"
+    )
+    saved = json.loads(json.dumps(analysis.as_document()))
+    assert Analysis.from_document(analysis.experiment, saved).warnings() == [warning]
+    del saved["keyless"]
+    assert Analysis.from_document(analysis.experiment, saved).warnings() == []
+
+
 @pytest.mark.parametrize(
     ("stage", "cause"), [("assigned", "gateway"), ("finished", "timeouts"), ("shadowed", "skipped")]
 )
@@ -568,6 +585,14 @@ def test_late_requests_do_not_change_closed_windows():
     before = analysis.as_document()["windows"]["windows"]
     turn(analysis, 3, lambda arm: 5.0, arm="lava")
     assert analysis.as_document()["windows"]["windows"] == before
+
+
+def test_one_client_is_no_mistake_where_arms_take_turns():
+    analysis = Analysis(TURNS)
+    for window in range(300):
+        turn(analysis, window, lambda arm: 1.0)
+    assert analysis.majority.dominates
+    assert analysis.alarms() == []
 
 
 def test_many_late_values_are_noticed():
