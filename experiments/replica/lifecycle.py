@@ -42,6 +42,7 @@ class Lifecycle:
     Attributes:
         experiment: the version that is in use.
         log: changes, oldest first, each with `time` and `what`.
+        held: why no step is taken while the experiment runs; None where nothing holds them up.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Lifecycle:
         self._elapsed = 0.0
         self._since = clock()
         self._paused = False
+        self.held: str | None = None
         self.log: list[dict[str, str]] = []
         if saved is not None:
             self._restore(saved)
@@ -138,8 +140,8 @@ class Lifecycle:
 
     @property
     def elapsed(self) -> float:
-        """Seconds for which this revision has run."""
-        running = self.state == ExperimentState.RUNNING
+        """Seconds for which this revision has run and its steps were not held."""
+        running = self.state == ExperimentState.RUNNING and self.held is None
         return self._elapsed + (self._clock() - self._since if running else 0.0)
 
     @property
@@ -202,6 +204,22 @@ class Lifecycle:
         """Take steps again. Returns whether this changes anything."""
         return self._set_paused(False, "resumed")
 
+    def hold_steps(self, why: str | None) -> bool:
+        """Take no further steps while `why` is true, and again with None.
+
+        Returns whether this changes anything, as it does while steps are left.
+        """
+        held = why if self._step()[2] is not None else None
+        if held == self.held:
+            return False
+        self._hold()
+        if held is None:
+            self._note(f"steps are taken again, as this is over: {self.held}")
+        elif self.held is None:
+            self._note(f"no further step is taken for now: {held}")
+        self.held = held
+        return True
+
     def replace(self, experiment: Experiment) -> bool:
         """Use another version of the experiment. Returns whether it is another revision.
 
@@ -216,7 +234,7 @@ class Lifecycle:
             self._note(f"changed: {_changes(before, experiment, coverage, self.coverage)}")
             self._since = self._clock()
             return False
-        self._elapsed, self._paused = 0.0, False
+        self._elapsed, self._paused, self.held = 0.0, False, None
         self._since = self._clock()
         self._note(f"revision {experiment.revision} takes the place of {before.revision} ({state})")
         return True
@@ -239,6 +257,7 @@ class Lifecycle:
             "elapsed_seconds": round(self.elapsed, 1),
             "step": index,
             "steps": len(self.experiment.steps),
+            "held": self.held,
             "next_step_in_seconds": None if wait is None else round(wait, 1),
             "log": self.log,
         }

@@ -70,17 +70,19 @@ def _coverage(overview: Overview) -> str:
 
 def next_step(overview: Overview) -> str:
     """Time until the next step of coverage, in words."""
-    waits = [
-        answer.document["next_step_in_seconds"]
+    running = [
+        answer.document
         for answer in overview.answers
         if answer.document["state"] == ExperimentState.RUNNING
     ]
+    waits = [each["next_step_in_seconds"] for each in running if not each.get("held")]
     known = [float(wait) for wait in waits if wait is not None]
     if known:
         return f"next step in {words.duration(min(known))}"
     if ExperimentState.PAUSED in overview.states:
         return "no further step while it is paused"
-    return "no further step"
+    held = next((each["held"] for each in running if each.get("held")), None)
+    return f"no further step, as long as this holds: {held}" if held else "no further step"
 
 
 def _arms(overview: Overview, width: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -20,6 +20,7 @@ from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.definition.experiment import NO_POLICY, Arm, Experiment
 from kvpolicy.experiments.definition.metrics import METRICS
 from kvpolicy.experiments.replica import state_file
+from kvpolicy.experiments.replica.alarms import Alarm
 from kvpolicy.experiments.replica.analysis import Analysis, Verdict
 from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.experiments.replica.document import document
@@ -93,6 +94,7 @@ class Live:
         self._try_again = False  # whether to look at the file although it is as it was
         self._looked = 0.0
         self._warned: set[str] = set()
+        self._hold_steps(self.analysis.alarms())
         self.save()
 
     def _claimed(self) -> IO[str] | None:
@@ -340,10 +342,18 @@ class Live:
         for verdict in verdicts:
             if verdict.outcome == "breached" and self.lifecycle.state not in ENDED:
                 self._breached(verdict)
-        for alarm in self.analysis.alarms():
+        alarms = self.analysis.alarms()
+        self._hold_steps(alarms)
+        for alarm in alarms:
             if alarm.kind not in self._warned:
                 self._warned.add(alarm.kind)
                 logger.warning("KV-cache experiment %s: %s", self.experiment.name, alarm)
+
+    def _hold_steps(self, alarms: Sequence[Alarm]) -> None:
+        """Take no further steps while arms cannot be compared."""
+        why = next((alarm.kind for alarm in alarms if alarm.untrue), None)
+        if self.lifecycle.hold_steps(why):
+            self.save()
 
     def _breached(self, verdict: Verdict) -> None:
         if self.experiment.analysis.on_fail == "abort":

@@ -69,6 +69,29 @@ def test_a_pause_stops_the_steps_and_keeps_the_arms(clock):
     assert life.coverage == 0.1
 
 
+def test_steps_wait_while_arms_cannot_be_compared(clock):
+    life = begin(clock)
+    clock.now += 30
+    assert life.hold_steps("sample ratio mismatch")
+    assert not life.hold_steps("sample ratio mismatch")
+    clock.now += 1000
+    assert (life.state, life.coverage, life.elapsed) == (ExperimentState.RUNNING, 0.01, 30)
+    assert life.document()["held"] == "sample ratio mismatch"
+    assert life.hold_steps(None)
+    clock.now += 30
+    assert life.coverage == 0.1
+    life.hold_steps("sample ratio mismatch")
+    assert life.replace(replace(EXPERIMENT, default="none"))
+    assert life.held is None
+    clock.now += 10_000
+    assert not life.hold_steps("sample ratio mismatch")  # there is none left
+    assert [each["what"] for each in life.log][1:4] == [
+        "no further step is taken for now: sample ratio mismatch",
+        "steps are taken again, as this is over: sample ratio mismatch",
+        "no further step is taken for now: sample ratio mismatch",
+    ]
+
+
 def test_what_has_ended_has_ended(clock):
     life = begin(clock)
     assert life.abort("drift")

@@ -247,6 +247,14 @@ def test_a_mismatch_comes_before_every_figure():
     assert wrong(overview)
 
 
+def test_steps_that_are_held_are_shown():
+    replica = made(10)
+    replica.lifecycle.hold_steps("sample ratio mismatch at the stage `assigned`")
+    shown = " ".join(screen(of(replica)).split())
+    assert "no further step, as long as this holds: sample ratio mismatch at the stage" in shown
+    assert "next step" not in shown
+
+
 def test_a_gateway_that_strips_the_key():
     replica = Made()
     for _ in range(400):

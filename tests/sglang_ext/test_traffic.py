@@ -520,6 +520,22 @@ def test_a_restart_takes_no_step_back(stepping):
         assert again.coverage == (0.5 if kept > 60 else 0.01)
 
 
+def test_no_step_is_taken_while_arms_cannot_be_compared(stepping):
+    begin, now = stepping
+    live = begin()
+    for key in range(200):
+        live.analysis.assigned("control", key)
+    live.look()
+    asyncio.run(live.keep_evidence())
+    now[0] = 100.0
+    assert live.lifecycle.coverage == 0.01
+    again = begin()
+    mismatch = "sample ratio mismatch at the stage `assigned`"
+    assert again.lifecycle.held == live.lifecycle.held == mismatch
+    now[0] = 200.0
+    assert again.lifecycle.coverage == 0.01
+
+
 def test_where_it_stands_is_written_again_and_again(stepping, monkeypatch, tmp_path):
     begin, now = stepping
     live = begin()
