@@ -242,7 +242,12 @@ class Overview:
                     f"the experiment file at {answer.name} is not in use, an earlier version is: "
                     f"{problem}"
                 )
-            if not answer.document["state_saved"]:
+            if not answer.document.get("state_file", True):
+                warnings.append(
+                    f"{answer.name} has no state file: a restart would forget a rollback and what "
+                    "was seen; start it with `--kv-experiment-state FILE`"
+                )
+            elif not answer.document["state_saved"]:
                 warnings.append(
                     f"the state file at {answer.name} cannot be written: a restart would forget "
                     "what has changed since"

@@ -16,6 +16,7 @@ def document(
     *,
     reload: Mapping[str, Any],
     state_saved: bool,
+    state_file: bool = True,
     analysed_seconds: float | None = None,
     with_keys: bool = True,
 ) -> dict[str, Any]:
@@ -24,7 +25,8 @@ def document(
     Args:
         reload: `success`: whether the file as last read is in use; `problem`: what is wrong with
             it, or None.
-        state_saved: whether the state file is up to date.
+        state_saved: whether there is a state file that is up to date.
+        state_file: whether there is one at all.
         analysed_seconds: seconds since the analysis began, for the rate of samples; None where it
             is not known.
         with_keys: include hashes of the keys, by which replicas that share keys are pooled.
@@ -38,6 +40,7 @@ def document(
         **lifecycle.document(),
         "reload": dict(reload),
         "state_saved": state_saved,
+        "state_file": state_file,
         "verdicts": [verdict.as_document() for verdict in analysis.verdicts()],
         "warnings": analysis.warnings(),
         "analysis": analysis.as_document(with_keys=with_keys),

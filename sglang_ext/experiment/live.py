@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import logging
 import math
 import random
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from uuid import uuid4
 
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, render_all
@@ -28,6 +26,7 @@ from kvpolicy.experiments.replica.evidence import Evidence
 from kvpolicy.experiments.replica.lifecycle import ENDED, Lifecycle
 from kvpolicy.experiments.replica.put import Put
 from kvpolicy.experiments.replica.state_file import StateFileError
+from kvpolicy.sglang_ext.experiment.keeper import Keeper
 from kvpolicy.sglang_ext.experiment.series import Series
 from kvpolicy.sglang_ext.face.errors import Refused
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 EXPERIMENT_LABEL, ARM_LABEL = LABELS = ("kv_experiment", "kv_arm")
 _EVERY = 1.0  # least seconds between two looks at the evidence of finished requests
-_KEEP_EVERY = 30.0  # seconds between two writes of running time or evidence
 
 
 class InUse(Refused):
@@ -70,9 +68,9 @@ class Live:
             Refused: the state file cannot be used.
         """
         self.file = file
-        self._served, self._state = dict(served), state
+        self._served = dict(served)
         self._changing_policies: set[str] = set()  # names of policies that are being changed
-        self._claim = self._claimed()  # held as long as the process runs
+        self._keeper = Keeper(state)
         self._seen_digest = self._digest(file.read_bytes())
         self._put: Put | None = None  # the version that takes the file's place
         self.lifecycle = self._restored(experiment)
@@ -83,13 +81,6 @@ class Live:
         self.reloaded = True
         self.weights = 0
         self.series.reloaded(True)
-        self.series.saved(True)
-        self._unsaved: set[Path] = set()  # files that could not be written
-        self._change_count = 0  # number of changes of where it stands, those by time left out
-        self._state_written = (0.0, 0)  # seconds it had run, and its step, when last written
-        self._writing = threading.Lock()
-        # Time of the last write of evidence, and the sum of the counts in it.
-        self._evidence_written = (-math.inf, 0)
         self._problem = ""  # what is wrong with the file as last seen
         self._try_again = False  # whether to look at the file although it is as it was
         self._looked = 0.0
@@ -97,24 +88,17 @@ class Live:
         self._hold_steps(self.analysis.alarms())
         self.save()
 
-    def _claimed(self) -> IO[str] | None:
-        try:
-            return None if self._state is None else state_file.claim(self._state)
-        except StateFileError as error:
-            raise Refused(
-                f"--kv-experiment-state {self._state}: {error}; give each server a file of its own"
-            ) from None
-
     def _restored(self, experiment: Experiment) -> Lifecycle:
         try:
-            saved = None if self._state is None else state_file.load(self._state)
+            saved = self._keeper.standing()
             put = None if saved is None else Put.restored(saved)
             if put is not None and put.file == self._seen_digest:
                 experiment = self._as_put(put, experiment)
             return Lifecycle(experiment, saved)
         except (StateFileError, ValueError) as error:
             raise Refused(
-                f"--kv-experiment-state {self._state}: {error}; mend it, or remove it to begin anew"
+                f"--kv-experiment-state {self._keeper.file}: {error}; mend it, or remove it to "
+                "begin anew"
             ) from None
 
     def _as_put(self, put: Put, experiment: Experiment) -> Experiment:
@@ -141,9 +125,9 @@ class Live:
 
     def _resume(self) -> None:
         """Go on with the evidence from before a restart; what is damaged is begun anew."""
-        if self._state is None:
+        file = self._keeper.evidence_file
+        if file is None:
             return
-        file = state_file.evidence_file(self._state)
         try:
             saved = state_file.load(file)
             evidence = None if saved is None else Evidence.restored(self.experiment, saved)
@@ -423,91 +407,36 @@ class Live:
     def save(self) -> None:
         """Write where the experiment stands; evidence follows soon."""
         self.series.standing(self.lifecycle)
-        if self._state is None:
-            return
-        self._evidence_written = (-math.inf, self._evidence_written[1])
-        self._change_count += 1
-        self._state_written = (self.lifecycle.elapsed, self.lifecycle.step)
-        try:
-            self._write(self._state, self._standing(), self._change_count)
-        except StateFileError as error:
-            self._not_saved(self._state, error)
-        else:
-            self._saved(self._state)
+        self._keeper.keep(self._standing(), self.lifecycle.elapsed, self.lifecycle.step)
+        self.series.saved(self.state_saved)
 
     def _standing(self) -> dict[str, Any]:
         """Where the experiment stands, as the state file holds it."""
         return self.lifecycle.saved() | ({} if self._put is None else self._put.saved())
 
-    def _write(self, file: Path, saved: Mapping[str, Any], changes: int) -> None:
-        """Write where the experiment stood after `changes` changes, unless there is a later one."""
-        with self._writing:
-            if changes == self._change_count:
-                state_file.save(file, saved)
-
     async def keep_state(self) -> None:
-        """Write how long the experiment has run, every `_KEEP_EVERY` seconds and after each step.
-
-        What could not be written is tried again.
-        """
-        elapsed, step = self.lifecycle.elapsed, self.lifecycle.step
-        written_seconds, written_step = self._state_written
-        if self._state is None or (
-            elapsed < written_seconds + _KEEP_EVERY
-            and step == written_step
-            and self._state not in self._unsaved
-        ):
-            return
-        self._state_written = (elapsed, step)
-        saved = self._standing()
-        try:
-            await asyncio.to_thread(self._write, self._state, saved, self._change_count)
-        except StateFileError as error:
-            self._not_saved(self._state, error)
-        else:
-            self._saved(self._state)
+        """Write how long the experiment has run, if it is time to."""
+        lifecycle = self.lifecycle
+        await self._keeper.keep_time(self._standing, lifecycle.elapsed, lifecycle.step)
+        self.series.saved(self.state_saved)
 
     async def keep_evidence(self) -> None:
         """Write what was seen, if it is time to and there is something new."""
-        now, count = time.monotonic(), sum(self._counts())
-        written_at, written_count = self._evidence_written
-        if self._state is None or now < written_at + _KEEP_EVERY or count == written_count:
-            return
-        self._evidence_written = (now, count)
-        file = state_file.evidence_file(self._state)
-        saved = Evidence(self.analysis, now - self._analysed, self._shadowed_requests).saved()
-        try:
-            await asyncio.to_thread(state_file.save, file, saved)
-        except StateFileError as error:
-            self._evidence_written = (now, -1)
-            self._not_saved(file, error)
-        else:
-            self._saved(file)
+        await self._keeper.keep_evidence(self._evidence, sum(self._counts()))
+        self.series.saved(self.state_saved)
+
+    def _evidence(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._analysed
+        return Evidence(self.analysis, seconds, self._shadowed_requests).saved()
 
     def _counts(self) -> Iterator[int]:
         for record in self.analysis.records.values():
             yield from (record.requests, record.finished, record.shadowed)
 
-    def _not_saved(self, file: Path, error: StateFileError) -> None:
-        """Log once that a file cannot be written; nothing else stops."""
-        if file not in self._unsaved:
-            self._unsaved.add(file)
-            logger.error(
-                "--kv-experiment-state: %s: %s. The experiment goes on; a restart would forget "
-                "what has changed since.",
-                file,
-                error,
-            )
-        self.series.saved(False)
-
-    def _saved(self, file: Path) -> None:
-        self._unsaved.discard(file)
-        self.series.saved(self.state_saved)
-
     @property
     def state_saved(self) -> bool:
-        """Whether the latest state, and evidence when it was last due, could be written."""
-        return not self._unsaved
+        """Whether a restart would find the latest state, and evidence as it was last due."""
+        return self._keeper.up_to_date
 
     # The policies of the server.
 
@@ -672,6 +601,7 @@ class Live:
             self.analysis,
             reload={"success": self.reloaded, "problem": self._problem or None},
             state_saved=self.state_saved,
+            state_file=self._keeper.file is not None,
             analysed_seconds=time.monotonic() - self._analysed,
             with_keys=with_keys,
         )

@@ -56,7 +56,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("stage",),
     ),
     "reload_success": ("1 if the file is in use as it was last seen, else 0.", ()),
-    "state_saved": ("1 if --kv-experiment-state holds the present state, else 0.", ()),
+    "state_saved": (
+        "1 if --kv-experiment-state holds the present state, else 0, as without that option.",
+        (),
+    ),
 }
 # Gauges of what is gone, where not 0: series shared by several processes cannot be removed.
 _GONE = {"srm_p_value": 1.0, "reload_success": 1.0, "state_saved": 1.0}

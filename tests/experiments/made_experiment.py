@@ -53,7 +53,7 @@ class Made:
         )
         self.analysis = Analysis(self.lifecycle.experiment)
         self.reload: dict[str, Any] = {"success": True, "problem": None}
-        self.state_saved = True
+        self.state_saved = self.state_file = True
         for arm, outcomes in zip(self.analysis.records, LEFT_OUT, strict=False):
             for outcome, count in outcomes.items():
                 for _ in range(count):
@@ -70,6 +70,7 @@ class Made:
             self.analysis,
             reload=self.reload,
             state_saved=self.state_saved,
+            state_file=self.state_file,
             analysed_seconds=self.clock - 1000.0,
         )
 

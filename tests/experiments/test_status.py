@@ -283,6 +283,10 @@ def test_what_is_wrong_with_a_server_is_said():
     replica = made(10)
     replica.reload = {"success": False, "problem": "e.yaml:2:1: error[key]: no\nmore"}
     replica.state_saved = False
+    without = made(10)
+    without.state_saved = without.state_file = False
+    [warning] = of(without).warnings
+    assert warning.startswith("replica 0 has no state file: a restart would forget a rollback")
     overview = of(replica)
     assert overview.warnings == [
         "the experiment file at replica 0 is not in use, an earlier version is: "

@@ -460,6 +460,20 @@ def test_a_file_that_breaks_keeps_the_last_version(live, caplog):
     assert not live.reloaded
 
 
+def test_without_a_state_file_nothing_is_saved(tmp_path, caplog):
+    file = tmp_path / "experiment.yaml"
+    file.write_text("")
+    live = Live(EXPERIMENT, file, {"snapkv": {}})
+    assert "--kv-experiment-state is not given: a restart forgets" in caplog.text
+    live.abort("drift")
+    found = live.document()
+    assert (live.state_saved, found["state_saved"], found["state_file"]) == (False, False, False)
+    assert live.series._gauges["state_saved", ()] == 0
+    kept = Live(EXPERIMENT, file, {"snapkv": {}}, tmp_path / "state.json")
+    assert kept.series._gauges["state_saved", ()] == 1
+    assert kept.document()["state_file"]
+
+
 def test_a_full_disk_is_said_and_nothing_stops(tmp_path, monkeypatch, caplog):
     file = tmp_path / "experiment.yaml"
     file.write_text("")
