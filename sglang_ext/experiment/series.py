@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.replica.assignment import AssignmentReason
+from kvpolicy.experiments.replica.judge import breach_threshold
 from kvpolicy.experiments.replica.lifecycle import ExperimentState, Lifecycle
 from kvpolicy.experiments.replica.scoring import OUTCOMES
 
@@ -49,6 +50,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Evidence on a metric against its margin: that it is beyond it (breach), that it is within "
         "(clear); natural logarithm.",
         ("kv_arm", "metric", "against"),
+    ),
+    "breach_threshold": (
+        "Evidence at which a guardrail is breached: log of guardrails times arms over alpha.",
+        (),
     ),
     "srm_p_value": (
         "Sequential p-value of the shares of the arms, by stage; under 0.001 they are not what the "
@@ -190,6 +195,7 @@ class Series:
         for state in ExperimentState:
             self._set("state", float(state == current), state=state.value)
         self._set("coverage_ratio", lifecycle.coverage)
+        self._set("breach_threshold", breach_threshold(lifecycle.experiment))
         total = sum(arm.weight for arm in lifecycle.experiment.arms)
         for arm in lifecycle.experiment.arms:
             self._set("arm_share_ratio", arm.weight / total, kv_arm=arm.name)

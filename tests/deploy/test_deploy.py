@@ -153,6 +153,7 @@ def test_compose_and_kubernetes_start_the_same():
     assert kubernetes_command("Deployment", "gateway") == compose_command("gateway")
     prometheus = kubernetes_command("StatefulSet", "prometheus")
     assert prometheus == compose_command("prometheus")
+    assert "--enable-feature=auto-reload-config" in prometheus  # else rules are read at the start
     images = {each["image"] for each in load("compose.yaml")["services"].values()}
     workloads = objects("StatefulSet") + objects("Deployment")
     assert images == {

@@ -50,6 +50,7 @@ def test_without_metrics_nothing_accumulates(live):
 def test_what_was_set_before_is_exported(exported):
     assert shown("state", state="running") == shown("coverage_ratio") == 1
     assert shown("arm_share_ratio", kv_arm="lava") == pytest.approx(1 / 3)
+    assert shown("breach_threshold") == pytest.approx(math.log(2 / 0.05))
     exported.abort("drift")
     assert (shown("state", state="running"), shown("state", state="aborted")) == (0, 1)
 
