@@ -8,22 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused
 from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.definition.metrics import METRICS
+from kvpolicy.experiments.fleet.answer_form import defect
 from kvpolicy.experiments.fleet.outlook import Outlook, outlook
 from kvpolicy.experiments.replica.alarms import kind_of
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.replica.lifecycle import ENDED, ExperimentState
 from kvpolicy.experiments.replica.scoring import Share
 from kvpolicy.experiments.replica.verdict import Verdict
-
-_NEEDED = (
-    "experiment", "name", "revision", "digest", "state", "reason", "promoted", "rolled_back",
-    "coverage", "default", "elapsed_seconds", "step", "steps", "next_step_in_seconds", "log",
-    "reload", "state_saved", "warnings", "analysis",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,9 @@ class Overview:
                 revisions.
         """
         for answer in answers:
-            _check(answer)
+            problem = defect(answer.document)
+            if problem is not None:
+                raise refused(answer.name, "server", problem)
         self.answers = list(answers)
         _check_agreement(self.answers)
         self.experiment = _experiment(self.answers[0])
@@ -293,19 +290,6 @@ class Overview:
                 {"name": answer.name, "document": dict(answer.document)} for answer in self.answers
             ],
         }
-
-
-def _check(answer: ReplicaAnswer) -> None:
-    document = answer.document
-    lacking = [name for name in _NEEDED if name not in document]
-    if lacking:
-        message = f"this is no experiment of a server: it has no {listed(lacking[:3])}"
-        raise refused(answer.name, "server", message)
-    if document["state"] not in {state.value for state in ExperimentState}:
-        message = (
-            f"its state is `{document['state']}`, which this version of kvpolicy does not know"
-        )
-        raise refused(answer.name, "server", message)
 
 
 def _check_agreement(answers: Sequence[ReplicaAnswer]) -> None:

@@ -25,7 +25,7 @@ def read(path: str) -> list[ReplicaAnswer]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise refused(path, "file", why(error, "it cannot be read")) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise refused(path, "file", "this is not JSON") from None
     if isinstance(value, dict) and isinstance(value.get("replicas"), list):
         return [_replica(path, element) for element in value["replicas"]] or _nothing(path)

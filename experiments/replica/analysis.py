@@ -21,6 +21,7 @@ from kvpolicy.experiments.replica.judge import judge
 from kvpolicy.experiments.replica.scoring import COMPARED
 from kvpolicy.experiments.replica.verdict import Verdict
 from kvpolicy.experiments.replica.windows import Windows
+from kvpolicy.experiments.statistics.bounded_mean import finite
 from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
 from kvpolicy.experiments.statistics.majority_key import MajorityKey
 
@@ -314,7 +315,7 @@ def pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Analy
             )
     try:
         return _pooled(experiment, documents)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         message = f"the analysis of `{experiment.name}` is damaged: {type(error).__name__}: {error}"
         raise ValueError(message) from error
 
@@ -335,7 +336,7 @@ def _pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Anal
         analysis.windows = Windows.pooled(experiment, windows)
     worst = [
         (
-            float(request["drift"]),
+            finite(request["drift"]),
             int(request["number"]),
             str(request["arm"]),
             int(request["tokens"]),

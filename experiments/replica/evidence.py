@@ -53,5 +53,5 @@ class Evidence:
         try:
             analysis = Analysis.from_document(experiment, saved["analysis"])
             return cls(analysis, finite(saved["seconds"]), int(saved["shadowed"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"it lacks something: {error!r}") from None

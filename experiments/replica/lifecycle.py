@@ -17,6 +17,7 @@ from typing import Any
 
 from kvpolicy.experiments.definition.experiment import Experiment
 from kvpolicy.experiments.replica.assignment import Assignment, AssignmentReason, assign
+from kvpolicy.experiments.statistics.bounded_mean import finite
 
 FORMAT = 1  # of what `Lifecycle.saved` returns
 _MOST_LOGGED = 200  # largest number of changes kept in the log
@@ -80,7 +81,9 @@ class Lifecycle:
         if saved.get("format") != FORMAT:
             raise ValueError(f"its format is {saved.get('format')!r}, not {FORMAT}")
         try:
-            self.log = [dict(entry) for entry in saved["log"]]
+            self.log = [
+                {name: str(entry[name]) for name in ("time", "what")} for entry in saved["log"]
+            ]
             self._latched = {
                 revision: {
                     **{name: end.get(name) for name in ("state", "reason", "arm")},
@@ -92,7 +95,7 @@ class Lifecycle:
                 if end["state"] is not None:
                     ExperimentState(end["state"])
             same = saved["revision"] == self.experiment.revision
-            self._elapsed = float(saved["elapsed"]) if same else 0.0
+            self._elapsed = max(0.0, finite(saved["elapsed"])) if same else 0.0
             self._paused = bool(saved["paused"]) and same
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it lacks something: {error!r}") from None

@@ -66,7 +66,7 @@ def load(path: Path) -> dict[str, Any] | None:
         raise StateFileError(f"it cannot be read: {error}") from None
     try:
         state = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateFileError(f"it is not JSON: {error}") from None
     if not isinstance(state, dict) or not isinstance(state.get("experiment"), str):
         raise StateFileError("it is not the state of an experiment")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from kvpolicy.experiments.statistics.bounded_mean import finite
 from kvpolicy.experiments.statistics.sample_ratio import SampleRatio
 from kvpolicy.experiments.statistics.waiting_line import WaitingLine
 
@@ -182,7 +183,7 @@ class DistinctKeys:
         pooled._set_counts(counts)
         if len(documents) == 1:
             for stage, ratio in pooled.ratios.items():
-                ratio.p_value = min(ratio.p_value, float(documents[0]["p_values"][stage]))
+                ratio.p_value = min(ratio.p_value, finite(documents[0]["p_values"][stage]))
         return pooled
 
     def _union(self, packed: Sequence[dict[str, str]]) -> dict[str, list[int]]:

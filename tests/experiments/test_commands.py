@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -341,6 +342,35 @@ def test_files_of_something_else(capsys, tmp_path, text, message):
     code, _, err = run(capsys, "status", "--from", path)
     assert code == 2
     assert message in err
+
+
+def within(value, path=()):
+    """The places in a JSON value, of lists the first two."""
+    yield path
+    parts = []
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for name, part in parts:
+        yield from within(part, (*path, name))
+
+
+def test_damaged_files_get_a_message_and_no_traceback(capsys, tmp_path):
+    path, page = tmp_path / "saved.json", tmp_path / "page.html"
+    document = made(60).document()
+    apart = ("experiment", "verdicts")  # read as a file is, and not at all
+    places = [place for place in within(document) if place and place[0] not in apart]
+    damages = (None, "x", -1, math.inf, [], {})
+    for number, place in enumerate(places):
+        damaged = json.loads(json.dumps(document))
+        part = damaged
+        for name in place[:-1]:
+            part = part[name]
+        for damage in damages[number % 3 :: 3] if place[0] == "analysis" else damages:
+            part[place[-1]] = damage
+            path.write_text(json.dumps(damaged))
+            assert run(capsys, "status", "--from", path)[0] in (0, 1, 2)
+            if place[0] != "analysis":
+                assert run(capsys, "report", "--from", path, "--out", page)[0] in (0, 2)
 
 
 def test_a_page_that_cannot_be_written(capsys, tmp_path):

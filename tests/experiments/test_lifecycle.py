@@ -202,6 +202,9 @@ def test_disabled_in_its_file(clock):
         {"latched": {EXPERIMENT.revision: {"state": None, "rolled_back": {"other": "why"}}}},
         {"latched": {EXPERIMENT.revision: {"state": "promoted", "arm": "x", "rolled_back": {}}}},
         {"elapsed": "x"},
+        {"elapsed": float("nan")},
+        {"elapsed": float("inf")},
+        {"log": [{"time": "t"}]},
         {"log": None},
     ],
 )

@@ -803,6 +803,8 @@ def test_evidence_outlives_a_restart(tmp_path, caplog, monkeypatch):
         (saved.replace('"format": 1', '"format": 9'), "its format is 9"),
         (saved.replace('"arms"', '"legs"'), "damaged"),
         (saved.replace('"shadowed": 0,\n "analysis"', '"analysis"'), "it lacks something"),
+        (saved.replace('"shadowed": 0,\n "analysis"', '"shadowed": 1e999, "analysis"'), "it lacks"),
+        (saved.replace('"requests": ', '"requests": 1e999'), "damaged"),
     ):
         caplog.clear()
         evidence.write_text(text)
