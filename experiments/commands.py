@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpolicy.dsl.syntax.diagnostics import PolicyError, refused, render_all, why
+from kvpolicy.dsl.syntax.diagnostics import PolicyError, in_order, refused, render_all, why
 from kvpolicy.dsl.tools.cli import GENERATED, format_files, generated
 
 if TYPE_CHECKING:
@@ -73,22 +73,31 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from kvpolicy.experiments.definition.reading import load
+    from kvpolicy.experiments.definition import arms, reading
 
+    served = arms.given(args.kv_policy, args.kv_policy_set)
     code = 0
     for file in args.files:
         try:
-            reading = load(file)
+            read = reading.load(file)
         except PolicyError as error:
             print(error)
             code = 2
             continue
-        if reading.diagnostics:
-            print(render_all(reading.diagnostics, reading.source))
-        if reading.experiment is None:
+        problems, aside = list(read.diagnostics), ""
+        if read.experiment is not None:
+            programs = served or arms.shipped_programs(read.experiment)
+            problems += arms.check_settings(read, programs)
+            if served:
+                problems += reading.check_policies(read, list(served))
+            elif names := arms.unknown(read.experiment, programs):
+                aside = f"; not looked at, for want of --kv-policy: {', '.join(names)}"
+        if problems:
+            print(render_all(in_order(problems), read.source))
+        if read.experiment is None or any(d.severity == "error" for d in problems):
             code = max(code, 1)
         else:
-            print(f"{reading.source.name}: ok: {summary(reading.experiment)}")
+            print(f"{read.source.name}: ok: {summary(read.experiment)}{aside}")
     return code
 
 
@@ -266,6 +275,17 @@ def _files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help=_FILE)
 
 
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    for option, metavar, help in (
+        ("--kv-policy", "[NAME=]FILE", "policies of the server, which arms may name"),
+        ("--kv-policy-set", "NAME=VALUE", "values of their parameters, as the server has them"),
+    ):
+        parser.add_argument(
+            option, action="extend", nargs="+", default=[], metavar=metavar, help=help
+        )
+    _files(parser)
+
+
 def _fmt_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="only say which files would change")
     _files(parser)
@@ -398,7 +418,7 @@ def _seconds(text: str) -> float:
 
 
 ACTIONS = {
-    "check": Action("report every defect of experiment files", _check, _files),
+    "check": Action("report every defect of experiment files", _check, _check_arguments),
     "fmt": Action("write experiment files in their canonical form", _fmt, _fmt_arguments),
     "schema": Action(
         "print the JSON Schema of experiment files, for editors", _schema, _schema_arguments

@@ -52,6 +52,28 @@ def environment(
     return env
 
 
+def text_of(value: float | bool) -> str:
+    """A parameter's value as settings write it."""
+    if isinstance(value, bool | int):  # an integer may be too large for a float
+        return str(value).lower()
+    return f"{value:.17g}"
+
+
+def given_value(program: Program, name: str, text: str) -> Value:
+    """The value that a setting gives a parameter, checked as far as no model is needed.
+
+    Raises:
+        PolicyError: there is no such parameter, or it does not take the value.
+    """
+    _check_name(program, name)
+    param = program.params[name]
+    value = _parse(program, param, text)
+    problem = range_problem(param, value)
+    if problem is not None:
+        raise refused(program.name, "range", problem)
+    return value
+
+
 def parameter_values(
     program: Program, shape: ModelShape, overrides: Mapping[str, str]
 ) -> dict[str, Value]:
@@ -71,9 +93,7 @@ def parameter_values(
 
 def _values(program: Program, shape: ModelShape, overrides: Mapping[str, str]) -> dict[str, Value]:
     for name in overrides:
-        if name not in program.params:
-            message = f"policy `{program.name}` has no parameter `{name}`"
-            raise refused(program.name, "name", message, _suggest(program, name))
+        _check_name(program, name)
     values: dict[str, Value] = {}
 
     def value_of(name: str) -> Value:
@@ -89,6 +109,12 @@ def _values(program: Program, shape: ModelShape, overrides: Mapping[str, str]) -
         return values[name]
 
     return {name: value_of(name) for name in program.params}
+
+
+def _check_name(program: Program, name: str) -> None:
+    if name not in program.params:
+        message = f"policy `{program.name}` has no parameter `{name}`"
+        raise refused(program.name, "name", message, _suggest(program, name))
 
 
 def _suggest(program: Program, name: str) -> str:

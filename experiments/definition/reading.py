@@ -215,6 +215,20 @@ class _Checker:
         elif not any(weights[1:]):
             message = "every arm but control has weight 0: there is nothing to compare"
             self.error(message, item.key, "give another arm a weight above 0")
+        self.same_arms(arms)
+
+    def same_arms(self, arms: Mapping[str, Item]) -> None:
+        """Warns of arms that serve the same, as a copied line does."""
+        first: dict[tuple[Any, ...], str] = {}
+        for name, arm in arms.items():
+            settings = arm.value.get("set")
+            values = settings.items if isinstance(settings, Block) else {}
+            served = (arm.value.get("policy"), *sorted((k, v.value) for k, v in values.items()))
+            other = first.setdefault(served, name)
+            if other != name:
+                message = f"arms `{other}` and `{name}` serve the same policy with the same values"
+                help = "what they differ in is noise; give one another policy, or remove it"
+                self.warn(message, arm.key, help)
 
     def weight(self, arm: Item) -> float | None:
         if not isinstance(arm.value, Block):

@@ -17,7 +17,7 @@ from kvpolicy.experiments.fleet.outlook import Outlook, outlook
 from kvpolicy.experiments.replica.alarms import kind_of
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.replica.lifecycle import ENDED, ExperimentState
-from kvpolicy.experiments.replica.scoring import Share
+from kvpolicy.experiments.replica.scoring import ComparedShare
 from kvpolicy.experiments.replica.verdict import Verdict
 
 
@@ -64,7 +64,7 @@ class ArmRow:
     gone: bool
     means: Mapping[str, float | None]
     kept: float | None
-    compared: Share | None
+    compared: ComparedShare | None
 
 
 class Overview:

@@ -28,7 +28,7 @@ OUTCOMES = (
 _NO_CHOICE = ("one_token", "superseded")
 
 
-class Share(NamedTuple):
+class ComparedShare(NamedTuple):
     """The part of the sampled requests that was compared.
 
     Attributes:
@@ -65,7 +65,7 @@ class Scoring:
         self.tokens[outcome] += tokens
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> ComparedShare | None:
         """The part that was compared; None before the first request."""
         sampled, tokens = (
             sum(counts[outcome] for outcome in OUTCOMES if outcome not in _NO_CHOICE)
@@ -74,7 +74,7 @@ class Scoring:
         if not sampled:
             return None
         by_tokens = self.tokens[COMPARED] / tokens if tokens else 1.0
-        return Share(sampled, self.requests[COMPARED] / sampled, by_tokens)
+        return ComparedShare(sampled, self.requests[COMPARED] / sampled, by_tokens)
 
     def as_document(self) -> dict[str, list[int]]:
         """The outcomes that there were, as a JSON value."""

@@ -15,7 +15,7 @@ PATIENCE = 600.0  # seconds after which a key of which nothing is known holds up
 
 
 @dataclass
-class _Waiting:
+class _UnderWay:
     """A key: when it set out, and whether it has arrived; None while that is not known."""
 
     since: float
@@ -26,7 +26,7 @@ class WaitingLine:
     """The keys that are under way; as many as keys are given to it, each once."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[int, _Waiting] = OrderedDict()
+        self._keys: OrderedDict[int, _UnderWay] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -34,7 +34,7 @@ class WaitingLine:
     def set_out(self, key: int, now: float) -> None:
         """A request of a key sets out at a time in seconds."""
         if key not in self._keys:
-            self._keys[key] = _Waiting(now)
+            self._keys[key] = _UnderWay(now)
 
     def end(self, key: int, *, arrived: bool) -> None:
         """A request of a key has arrived, or never will."""

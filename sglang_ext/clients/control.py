@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from kvpolicy.dsl.bind.parameters import text_of
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.replica.lifecycle import ENDED
 from kvpolicy.sglang_ext.clients.catalog import Catalog, Claim
@@ -27,7 +28,6 @@ from kvpolicy.sglang_ext.clients.front_end import FrontEnd
 from kvpolicy.sglang_ext.experiment.live import InUse, Live
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.policy_files import text_of
 
 logger = logging.getLogger(__name__)
 

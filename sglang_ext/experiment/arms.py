@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpolicy.dsl.bind.parameters import text_of
 from kvpolicy.experiments.definition.experiment import Experiment
-from kvpolicy.sglang_ext.face.policy_files import text_of
 
 
 def with_arms(

@@ -8,13 +8,13 @@ given several times; the others take one value each. All may stand in the file o
 from __future__ import annotations
 
 import os
-import re
 from argparse import ArgumentParser, Namespace, _ArgumentGroup, _StoreAction
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from kvpolicy.dsl.bind import named
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.sglang_ext.face.errors import Refused
 
@@ -37,8 +37,6 @@ ATTENTION = ("auto", "triton", "flashinfer")  # the first one is the default
 
 # What clients may name: any policy or none, a policy only, nothing. The first is the default.
 ANY, LISTED, NOBODY = OVERRIDES = ("any", "listed", "none")
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")  # of a policy as it is served
 
 
 @dataclass(frozen=True)
@@ -184,22 +182,15 @@ def _absolute_data(value: str) -> str:
 
 
 def name_and_path(value: str) -> tuple[str | None, str]:
-    """The name that a value of --kv-policy gives, None if it gives none, and the path.
+    """As `named.name_and_path`.
 
     Raises:
         Refused: there is no path, or the name cannot be one.
     """
-    name, equals, path = value.partition("=")
-    if not equals or os.sep in name:
-        return None, value
-    if not path:
-        raise Refused(f"--kv-policy {value}: expected PATH or NAME=PATH")
-    if not NAME.fullmatch(name):
-        raise Refused(
-            f"--kv-policy {value}: `{name}` cannot be a name; a name has letters, digits, `@`, "
-            "`.`, `_` and `-`, and begins with a letter or a digit"
-        )
-    return name, path
+    try:
+        return named.name_and_path(value)
+    except ValueError as error:
+        raise Refused(f"--kv-policy {value}: {error}") from None
 
 
 PATHS = ListOption(

@@ -18,6 +18,8 @@ from typing import Any
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.bind.named import NAME, settings_by_policy
+from kvpolicy.dsl.bind.parameters import text_of
 from kvpolicy.dsl.check.policy import Checked, load
 from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
@@ -89,13 +91,6 @@ class Policy:
         return bound
 
 
-def text_of(value: float | bool) -> str:
-    """A parameter's value as settings write it."""
-    if isinstance(value, bool | int):  # an integer may be too large for a float
-        return str(value).lower()
-    return f"{value:.17g}"
-
-
 def texts_of(values: Mapping[str, Any]) -> Texts:
     """The values of parameters as settings write them, in one order."""
     return tuple(sorted((name, text_of(value)) for name, value in values.items()))
@@ -160,7 +155,10 @@ def load_policies(
                 f"another name, as in --kv-policy {name}-2={path}"
             )
         paths[name] = path
-    policy_settings = _settings(settings, list(paths))
+    try:
+        policy_settings = settings_by_policy(settings, list(paths))
+    except ValueError as error:
+        raise Refused(f"--kv-policy-set {error}") from None
     programs = dict(
         zip(files, _with_data([x.require() for x in files.values()], data), strict=True)
     )
@@ -192,7 +190,7 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
     """
     if name == NO_POLICY:
         raise Refused(f"the name `{NO_POLICY}` stands for no policy")
-    if not options.NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise Refused(f"`{name[:60]}` cannot be a name: it has letters, digits, `@`, `.`, `_`, `-`")
     checked = load(Source(name, text))
     if checked.program is None:
@@ -225,27 +223,3 @@ def _checked(path: str) -> Checked:
     if checked.unserved:
         raise Refused(f"--kv-policy {path}: {'; '.join(checked.unserved)}.")
     return checked
-
-
-def _settings(settings: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, str]]:
-    values: dict[str, dict[str, str]] = {name: {} for name in names}
-    for setting in settings:
-        qualified_name, equals, value = setting.partition("=")
-        policy, dot, parameter = qualified_name.strip().rpartition(".")
-        if not equals or not parameter:
-            raise Refused(f"--kv-policy-set {setting}: expected NAME=VALUE or POLICY.NAME=VALUE")
-        if not dot:
-            if len(names) > 1:
-                raise Refused(
-                    f"--kv-policy-set {setting}: say which policy, as in {names[0]}.{setting}"
-                )
-            policy = names[0]
-        if policy not in values:
-            raise Refused(
-                f"--kv-policy-set {setting}: no policy is called `{policy}`; "
-                f"there is {', '.join(names)}"
-            )
-        if parameter in values[policy]:
-            raise Refused(f"--kv-policy-set {setting}: `{parameter}` of `{policy}` is set twice")
-        values[policy][parameter] = value.strip()
-    return values

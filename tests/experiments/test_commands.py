@@ -50,8 +50,59 @@ def test_check_says_what_the_experiment_is(capsys, file):
     assert code == 0
     assert out == (
         f"{file}: ok: lava-25: control (none) 50 %, lava-25 (lava@0.25) 50 %; coverage 1 %, by "
-        f"steps 10 % -> 100 %; revision {experiment().revision}\n"
+        f"steps 10 % -> 100 %; revision {experiment().revision}; not looked at, for want of "
+        "--kv-policy: lava@0.25\n"
     )
+
+
+SNAPKV = ROOT / "policies" / "snapkv.yaml"
+SETTING = TEXT.replace(
+    "{policy: lava@0.25}", "{policy: mine, set: {rat: 0.1, rate: 7, window: 16}}"
+)
+
+
+def test_check_looks_at_policies(capsys, file):
+    words = ("check", file, "--kv-policy", f"mine={SNAPKV}", "lava")
+    file.write_text(SETTING.replace("{rat: 0.1, rate: 7, window: 16}", "{rate: 0.1}"))
+    assert run(capsys, *words)[0] == 0
+    assert run(capsys, *words, "--kv-policy-set", "mine.window=32")[0] == 0
+    file.write_text(SETTING)
+    code, out, _ = run(capsys, *words)
+    assert code == 1
+    assert "error[name]: arm `lava-25`: policy `snapkv` has no parameter `rat`" in out
+    assert "help: did you mean `rate`?" in out
+    assert "error[range]: arm `lava-25`: `rate` is 7" in out
+    assert "ok:" not in out
+    file.write_text(TEXT.replace("lava@0.25", "lave"))
+    code, out, _ = run(capsys, *words)
+    assert (code, "did you mean `lava`?" in out) == (1, True)
+
+
+def test_check_without_policies_looks_at_those_that_are_shipped(capsys, file):
+    code, out, _ = run(capsys, "check", file)
+    assert code == 0
+    assert out.endswith("; not looked at, for want of --kv-policy: lava@0.25\n")
+    file.write_text(TEXT.replace("{policy: lava@0.25}", "{policy: lava, set: {rat: 0.25}}"))
+    code, out, _ = run(capsys, "check", file)
+    assert (code, "policy `lava` has no parameter `rat`" in out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kv-policy", "x="), "expected PATH or NAME=PATH"),
+        (("--kv-policy", "nobody"), "no shipped policy of this name"),
+        (("--kv-policy", "lava", "lava"), "the name `lava` stands for another policy too"),
+        (("--kv-policy", f"none={SNAPKV}"), "the name `none` stands for no policy"),
+        (("--kv-policy-set", "rate=1"), "there is no --kv-policy that it could be for"),
+        (("--kv-policy", "lava", "--kv-policy-set", "x.rate=1"), "no policy is called `x`"),
+        (("--kv-policy", "lava", "--kv-policy-set", "rat=1"), "did you mean `rate`?"),
+    ],
+)
+def test_policies_that_cannot_be_looked_at(capsys, file, words, message):
+    code, _, err = run(capsys, "check", file, *words)
+    assert code == 2
+    assert message in err
 
 
 def test_check_reports_every_defect(capsys, file, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvpolicy.dsl.bind import parameters
 from kvpolicy.dsl.bind.model_config import ModelConfig
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import refused
@@ -494,9 +495,9 @@ def test_what_is_set_aside_leaves_half_of_the_pool(monkeypatch):
 
 
 def test_values_of_parameters_as_settings_write_them():
-    assert [policy_files.text_of(x) for x in (True, 7, 0.25, 0.1)] == [
+    assert [parameters.text_of(x) for x in (True, 7, 0.25, 0.1)] == [
         "true", "7", "0.25", "0.10000000000000001"
     ]  # fmt: skip
     assert (
-        policy_files.text_of(10**400) == f"{10**400}"
+        parameters.text_of(10**400) == f"{10**400}"
     )  # more than a float holds: refused as any other
