@@ -105,12 +105,12 @@ def summary(experiment: Experiment) -> str:
     """One line about an experiment: name, arms, coverage, steps, design and revision."""
     from kvpolicy.experiments.definition.quantities import percent_text
 
-    total = sum(arm.weight for arm in experiment.arms)
+    shares = experiment.shares()
     arms = ", ".join(
-        f"{arm.name} ({arm.policy}) {100 * arm.weight / total:.3g} %" for arm in experiment.arms
+        f"{arm.name} ({arm.policy}) {100 * shares[arm.name]:.3g} %" for arm in experiment.arms
     )
-    shares = [step.coverage for step in experiment.steps if step.coverage is not None]
-    steps = f", by steps {' -> '.join(percent_text(share) for share in shares)}" if shares else ""
+    grows = [step.coverage for step in experiment.steps if step.coverage is not None]
+    steps = f", by steps {' -> '.join(percent_text(share) for share in grows)}" if grows else ""
     design = "" if experiment.design is None else "; switchback"
     enabled = "" if experiment.enabled else "; disabled"
     return (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -216,6 +216,12 @@ class Experiment:
             if arm.name == name:
                 return arm
         raise KeyError(name)
+
+    def shares(self, without: Collection[str] = ()) -> dict[str, float]:
+        """Share of the covered keys that the weights give each arm; 0 for arms of `without`."""
+        weights = {arm.name: 0.0 if arm.name in without else arm.weight for arm in self.arms}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
 
     @cached_property
     def thresholds(self) -> tuple[float, ...]:

@@ -151,8 +151,8 @@ class Overview:
     def rows(self) -> list[ArmRow]:
         """The arms, control first."""
         keys = self.analysis.keys() if self.experiment.design is None else None
-        left = {a.name: a.weight for a in self.experiment.arms if a.name not in self.rolled_back}
-        weights = sum(left.values())
+        wanted = self.experiment.shares(without=self.rolled_back)
+        left = [name for name in wanted if name not in self.rolled_back]
         records = self.analysis.records
         requests = {name: record.requests for name, record in records.items()}
         shared = requests if keys is None else keys
@@ -167,7 +167,7 @@ class Overview:
                 shadowed=records[arm.name].shadowed,
                 shadowed_tokens=records[arm.name].shadowed_tokens,
                 keys=None if keys is None else keys[arm.name],
-                wanted=left.get(arm.name, 0.0) / weights,
+                wanted=wanted[arm.name],
                 seen=shared[arm.name] / total if total and arm.name in left else None,
                 gone=arm.name not in left,
                 means={name: tally.mean for name, tally in records[arm.name].tallies.items()},

@@ -279,7 +279,7 @@ class Analysis:
         record.tallies[metric].add(value)
         mean = record.means.get(metric)
         if mean is not None:
-            mean.add(min(max(value, 0.0), mean.upper))
+            mean.add(_within(value, mean.upper))
         self._compared(arm, metric, value)
 
     def _compared(self, arm: str, metric: str, value: float) -> None:
@@ -288,16 +288,20 @@ class Analysis:
         for record in self.records.values() if is_control else [self.records[arm]]:
             difference = record.differences.get(metric)
             if difference is not None:
-                clipped = min(max(value, 0.0), difference.upper)
-                difference.add("control" if is_control else "arm", clipped)
+                side = "control" if is_control else "arm"
+                difference.add(side, _within(value, difference.upper))
 
     def _in_window(self, arm: str, metric: str, value: float | None, seconds: float | None) -> None:
         design, clip = self.experiment.design, self._clips.get(metric)
         if design is None or clip is None or value is None or seconds is None:
             return
         if math.isfinite(value) and not in_burn_in(self.experiment, seconds):
-            value = min(max(value, 0.0), clip)
-            self.windows.add(window_of(design, seconds), arm, metric, value)
+            self.windows.add(window_of(design, seconds), arm, metric, _within(value, clip))
+
+
+def _within(value: float, upper: float) -> float:
+    """The value, or the end of [0, upper] that is nearest to it."""
+    return min(max(value, 0.0), upper)
 
 
 def pooled(experiment: Experiment, documents: Sequence[dict[str, Any]]) -> Analysis:

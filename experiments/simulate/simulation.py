@@ -281,8 +281,7 @@ def _missed(running: Sums, mean: float, alpha: float) -> np.ndarray:
 
 
 def _ratio_plans(experiment: Experiment) -> Iterator[_Plan]:
-    weights = np.array([arm.weight for arm in experiment.arms if arm.weight > 0])
-    shares = weights / weights.sum()
+    shares = np.array([share for share in experiment.shares().values() if share > 0])
 
     def plan(question: str, data: str, true: np.ndarray, bound: float | None) -> _Plan:
         def run(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:

@@ -196,9 +196,8 @@ class Series:
             self._set("state", float(state == current), state=state.value)
         self._set("coverage_ratio", lifecycle.coverage)
         self._set("breach_threshold", breach_threshold(lifecycle.experiment))
-        total = sum(arm.weight for arm in lifecycle.experiment.arms)
-        for arm in lifecycle.experiment.arms:
-            self._set("arm_share_ratio", arm.weight / total, kv_arm=arm.name)
+        for name, share in lifecycle.experiment.shares().items():
+            self._set("arm_share_ratio", share, kv_arm=name)
         for arm in self._experiment.arms:
             self._set("arm_enabled", float(arm.name not in lifecycle.rolled_back), kv_arm=arm.name)
 
