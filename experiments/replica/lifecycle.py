@@ -223,10 +223,13 @@ class Lifecycle:
         self.held = held
         return True
 
-    def replace(self, experiment: Experiment) -> bool:
+    def replace(self, experiment: Experiment, source: str = "file") -> bool:
         """Use another version of the experiment. Returns whether it is another revision.
 
         Within a revision `elapsed` goes on and a pause stays; another revision begins anew.
+
+        Args:
+            source: where the version is from, for the log of changes.
         """
         before, state, coverage = self.experiment, self.state, self.coverage
         if experiment.digest == before.digest:
@@ -234,12 +237,16 @@ class Lifecycle:
         self._hold()
         self.experiment = experiment
         if experiment.revision == before.revision:
-            self._note(f"changed: {_changes(before, experiment, coverage, self.coverage)}")
+            changes = _changes(before, experiment, coverage, self.coverage)
+            self._note(f"changed by {source}: {changes}")
             self._since = self._clock()
             return False
         self._elapsed, self._paused, self.held = 0.0, False, None
         self._since = self._clock()
-        self._note(f"revision {experiment.revision} takes the place of {before.revision} ({state})")
+        self._note(
+            f"revision {experiment.revision} by {source} takes the place of {before.revision} "
+            f"({state})"
+        )
         return True
 
     def covered_by(self, experiment: Experiment) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 PATIENCE = 600.0  # seconds after which a key of which nothing is known holds up no others
 
 
-@dataclass
+@dataclass(slots=True)
 class _UnderWay:
     """A key: when it set out, and whether it has arrived; None while that is not known."""
 

@@ -516,11 +516,15 @@ class Live:
             Whether the analysis begins anew.
         """
         self._put = Put(text, self._seen_digest)
-        return self.replace(experiment)
+        return self.replace(experiment, "PUT")
 
-    def replace(self, experiment: Experiment) -> bool:
-        """Go on with another version. Returns whether the analysis begins anew."""
-        anew = self.lifecycle.replace(experiment)
+    def replace(self, experiment: Experiment, source: str = "file") -> bool:
+        """Go on with another version. Returns whether the analysis begins anew.
+
+        Args:
+            source: where it is from, for the log of changes.
+        """
+        anew = self.lifecycle.replace(experiment, source)
         if anew:
             self._begin(Analysis(experiment))
             self._warned.clear()

@@ -173,11 +173,11 @@ def test_the_log_has_the_coverage_that_applies(clock):
     higher = replace(EXPERIMENT, coverage=0.5)
     assert (life.covered_by(higher), life.covered_by(replace(higher, default="none"))) == (1, 0.5)
     life.replace(higher)
-    assert life.log[-1]["what"] == "changed: coverage, which a step keeps at 100 %"
+    assert life.log[-1]["what"] == "changed by file: coverage, which a step keeps at 100 %"
     life.replace(replace(EXPERIMENT, coverage=0.5, steps=()))
-    assert life.log[-1]["what"] == "changed: steps, coverage 100 % -> 50 %"
+    assert life.log[-1]["what"] == "changed by file: steps, coverage 100 % -> 50 %"
     life.replace(replace(EXPERIMENT, coverage=0.2, steps=()))
-    assert life.log[-1]["what"] == "changed: coverage 50 % -> 20 %"
+    assert life.log[-1]["what"] == "changed by file: coverage 50 % -> 20 %"
 
 
 def test_disabled_in_its_file(clock):
@@ -189,7 +189,7 @@ def test_disabled_in_its_file(clock):
     assert life.assign("key", 0).arm is None
     life.replace(EXPERIMENT)
     assert (life.state, life.elapsed) == (ExperimentState.RUNNING, 10)
-    assert life.log[-1]["what"] == "changed: enabled"
+    assert life.log[-1]["what"] == "changed by file: enabled"
 
 
 @pytest.mark.parametrize(

@@ -737,6 +737,7 @@ def test_a_version_by_put_holds_until_the_file_changes(served):
     assert not live.reloaded
     live.reload(before)
     assert (live.lifecycle.state, live.reloaded) == ("disabled", True)
+    assert live.lifecycle.log[-1]["what"] == "changed by PUT: disabled"
     again = served()
     assert again.lifecycle.state == "disabled"
     again.reload(b"experiment: [")  # half of it is written
