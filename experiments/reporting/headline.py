@@ -139,8 +139,11 @@ def _undecided(overview: Overview) -> Headline:
             longest = max(left, key=lambda verdict: _length(overview, verdict))
             what = lacks(overview, longest)
             parts.append(f"arm `{arm}` is not decided: {longest.metric} lacks {what}")
+    one_sided = [alarm.kind for alarm in overview.analysis.alarms() if alarm.one_sided]
+    if cleared and one_sided:
+        parts.append(f"there are {one_sided[0]}")
     sentence = "; ".join(parts)
-    tone: Tone = "good" if cleared else "bad" if back else "open"
+    tone: Tone = "good" if cleared and not one_sided else "bad" if back else "open"
     return Headline(tone, sentence[0].upper() + sentence[1:] + ".")
 
 

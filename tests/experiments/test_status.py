@@ -247,6 +247,23 @@ def test_a_mismatch_comes_before_every_figure():
     assert wrong(overview)
 
 
+def test_an_arm_that_was_compared_in_part_is_not_simply_cleared():
+    replica = made(6000)
+    assert headline(of(replica)).tone == "good"
+    for _ in range(2_000):
+        replica.analysis.sample_ended("lava-25", "no_room", 5_000, key_hash=-1)
+    overview = of(replica)
+    assert headline(overview) == (
+        "open",
+        "Arm `lava-25` is cleared of every guardrail; there are requests of `lava-25` that are not "
+        "scored again.",
+    )
+    assert wrong(overview)
+    shown = " ".join(screen(overview).split())
+    assert "warning: requests of `lava-25` that are not scored again: " in shown
+    assert "% compared, " in shown
+
+
 def test_steps_that_are_held_are_shown():
     replica = made(10)
     replica.lifecycle.hold_steps("sample ratio mismatch at the stage `assigned`")
