@@ -146,6 +146,8 @@ class Control:
         content = await request.body()
         if len(content) > _LONGEST:
             return _problem(413, f"an experiment has at most {_LONGEST} bytes")
+        if not dry:
+            await live.follow()  # what has changed in the file by now is older than this
         try:
             text = _text(content)
             definition = live.read(text, "request")

@@ -112,9 +112,7 @@ class FrontEnd:
                 await live.keep_state()
                 await live.keep_evidence()
                 live.series.standing(live.lifecycle)
-                live.reload(await asyncio.to_thread(live.file.read_bytes))
-            except OSError as error:
-                live.unreadable(error)
+                await live.follow()
             except Exception as error:
                 self._note("its file was not looked at", error)
 

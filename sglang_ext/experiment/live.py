@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -536,6 +537,13 @@ class Live:
         )
         self.save()
         return anew
+
+    async def follow(self) -> None:
+        """Look at the file, and take up what has changed in it."""
+        try:
+            self.reload(await asyncio.to_thread(self.file.read_bytes))
+        except OSError as error:
+            self.unreadable(error)
 
     def reload(self, content: bytes) -> None:
         """Take up the file's content as it is now; if it is wrong, the last good version stays.

@@ -750,6 +750,18 @@ def test_a_version_by_put_holds_until_the_file_changes(served):
     assert served().lifecycle.state == "running"
 
 
+def test_a_file_that_has_changed_just_before_a_put_is_older(served):
+    live = served()
+    live.file.write_text(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))))
+    assert put(live, enabled=False) == 200
+    asyncio.run(live.follow())
+    assert live.lifecycle.state == served().lifecycle.state == "disabled"
+    live.file.unlink()
+    asyncio.run(live.follow())
+    assert "cannot be read" in live.document()["reload"]["problem"]
+    assert live.lifecycle.state == "disabled"
+
+
 def test_a_file_that_changes_while_the_server_is_down_is_used(served):
     live = served()
     assert put(live, enabled=False) == 200
