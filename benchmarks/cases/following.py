@@ -55,7 +55,11 @@ def _advanced(frame: Frame, kernels: Kernels) -> Callable[[], torch.Tensor]:
     def call() -> torch.Tensor:
         frame.finite_checks = FiniteChecks()
         made = Evaluation(
-            frame, steps.updates, before=known, others=known_before, generated=steps.advancing
+            frame,
+            steps.updates,
+            before=known,
+            across_layers=known_before,
+            generated=steps.advancing,
         )
         return made.state("heat").data
 

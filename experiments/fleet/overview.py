@@ -239,17 +239,22 @@ class Overview:
                     f"the experiment file at {answer.name} is not in use, an earlier version is: "
                     f"{problem}"
                 )
-            if not answer.document.get("state_file", True):
-                warnings.append(
-                    f"{answer.name} has no state file: a restart would forget a rollback and what "
-                    "was seen; start it with `--kv-experiment-state FILE`"
-                )
-            elif not answer.document["state_saved"]:
+            if answer.document.get("state_file", True) and not answer.document["state_saved"]:
                 warnings.append(
                     f"the state file at {answer.name} cannot be written: a restart would forget "
                     "what has changed since"
                 )
         return warnings
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what is worth knowing, though nothing is wrong."""
+        return [
+            f"{answer.name} has no state file: a restart would forget a rollback and what was "
+            "seen; start it with `--kv-experiment-state FILE`"
+            for answer in self.answers
+            if not answer.document.get("state_file", True)
+        ]
 
     @property
     def worst(self) -> list[tuple[str, dict[str, Any]]]:
@@ -285,6 +290,7 @@ class Overview:
             "state": None if self.state is None else self.state.value,
             "verdicts": [verdict.as_document() for verdict in self.verdicts],
             "warnings": self.warnings,
+            "notes": self.notes,
             "shadow": self.shadow,
             "replicas": [
                 {"name": answer.name, "document": dict(answer.document)} for answer in self.answers

@@ -54,7 +54,10 @@ def _header(overview: Overview) -> str:
 
 
 def _warnings(overview: Overview) -> str:
+    notes = "".join(f"<p>{prose(note)}</p>\n" for note in overview.notes)
     if not overview.warnings:
-        return ""
+        return notes
     items = "".join(f"<li>{prose(warning)}</li>" for warning in overview.warnings)
-    return f'<div class="warnings" role="note" aria-label="Warnings"><ul>{items}</ul></div>\n'
+    return (
+        f'<div class="warnings" role="note" aria-label="Warnings"><ul>{items}</ul></div>\n{notes}'
+    )

@@ -168,8 +168,11 @@ def _sample_ratio(overview: Overview, width: int) -> Iterator[str]:
 
 
 def _warnings(overview: Overview, width: int) -> Iterator[str]:
-    for warning in overview.warnings:
-        yield from textwrap.wrap(warning, width, initial_indent="warning: ", subsequent_indent="  ")
+    for kind, sentences in (("warning", overview.warnings), ("note", overview.notes)):
+        for sentence in sentences:
+            yield from textwrap.wrap(
+                sentence, width, initial_indent=f"{kind}: ", subsequent_indent="  "
+            )
 
 
 def _shadow(overview: Overview, width: int) -> Iterator[str]:
