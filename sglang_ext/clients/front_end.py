@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.shadow import Shadows
+from kvpolicy.sglang_ext.experiment.shadow import Shadows, WholeAnswer
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED
 
@@ -159,10 +159,8 @@ class FrontEnd:
                 e2e=None if outcome == "failed" else e2e,
             )
             if assigned.get("top") and self.shadows is not None:
-                if outcome == "ok":
-                    self.shadows.offer(assigned, recorded, facts, state.obj, meta_info)
-                else:
-                    self.shadows.lost(assigned)
+                answer = WholeAnswer(recorded, facts, state.obj, meta_info)
+                self.shadows.offer(assigned, answer if outcome == "ok" else None)
         except Exception as error:
             self._note("a request that has ended was not counted", error)
 

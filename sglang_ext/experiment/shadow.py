@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from kvpolicy.experiments.definition.experiment import NO_POLICY
@@ -36,6 +36,22 @@ LOOK = 0.05  # seconds between two looks whether the server is idle
 AGAIN = 0.25  # seconds until a request that found no free slots is tried again
 MOST_USED = 0.8  # share of the pool's slots in use from which on the server is not idle
 _BURST = 10.0  # most seconds of the budget that are saved up
+
+
+class WholeAnswer(NamedTuple):
+    """The answer to a sampled request.
+
+    Attributes:
+        recorded: its candidates from the scheduler (raw.py); None if some are missing.
+        facts: what is reported of its policy.
+        obj: SGLang's request.
+        meta_info: of the answer.
+    """
+
+    recorded: Mapping[str, Any] | None
+    facts: Mapping[str, Any]
+    obj: Any
+    meta_info: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -134,43 +150,21 @@ class Shadows:
         paused = self._held or self.released
         return not paused and compat.is_idle(self._manager, MOST_USED)
 
-    def offer(
-        self,
-        assigned: Mapping[str, Any],
-        recorded: Mapping[str, Any] | None,
-        facts: Mapping[str, Any],
-        obj: Any,
-        meta_info: Mapping[str, Any],
-    ) -> None:
+    def offer(self, assigned: Mapping[str, Any], answer: WholeAnswer | None) -> None:
         """A sampled request has ended, or one of several answers to it; one of these is scored.
 
         Args:
-            recorded: its candidates from the scheduler (raw.py); None if some are missing.
-            facts: what is reported of its policy.
-            obj: SGLang's request.
-            meta_info: of its answer.
+            assigned: what was noted in it when it was assigned.
+            answer: None if it ended without a whole one.
         """
-        self._choose(assigned, (assigned, recorded, facts, obj, meta_info))
-
-    def lost(self, assigned: Mapping[str, Any]) -> None:
-        """A sampled request, or one of several answers to it, has ended without a whole answer."""
-        self._choose(assigned, None)
-
-    def _choose(self, assigned: Mapping[str, Any], answer: Any) -> None:
         if "answers" in assigned:
             answer = self._choices.take(assigned["draw"], assigned["answers"], answer)
         if answer is not None:
-            self._take(*answer)
+            self._take(assigned, answer)
 
-    def _take(
-        self,
-        assigned: Mapping[str, Any],
-        recorded: Mapping[str, Any] | None,
-        facts: Mapping[str, Any],
-        obj: Any,
-        meta_info: Mapping[str, Any],
-    ) -> None:
-        """Let an answer wait until it is scored, or count why it is not; as `offer`."""
+    def _take(self, assigned: Mapping[str, Any], answer: WholeAnswer) -> None:
+        """Let an answer wait until it is scored, or count why it is not."""
+        recorded, facts, obj, meta_info = answer
         first = 0 if "propagated_tokens" in facts else 1
         if recorded is None or not compat.has_only_tokens(obj):
             counts = (meta_info.get(f"{part}_tokens", 0) for part in ("prompt", "completion"))

@@ -13,7 +13,7 @@ from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment import shadow
 from kvpolicy.sglang_ext.experiment.choices import MOST_OPEN, Choices
 from kvpolicy.sglang_ext.experiment.live import Live
-from kvpolicy.sglang_ext.experiment.shadow import Shadows
+from kvpolicy.sglang_ext.experiment.shadow import Shadows, WholeAnswer
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.asked import ASSIGNED, NO_ROOM
 
@@ -75,9 +75,8 @@ def compare(monkeypatch):
                 recorded = {"prompt": np.arange(5), "output": np.arange(TOKENS)}
                 found = candidates()
                 recorded |= {"ids": found.ids, "logprobs": found.logprobs}
-                shadows.offer(
-                    {"arm": name, "weights": 0}, recorded, {}, SimpleNamespace(rid=name), {}
-                )
+                answer = WholeAnswer(recorded, {}, SimpleNamespace(rid=name), {})
+                shadows.offer({"arm": name, "weights": 0}, answer)
             while len(outcomes) < len(refusals):
                 await asyncio.sleep(0)
 
@@ -215,7 +214,7 @@ def scored(monkeypatch):
             recorded = {"prompt": np.arange(5), "output": np.arange(TOKENS)}
             recorded |= {"ids": found.ids, "logprobs": found.logprobs}
             obj = SimpleNamespace(rid="a")
-            shadows.offer({"arm": "a", "weights": 0}, recorded, {}, obj, {})
+            shadows.offer({"arm": "a", "weights": 0}, WholeAnswer(recorded, {}, obj, {}))
             await rounds()
             await scenario(shadows, live, rounds)
             await rounds()
