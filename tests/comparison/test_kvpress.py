@@ -35,7 +35,8 @@ from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
+from kvpolicy.dsl.tools.cli import EXECUTIONS
+from kvpolicy.dsl.tools.commands import execute
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
 

@@ -9,7 +9,8 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
+from kvpolicy.dsl.tools.cli import EXECUTIONS
+from kvpolicy.dsl.tools.commands import execute
 
 pytestmark = pytest.mark.parametrize("execution", EXECUTIONS)
 

@@ -124,10 +124,8 @@ def test_header_says_what_was_run(text):
 
 @pytest.mark.thorough
 def test_size_with_every_policy(tmp_path):
-    made_run.write(tmp_path, made_run.NAMES, samples=3, maps=False)
-    plan = json.loads((tmp_path / "plan.json").read_text())
     # Long prompts: more maps than the page takes.
-    plan["lengths"][0] = 6000
+    plan = made_run.write(tmp_path, made_run.NAMES, lengths=(6000, 1024), samples=3, maps=False)
     maps = (json.dumps(m) + "\n" for m in made_run.kept_maps(plan))
     (tmp_path / "kept.jsonl").write_text("".join(maps))
     summary = Summary(results.load(tmp_path))

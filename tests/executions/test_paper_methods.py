@@ -8,7 +8,8 @@ import pytest
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.nodes import ModelShape
-from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
+from kvpolicy.dsl.tools.cli import EXECUTIONS
+from kvpolicy.dsl.tools.commands import execute
 
 BASE = {"capacity": 9, "window": 3, "kernel": 3, "average": False}
 METHODS = {

@@ -9,9 +9,11 @@ import pytest
 from grammar import accepted
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.operations import in_blocks as torch_blocks
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
+from kvpolicy.dsl.syntax.source import Source
 from recordings import both, tensors
 from shipped_policies import shipped_program
 
@@ -79,6 +81,17 @@ def test_random_policies(part, monkeypatch):
         bound = accepted(random, shape)
         prompt = tensors(np.random.default_rng(number), shape, tokens, 4, ties=number % 4 == 2)
         both(bound, *prompt, frequencies(shape, number))
+
+
+def test_sums_of_random_numbers_are_of_one_layer():
+    """Per token, known before any tensor, and not the same in all layers."""
+    text = (
+        "policy: drawn\nlanguage: 1\nlet:\n  luck: sum[kv](uniform(3))\n"
+        "score: uniform(3) / luck\nbudget: 5\nkeep: top(score)\n"
+    )
+    bound = bind(load(Source("drawn.yaml", text)).require(), ModelShape(3, 4, 2, 8))
+    expected, _ = both(bound, *tensors(np.random.default_rng(0), (3, 4, 2, 8), 20, 0))
+    assert (expected.kept[0] != expected.kept[1]).any()
 
 
 def test_heads_hold_different_tokens():

@@ -13,7 +13,8 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.ir.counts import split
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
-from kvpolicy.dsl.tools.commands import EXECUTIONS, execute
+from kvpolicy.dsl.tools.cli import EXECUTIONS
+from kvpolicy.dsl.tools.commands import execute
 from kvpolicy.dsl.tools.policy_tests import generated
 from recorded import VECTORS, run
 from shipped_policies import shipped_program

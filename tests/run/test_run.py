@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvpolicy.dsl.check.report import OUTPUT_KEYS
-from kvpolicy.dsl.tools.cli import main
-from kvpolicy.dsl.tools.commands import EXECUTIONS
+from kvpolicy.dsl.tools.cli import EXECUTIONS, main
 
 L, H, G, D = 2, 4, 2, 4
 

@@ -176,6 +176,8 @@ class Prefill:
 def _planned(bound: Bound, nodes: Iterable[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
     """Numbers and values per token that the prompt's length decides; those alike in all layers.
 
+    They read only such values: what differs by KV head, as random numbers do, may by layer too.
+
     Args:
         nodes: operands before the nodes that read them.
     """
@@ -188,7 +190,8 @@ def _planned(bound: Bound, nodes: Iterable[Node]) -> tuple[frozenset[Node], froz
         if differs if needs is None else "layer" in needs:
             by_layer.add(node)
         if needs is None and phases.of(node) == Phase.PLAN and {*node.type.axes} <= {"token"}:
-            planned.add(node)
+            if all(x in planned or bound.static.needs(x) is not None for x in operands(node)):
+                planned.add(node)
     return frozenset(planned), frozenset(planned - by_layer)
 
 
