@@ -44,7 +44,12 @@ def register() -> None:
         if not any(name.startswith("SGLANG_KV_POLICY") for name in os.environ):
             raise
         compat.register(compat.FROM_CLI_ARGS, _raising(_stop(error, command_line=True)), "before")
-        compat.register(compat.PUBLISH, _raising(_stop(error, command_line=False)), "before")
+        in_program = _stop(error, command_line=False)
+        if isinstance(error, Refused) and multiprocessing.parent_process() is None:
+            # A later engine of the same program may ask for something else.
+            compat.register(compat.PUBLISH, _checked_again(in_program), "after")
+        else:
+            compat.register(compat.PUBLISH, _raising(in_program), "before")
 
 
 def _raising(error: BaseException) -> Callable[..., None]:
@@ -52,6 +57,17 @@ def _raising(error: BaseException) -> Callable[..., None]:
         raise error
 
     return stop
+
+
+def _checked_again(error: BaseException) -> Callable[..., None]:
+    """For an engine, the check of the environment as it then is; elsewhere, `error`."""
+
+    def check(result: Any, server_args: Any, *, role: str, **kwargs: Any) -> None:
+        if role != "tokenizer":
+            raise error
+        _after_publish(result, server_args, role=role, **kwargs)
+
+    return check
 
 
 def _stop(error: Exception, *, command_line: bool) -> BaseException:
@@ -123,6 +139,7 @@ def _after_publish(result: Any, server_args: Any, *, role: str, **kwargs: Any) -
     try:
         refusals.check_version()
         if not _command_line:
+            options.check_variables()
             options.refuse_experiment(
                 "experiments are served by `python -m sglang.launch_server` only; unset the "
                 "variable."

@@ -6,7 +6,12 @@ import os
 import re
 from collections.abc import Sequence
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]*")  # of a policy as it is served
+# A policy as it is served: a label of metrics, and part of a URL.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]{0,63}")
+OF_NAMES = (
+    "a name has at most 64 letters, digits, `@`, `.`, `_` and `-`, and begins with a letter or a "
+    "digit"
+)
 
 
 def name_and_path(value: str) -> tuple[str | None, str]:
@@ -21,10 +26,7 @@ def name_and_path(value: str) -> tuple[str | None, str]:
     if not path:
         raise ValueError("expected PATH or NAME=PATH")
     if not NAME.fullmatch(name):
-        raise ValueError(
-            f"`{name}` cannot be a name; a name has letters, digits, `@`, `.`, `_` and `-`, and "
-            "begins with a letter or a digit"
-        )
+        raise ValueError(f"`{name[:70]}` cannot be a name; {OF_NAMES}")
     return name, path
 
 

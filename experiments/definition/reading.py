@@ -122,7 +122,7 @@ def check_policies(read: Read, known: Collection[str]) -> list[Diagnostic]:
     diagnostics = []
     for path, policy in named:
         if policy not in known and policy != NO_POLICY:
-            names = [NO_POLICY, *known]
+            names = list(dict.fromkeys([*known, NO_POLICY]))
             help = did_you_mean(policy, names) or f"this server has {listed(names, 'and')}"
             message = f"this server has no policy `{policy}`"
             diagnostics.append(Diagnostic("name", message, read.places.get(path), help))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup, _StoreAction
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -341,15 +341,45 @@ def export(arguments: Namespace) -> None:
         Refused: a value contains the separator of its variable, is not among those of its option,
             or is no number where one is wanted; or there is no --kv-policy.
     """
+    exported: set[Option] = set()
     for option in OPTIONS:
         given = option.given(arguments)
         if given is None or given is False or given == []:
             continue
         shown = option.export(given)
-        if option in _READERS:
-            _READERS[option]()
+        exported.add(option)
+        check(option)
         if not PATHS.values:
-            raise Refused(f"{shown}: there is no --kv-policy")
+            why = "the value is empty" if option == PATHS else "there is no --kv-policy"
+            raise Refused(f"{shown.strip()}: {why}")
+    check_variables(besides=exported)
+
+
+def check(option: Option) -> None:
+    """Refuse a value in the environment that its reader does not take.
+
+    Raises:
+        Refused: the message names the option.
+    """
+    if option in _READERS:
+        _READERS[option]()
+
+
+def check_variables(besides: Collection[Option] = ()) -> None:
+    """Refuse values that the environment has had from the start, if a policy is asked for.
+
+    Args:
+        besides: options that come from the command line.
+
+    Raises:
+        Refused: the message names the variable.
+    """
+    for option in OPTIONS if PATHS.values else ():
+        if option not in besides and option.text:
+            try:
+                check(option)
+            except Refused as error:
+                raise Refused(f"{option.variable}: {error}") from None
 
 
 class Requested(NamedTuple):

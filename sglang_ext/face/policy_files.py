@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.model_config import ModelConfig
-from kvpolicy.dsl.bind.named import NAME, settings_by_policy
+from kvpolicy.dsl.bind.named import NAME, OF_NAMES, settings_by_policy
 from kvpolicy.dsl.bind.parameters import text_of
 from kvpolicy.dsl.check.policy import Checked, load
 from kvpolicy.dsl.data.given import with_data
@@ -179,7 +179,8 @@ def _with_data(programs: Sequence[Program], data: Sequence[str]) -> list[Program
     try:
         return with_data(programs, data, options.DATA.flag)
     except PolicyError as error:
-        raise Refused(str(error)) from None
+        text = str(error).removeprefix(f"{options.DATA.flag}: ")
+        raise Refused(f"{options.DATA.flag}: {text}") from None
 
 
 def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
@@ -191,7 +192,7 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
     if name == NO_POLICY:
         raise Refused(f"the name `{NO_POLICY}` stands for no policy")
     if not NAME.fullmatch(name):
-        raise Refused(f"`{name[:60]}` cannot be a name: it has letters, digits, `@`, `.`, `_`, `-`")
+        raise Refused(f"`{name[:70]}` cannot be a name; {OF_NAMES}")
     checked = load(Source(name, text))
     if checked.program is None:
         raise Refused(render_all(checked.errors, checked.source))

@@ -93,6 +93,32 @@ def test_so_is_a_policy_that_cannot_be_read(tmp_path):
 
 
 @pytest.mark.thorough
+def test_an_engine_after_one_that_was_refused_has_the_environment_as_it_then_is(tmp_path):
+    refused = """
+import os, sglang
+if __name__ == "__main__":
+    for name, value in (("", ""), ("_MAX_FAILURES", "-2")):
+        os.environ["SGLANG_KV_POLICY" + name] = value or "/nowhere.yaml"
+        try:
+            sglang.Engine(model_path=MODEL, device="cpu", dtype="float32", max_total_tokens=4096)
+        except Exception as error:
+            print("REFUSED", error)
+        os.environ["SGLANG_KV_POLICY"] = "tova"
+    del os.environ["SGLANG_KV_POLICY_MAX_FAILURES"]
+"""
+    result = run(tmp_path, "capacity=48", text=refused + SCRIPT)
+    lines = result.stdout.splitlines()
+    assert [x for x in lines if x.startswith("REFUSED ")] == [
+        "REFUSED kvpolicy: --kv-policy /nowhere.yaml: there is no such file",
+        "REFUSED kvpolicy: SGLANG_KV_POLICY_MAX_FAILURES: --kv-policy-max-failures -2: expected a "
+        "whole number from 0 on",
+    ]
+    line = next((x for x in lines if x.startswith("FACTS ")), None)
+    assert line, result.stderr[-2000:]
+    assert json.loads(line.removeprefix("FACTS "))[0]["policy"] == "tova"
+
+
+@pytest.mark.thorough
 def test_a_later_engine_may_have_policies_though_an_earlier_one_has_none(tmp_path):
     with forked.new_interpreters():  # an engine that ends takes its process's children with it
         result = run(tmp_path, "", "tova", text=SEVERAL)

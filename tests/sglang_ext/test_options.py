@@ -120,6 +120,28 @@ def test_a_file_is_read_once_however_often_it_is_served(files, monkeypatch):
     assert read == files
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        (options.FAILURES, "-2", "expected a whole number from 0 on"),
+        (options.INSPECTION, "yes", "expected 0 or 1"),
+        (options.ONE_PIECE, "0", "expected a whole number from 1 on"),
+        (options.OVERRIDE, "some", "expected one of any, listed, none"),
+    ],
+)
+def test_a_wrong_variable_stops_the_start_by_its_name(files, monkeypatch, option, value, message):
+    monkeypatch.setenv(option.variable, value)
+    options.export(parse())  # without a policy the plugin does nothing
+    sentence = f"^{option.variable}: {option.flag} {value}: {message}$"
+    with pytest.raises(Refused, match=sentence):
+        options.export(parse("--kv-policy", files[0]))
+
+
+def test_an_empty_policy(files):
+    with pytest.raises(Refused, match=r"^--kv-policy: the value is empty$"):
+        options.export(parse("--kv-policy", ""))
+
+
 def test_messages_of_a_renamed_policy_say_which_one(files):
     (policy,) = policy_files.load_policies([f"a={files[0]}"], ["a.capacity=0"])
     with pytest.raises(Refused, match=f"^--kv-policy a={files[0]}: .*at least"):
@@ -130,7 +152,10 @@ def test_messages_of_a_renamed_policy_say_which_one(files):
     ("value", "message"),
     [
         ("none={}", "the name `none` stands for no policy"),
-        ("a b={}", "`a b` cannot be a name; a name has letters, digits, `@`, `.`, `_` and `-`"),
+        (
+            "a b={}",
+            "`a b` cannot be a name; a name has at most 64 letters, digits, `@`, `.`, `_` and `-`",
+        ),
         ("-a={}", "`-a` cannot be a name"),
         ("={}", "`` cannot be a name"),
         ("a=", "expected PATH or NAME=PATH"),
