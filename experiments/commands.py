@@ -13,11 +13,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, in_order, refused, render_all, why
-from kvpolicy.dsl.tools.cli import GENERATED, format_files, generated
+from kvpolicy.dsl.tools.cli import GENERATED, format_files, generated, whole
 
 if TYPE_CHECKING:
     from kvpolicy.experiments.definition.experiment import Experiment
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "SGLANG_ADMIN_KEY"  # environment variable
 _FILE = "path of an experiment"
+_number = partial(whole, most=10**9)
 _OPTIONAL = ("numpy", "tqdm")  # packages that `check`, `fmt` and `schema` do without
 
 
@@ -299,10 +301,10 @@ def _schema_arguments(parser: argparse.ArgumentParser) -> None:
 def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_FILE)
     for option, kind, default, help in (
-        ("--runs", _positive, 2_000, "simulated runs of each row with a bound"),
-        ("--values", _positive, 4_000, "requests of each arm that are scored again, or windows"),
-        ("--requests", _positive, 20_000, "requests of each arm where every one counts"),
-        ("--seed", _natural, 0, "of the random numbers"),
+        ("--runs", _number, 2_000, "simulated runs of each row with a bound"),
+        ("--values", _number, 4_000, "requests of each arm that are scored again, or windows"),
+        ("--requests", _number, 20_000, "requests of each arm where every one counts"),
+        ("--seed", partial(_number, least=0), 0, "of the random numbers"),
     ):
         parser.add_argument(
             option, type=kind, default=default, metavar="N", help=f"{help}; default {default:,}"
@@ -392,19 +394,6 @@ def _put_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="only ask the servers what it would change"
     )
-
-
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 10**9:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    value = _natural(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 1")
-    return value
 
 
 def _seconds(text: str) -> float:

@@ -267,18 +267,20 @@ def missing(command: str, error: ModuleNotFoundError) -> int:
     return 2
 
 
-def _up_to(most: int) -> Callable[[str], int]:
-    """What reads a whole number from 1 to `most`."""
+def whole(text: str, least: int = 1, most: int = 10**8) -> int:
+    """A whole number from `least` to `most`."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from {least} on")
+    # Python does not read thousands of digits.
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(most)) or int(digits) > most:
+        raise argparse.ArgumentTypeError(f"`{text}` is more than {most:,}, the most it can be")
+    if int(digits) < least:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from {least} on")
+    return int(digits)
 
-    def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) <= most:
-            message = f"`{text[:40]}` is not a whole number from 1 to {most:,}"
-            raise argparse.ArgumentTypeError(message)
-        return int(text)
 
-    return read
-
-
+_UP_TO_A_MILLION = partial(whole, most=10**6)
 Adds = Callable[[argparse.ArgumentParser], object]
 
 
@@ -301,7 +303,7 @@ class Command(NamedTuple):
 
 FILE, _FILES = _option("file", "FILE", _POLICY), _option("files", "FILE", _POLICY, nargs="+")
 _MODEL = _option("--model", "CONFIG", _CONFIG, required=True)
-_LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=_up_to(10**8))
+_LENGTH = _option("--length", "N", "tokens of the prompt", required=True, type=whole)
 
 
 def _settings(help: str) -> Adds:
@@ -324,10 +326,10 @@ _EXPLAIN = (
     _flag("--ir", "print the intermediate representation instead"),
     _option("--gpu", None, "also what is expected of a server on it", choices=tuple(GPUS)),
     _option(
-        "--batch", "B", "of --gpu: requests that decode together; default 16", type=_up_to(10**6)
+        "--batch", "B", "of --gpu: requests that decode together; default 16", type=_UP_TO_A_MILLION
     ),
     _option(
-        "--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_up_to(10**6)
+        "--max-new-tokens", "T", "of --gpu: tokens of an answer; default 512", type=_UP_TO_A_MILLION
     ),
     _flag("--json", "of --gpu: print what is expected, as JSON"),
     *(SET, DATA),

@@ -6,7 +6,7 @@ import argparse
 import math
 import shlex
 
-from kvpolicy.dsl.tools.cli import DATA
+from kvpolicy.dsl.tools.cli import DATA, whole
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -100,19 +100,6 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"`{text}` is not a share above 0 and up to 1")
     return value
-
-
-def whole(text: str, least: int = 1, most: int = 10**8) -> int:
-    """A whole number from `least` to `most`."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from {least} on")
-    # Python does not read thousands of digits.
-    digits = text.lstrip("0") or "0"
-    if len(digits) > len(str(most)) or int(digits) > most:
-        raise argparse.ArgumentTypeError(f"`{text}` is more than {most:,}, the most it can be")
-    if int(digits) < least:
-        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from {least} on")
-    return int(digits)
 
 
 def at_least_0(text: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvpolicy.dsl.tools.cli import DATA
-from kvpolicy.evaluation.asking.eval_arguments import whole, words
+from kvpolicy.dsl.tools.cli import DATA, whole
+from kvpolicy.evaluation.asking.eval_arguments import words
 
 
 def of_inspect(parser: argparse.ArgumentParser) -> None:
