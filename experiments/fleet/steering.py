@@ -8,7 +8,9 @@ from typing import Any
 
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.fleet.client import Declined, Replica
+from kvpolicy.experiments.fleet.overview import Overview, ReplicaAnswer
 from kvpolicy.experiments.replica.lifecycle import ExperimentState
+from kvpolicy.experiments.replica.promotion import incomparable, not_cleared
 
 _GOAL = {
     "abort": ExperimentState.ABORTED,
@@ -16,6 +18,8 @@ _GOAL = {
     "pause": ExperimentState.PAUSED,
     "resume": ExperimentState.RUNNING,
 }
+
+_UNCHANGED = "nothing was changed anywhere"
 
 
 def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> int:
@@ -38,19 +42,48 @@ def act(replicas: Sequence[Replica], action: str, body: Mapping[str, Any]) -> in
 def promote(replicas: Sequence[Replica], body: Mapping[str, Any], *, dry_run: bool) -> int:
     """Makes all replicas promote an arm if all of them would; prints a line for each.
 
+    Of several replicas none may have enough evidence by itself: unless the order is forced, what
+    they have seen together has to clear the arm.
+
     Args:
         body: `arm`, and any of `reason` and `force`.
         dry_run: only ask whether they would.
 
     Returns:
-        The exit code: 0 if all replicas promote it, 1 if one declines, 2 if one cannot be told.
+        The exit code: 0 if all replicas promote it, 1 if what they have seen speaks against it or
+        one declines, 2 if one cannot be told.
+
+    Raises:
+        PolicyError: a replica does not answer, or the replicas do not run one experiment.
     """
+    if len(replicas) > 1 and "force" not in body:
+        why = _against(replicas, body["arm"])
+        if why is not None:
+            print(
+                f"the replicas together: {why}; to promote `{body['arm']}` all the same, give "
+                f"`--force`\n{_UNCHANGED}",
+                file=sys.stderr,
+            )
+            return 1
+        body = {**body, "pooled": True}
     return _all_or_none(
         replicas,
         lambda replica: _order(replica, "promote", body, dry_run=True),
         lambda replica: _order(replica, "promote", body),
         dry_run=dry_run,
     )
+
+
+def _against(replicas: Sequence[Replica], arm: str) -> str | None:
+    """What speaks against an arm in what the replicas have seen together."""
+    overview = Overview([ReplicaAnswer(replica.url, replica.document()) for replica in replicas])
+    if arm not in [other.name for other in overview.experiment.arms[1:]]:
+        return None  # control needs no evidence, and servers say which arms there are
+    rolled_back = {
+        name: "; ".join(f"{reason} (at {replica})" for replica, reason in reasons.items())
+        for name, reasons in overview.rolled_back.items()
+    }
+    return incomparable(overview.analysis, rolled_back, arm) or not_cleared(overview.analysis, arm)
 
 
 def put(replicas: Sequence[Replica], text: str, *, dry_run: bool) -> int:
@@ -82,7 +115,7 @@ def _all_or_none(
     code = _each(replicas, ask)
     if code:
         if len(replicas) > 1:
-            print("nothing was changed anywhere", file=sys.stderr)
+            print(_UNCHANGED, file=sys.stderr)
         return code
     if dry_run:
         return 0

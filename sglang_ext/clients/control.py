@@ -23,6 +23,7 @@ from typing import Any
 from kvpolicy.dsl.bind.parameters import text_of
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.replica.lifecycle import ENDED
+from kvpolicy.experiments.replica.promotion import incomparable, not_cleared
 from kvpolicy.sglang_ext.clients.catalog import Catalog, Claim
 from kvpolicy.sglang_ext.clients.front_end import FrontEnd
 from kvpolicy.sglang_ext.experiment.live import InUse, Live
@@ -183,7 +184,7 @@ class Control:
         if dry is None:
             return _problem(400, "dry_run is neither true nor false")
         act = _promotes if dry else _promote
-        return await self._end(request, act, "arm", "reason", "force")
+        return await self._end(request, act, "arm", "reason", "pooled", "force")
 
     async def pause(self, request: Any) -> tuple[int, Any]:
         """Take no further steps."""
@@ -314,36 +315,13 @@ def _promotes(live: Live, body: Mapping[str, Any]) -> bool:
         raise ValueError(f'say which arm, as in {{"arm": "{names[-1]}"}}; there are {arms_text}')
     if body.get("force") is True or name == live.experiment.control.name:
         return True
-    advice = 'send {"force": true} with it (`--force`)'
-    if name in live.lifecycle.rolled_back:
-        raise ValueError(
-            f"arm `{name}` was rolled back: {live.lifecycle.rolled_back[name]}; "
-            f"to promote it all the same, {advice}"
-        )
-    for alarm in live.analysis.alarms():
-        if alarm.untrue or alarm.one_sided:
-            raise ValueError(
-                f"arms cannot be compared: {alarm}; to promote `{name}` all the same, {advice}"
-            )
-    undecided = _undecided(live, name)
-    if undecided:
-        raise ValueError(
-            f"arm `{name}` is not cleared of {', '.join(undecided)} yet; wait, or {advice}"
-        )
+    why = incomparable(live.analysis, live.lifecycle.rolled_back, name)
+    if why is None and body.get("pooled") is not True:
+        why = not_cleared(live.analysis, name)
+    if why is not None:
+        advice = 'send {"force": true} with it (`--force`)'
+        raise ValueError(f"{why}; to promote `{name}` all the same, {advice}")
     return True
-
-
-def _undecided(live: Live, arm: str) -> list[str]:
-    """Guardrails of an arm that are not cleared; an arm that gets no requests has no verdicts."""
-    cleared = {
-        verdict.metric
-        for verdict in live.analysis.verdicts()
-        if verdict.arm == arm and verdict.outcome == "cleared"
-    }
-    guardrails = [
-        guardrail.metric for guardrail in live.experiment.metrics if guardrail.role == "guardrail"
-    ]
-    return [metric for metric in guardrails if metric not in cleared]
 
 
 def _reason(body: Mapping[str, Any], otherwise: str) -> str:

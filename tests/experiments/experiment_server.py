@@ -12,6 +12,7 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.replica.analysis import Analysis
 from kvpolicy.experiments.replica.lifecycle import ENDED
+from kvpolicy.experiments.replica.promotion import not_cleared
 from made_experiment import Made
 
 PATH = "/kv_policy/experiment"
@@ -25,7 +26,7 @@ class Endpoints:
         made: the running experiment; None answers as a server without one.
         api_key: key that reading requires, if any.
         admin_key: key that changes require; None refuses every change.
-        refuses: message with which another version of the experiment is refused; None accepts it.
+        refuses: message with which another version and an end are refused; None refuses neither.
         asked: method, path and key of each request.
     """
 
@@ -77,6 +78,8 @@ class Endpoints:
 
     def _act(self, made: Made, action: str, body: dict[str, Any], dry: bool) -> Reply:
         life = made.lifecycle
+        if self.refuses:
+            return 409, {"error": {"message": self.refuses}}
         if life.state in ENDED:
             return 409, {"error": {"message": f"experiment is {life.state} already"}}
         reason = body.get("reason", "an operator")
@@ -86,13 +89,9 @@ class Endpoints:
         elif action == "abort":
             new = life.abort(reason)
         elif action == "promote":
-            cleared = all(
-                verdict.outcome == "cleared"
-                for verdict in made.analysis.verdicts()
-                if verdict.role == "guardrail" and verdict.arm == body["arm"]
-            )
-            if not cleared and body.get("force") is not True:
-                return 409, {"error": {"message": f"arm `{body['arm']}` is not cleared yet"}}
+            why = None if body.get("pooled") else not_cleared(made.analysis, body["arm"])
+            if why is not None and body.get("force") is not True:
+                return 409, {"error": {"message": why}}
             new = dry or life.promote(body["arm"], reason)
         else:
             new = life.pause() if action == "pause" else life.resume()

@@ -1,6 +1,7 @@
 """`kvpolicy experiment`: files, requests to servers, and messages on faulty servers."""
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -186,7 +187,8 @@ def test_promote_needs_a_cleared_arm_or_force(capsys):
         words = ("promote", "--arm", "lava-25", "--url", url)
         code, out, err = run(capsys, *words)
         assert (code, out) == (1, "")
-        assert err == f"{url}: declined: arm `lava-25` is not cleared yet\n"
+        left = "drift, top1_disagreement, error_rate"
+        assert err == f"{url}: declined: arm `lava-25` is not cleared of {left} yet\n"
         would = f"{url}: would promote arm lava-25\n"
         assert run(capsys, *words, "--force", "--dry-run")[:2] == (0, would)
         assert endpoints.made.lifecycle.state == "running"
@@ -197,19 +199,50 @@ def test_promote_needs_a_cleared_arm_or_force(capsys):
         assert "promoted already" in err
 
 
-@pytest.mark.parametrize("declines", [True, False])
-def test_promote_changes_all_replicas_or_none(capsys, declines):
+def test_promote_changes_all_replicas_or_none(capsys):
     """An end is latched: replicas that have one would not come back to the others."""
     first, second = Endpoints(made(3000)), Endpoints(made(0))
     with serving(first) as one, serving(second) as two:
         words = ("promote", "--arm", "lava-25", "--url", one)
-        other = two if declines else "127.0.0.1:9"
-        code, _, err = run(capsys, *words, "--url", other)
-        assert code == (1 if declines else 2)
-        assert err.endswith("nothing was changed anywhere\n")
+        assert run(capsys, *words, "--url", "127.0.0.1:9")[0] == 2
+        second.refuses = "not now"
+        code, _, err = run(capsys, *words, "--url", two)
+        assert (code, err) == (1, f"{two}: declined: not now\nnothing was changed anywhere\n")
         assert first.made.lifecycle.state == second.made.lifecycle.state == "running"
-        assert run(capsys, *words, "--url", two, "--force")[0] == 0
+        second.refuses = None
+        assert run(capsys, *words, "--url", two)[0] == 0
     assert first.made.lifecycle.state == second.made.lifecycle.state == "promoted"
+
+
+def test_replicas_promote_by_what_they_have_seen_together(capsys):
+    """None of them has enough evidence by itself; what one has rolled back is not promoted."""
+    replicas = [Endpoints(made(requests)) for requests in (400, 400, 400, 400, 400)]
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(serving(replica)) for replica in replicas]
+        some = [word for url in urls[:2] for word in ("--url", url)]
+        every = [word for url in urls for word in ("--url", url)]
+        words = ("promote", "--arm", "lava-25")
+        code, _, err = run(capsys, *words, *some)
+        assert code == 1
+        assert err.startswith("the replicas together: arm `lava-25` is not cleared of ")
+        assert err.endswith("give `--force`\nnothing was changed anywhere\n")
+        for url in urls:
+            assert run(capsys, *words, "--url", url, "--dry-run")[0] == 1
+        assert run(capsys, *words, *every, "--dry-run")[0] == 0
+        assert {replica.made.lifecycle.state for replica in replicas} == {"running"}
+        assert run(capsys, *words, *every)[0] == 0
+        assert {replica.made.lifecycle.state for replica in replicas} == {"promoted"}
+
+
+def test_what_one_replica_has_rolled_back_is_not_promoted(capsys):
+    first, second = Endpoints(made(3000, THREE)), Endpoints(made(3000, THREE))
+    second.made.lifecycle.roll_back("lava-25", "odd answers")
+    with serving(first) as one, serving(second) as two:
+        words = ("promote", "--arm", "lava-25", "--url", one, "--url", two)
+        code, _, err = run(capsys, *words)
+        assert code == 1
+        assert f"arm `lava-25` was rolled back: odd answers (at {two})" in err
+        assert first.made.lifecycle.state == "running"
 
 
 def test_one_replica_that_is_gone_keeps_no_other_from_ending(capsys):

@@ -643,6 +643,7 @@ def test_an_arm_that_gets_no_requests_is_not_cleared(tmp_path):
         status, answer = ask(live, "promote", {"arm": arm})
         assert status == 409
         assert "not cleared of error_rate yet" in answer["error"]["message"]
+    assert ask(live, "promote", {"arm": "off", "pooled": True}, dry_run="true")[0] == 200
     assert ask(live, "promote", {"arm": "off", "force": True})[0] == 200
 
 
@@ -651,9 +652,9 @@ def test_an_arm_that_was_rolled_back_is_not_promoted_by_accident(live, monkeypat
     extra = replace(EXPERIMENT, arms=(*EXPERIMENT.arms, Arm("more", "snapkv")))
     live.lifecycle.experiment = extra
     assert ask(live, "abort", {"arm": "lava", "reason": "complaints"})[0] == 200
-    status, answer = ask(live, "promote", {"arm": "lava"})
+    status, answer = ask(live, "promote", {"arm": "lava", "pooled": True})
     assert status == 409
-    assert "was rolled back: complaints; to promote it all the same" in answer["error"]["message"]
+    assert "rolled back: complaints; to promote `lava` all the same" in answer["error"]["message"]
     assert ask(live, "promote", {"arm": "lava", "force": True})[0] == 200
 
 
