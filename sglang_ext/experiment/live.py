@@ -25,10 +25,10 @@ from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.experiments.replica.document import document
 from kvpolicy.experiments.replica.evidence import Evidence
 from kvpolicy.experiments.replica.lifecycle import ENDED, Lifecycle
-from kvpolicy.experiments.replica.put import Put
 from kvpolicy.experiments.replica.state_file import StateFileError
 from kvpolicy.sglang_ext.experiment.keeper import Keeper
 from kvpolicy.sglang_ext.experiment.series import Series
+from kvpolicy.sglang_ext.experiment.version_file import VersionFile
 from kvpolicy.sglang_ext.face.errors import Refused
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Live:
         experiment: its latest version.
         lifecycle: where it stands.
         analysis: what was seen of its revision.
-        reloaded: whether the file, as it was last seen, is in use.
+        file: the file that says what it is.
         weights: number of times that the model's weights may have changed.
     """
 
@@ -61,29 +61,24 @@ class Live:
     ) -> None:
         """
         Args:
-            file: where the experiment was read from.
+            file: the file that the experiment was read from.
             served: name of each policy that is served -> its settings, if it was added for an arm.
             state: file that keeps where it stands over a restart; None for none.
 
         Raises:
             Refused: the state file cannot be used.
         """
-        self.file = file
+        self.file = VersionFile(file)
         self._served = dict(served)
         self._changing_policies: set[str] = set()  # names of policies that are being changed
         self._keeper = Keeper(state)
-        self._seen_digest = self._digest(file.read_bytes())
-        self._put: Put | None = None  # the version that takes the file's place
         self.lifecycle = self._restored(experiment)
         self._shadowed_requests = 0  # those before a restart included
         self._begin(Analysis(self.experiment))
         self._resume()
         self.series = Series(self.experiment)
-        self.reloaded = True
+        self.series.reloaded(self.file.in_use)
         self.weights = 0
-        self.series.reloaded(True)
-        self._problem = ""  # what is wrong with the file as last seen
-        self._try_again = False  # whether to look at the file although it is as it was
         self._looked = 0.0
         self._warned: set[str] = set()
         self._hold_steps(self.analysis.alarms())
@@ -92,9 +87,9 @@ class Live:
     def _restored(self, experiment: Experiment) -> Lifecycle:
         try:
             saved = self._keeper.standing()
-            put = None if saved is None else Put.restored(saved)
-            if put is not None and put.file == self._seen_digest:
-                experiment = self._as_put(put, experiment)
+            text = None if saved is None else self.file.restored(saved)
+            if text is not None:
+                experiment = self._as_put(text, experiment)
             return Lifecycle(experiment, saved)
         except (StateFileError, ValueError) as error:
             raise Refused(
@@ -102,20 +97,20 @@ class Live:
                 "begin anew"
             ) from None
 
-    def _as_put(self, put: Put, experiment: Experiment) -> Experiment:
+    def _as_put(self, text: str, experiment: Experiment) -> Experiment:
         """The version that was put before a restart; the file's if it cannot be served now."""
         try:
-            version = self.read(put.text, "the version that was put").require()
+            version = self.read(text, "the version that was put").require()
         except PolicyError as error:
             logger.error(
                 "The version of the experiment that was put cannot be served after the restart; "
                 "the one in %s is in use. Put it again when this is mended:\n%s",
-                self.file,
+                self.file.path,
                 error,
             )
             return experiment
-        logger.info("The version that was put goes on until %s changes.", self.file)
-        self._put = put
+        logger.info("The version that was put goes on until %s changes.", self.file.path)
+        self.file.put(text)
         return version
 
     def _begin(self, analysis: Analysis, seconds: float = 0.0) -> None:
@@ -413,7 +408,7 @@ class Live:
 
     def _standing(self) -> dict[str, Any]:
         """Where the experiment stands, as the state file holds it."""
-        return self.lifecycle.saved() | ({} if self._put is None else self._put.saved())
+        return self.lifecycle.saved() | self.file.saved()
 
     async def keep_state(self) -> None:
         """Write how long the experiment has run, if it is time to."""
@@ -516,7 +511,7 @@ class Live:
         Returns:
             Whether the analysis begins anew.
         """
-        self._put = Put(text, self._seen_digest)
+        self.file.put(text)
         return self.replace(experiment, "PUT")
 
     def replace(self, experiment: Experiment, source: str = "file") -> bool:
@@ -541,55 +536,33 @@ class Live:
     async def follow(self) -> None:
         """Look at the file, and take up what has changed in it."""
         try:
-            self.reload(await asyncio.to_thread(self.file.read_bytes))
+            self.reload(await asyncio.to_thread(self.file.path.read_bytes))
         except OSError as error:
             self.unreadable(error)
 
     def reload(self, content: bytes) -> None:
-        """Take up the file's content as it is now; if it is wrong, the last good version stays.
-
-        A version that was put stays as well while the content is what it was then.
-        """
-        digest = self._digest(content)
-        if digest == self._seen_digest and not self._try_again:
-            return
-        self._seen_digest, self._try_again = digest, False
-        if self._put is not None and self._put.file == digest:
-            self._in_use()
-            return
-        try:
-            definition = self.read(content.decode("utf-8"), str(self.file))
-        except (PolicyError, UnicodeDecodeError) as error:
-            self._failed(str(error))
-            self._try_again = bool(self._changing_policies)  # which may be served by then
-        else:
-            self._put = None
-            if definition.diagnostics:
-                logger.warning(
-                    "The experiment is in use:\n%s",
-                    render_all(definition.diagnostics, definition.source),
-                )
-            self.replace(definition.require())
-            self._in_use()
+        """Take up the file's content as it is now; if it is wrong, the last good version stays."""
+        text = self.file.changed(content)
+        if text is not None:
+            try:
+                definition = self.read(text, str(self.file.path))
+            except PolicyError as error:
+                # A policy that is being changed may be served by then.
+                self.file.failed(str(error), try_again=bool(self._changing_policies))
+            else:
+                self.file.taken_up()
+                if definition.diagnostics:
+                    logger.warning(
+                        "The experiment is in use:\n%s",
+                        render_all(definition.diagnostics, definition.source),
+                    )
+                self.replace(definition.require())
+        self.series.reloaded(self.file.in_use)
 
     def unreadable(self, error: OSError) -> None:
         """Note that the file cannot be read; the last good version stays."""
-        self._try_again = True
-        self._failed(f"{self.file} cannot be read: {error}")
-
-    def _in_use(self) -> None:
-        self.reloaded, self._problem = True, ""
-        self.series.reloaded(True)
-
-    def _failed(self, problem: str) -> None:
-        if problem != self._problem:
-            logger.error("The experiment stays as it was:\n%s", problem)
-        self.reloaded, self._problem = False, problem
+        self.file.failed(f"{self.file.path} cannot be read: {error}", try_again=True)
         self.series.reloaded(False)
-
-    @staticmethod
-    def _digest(content: bytes) -> str:
-        return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     def summary(self) -> dict[str, Any]:
         """What shows whether the replicas of a fleet serve the same experiment."""
@@ -611,7 +584,7 @@ class Live:
         return document(
             self.lifecycle,
             self.analysis,
-            reload={"success": self.reloaded, "problem": self._problem or None},
+            reload={"success": self.file.in_use, "problem": self.file.problem or None},
             state_saved=self.state_saved,
             state_file=self._keeper.file is not None,
             analysed_seconds=time.monotonic() - self._analysed,

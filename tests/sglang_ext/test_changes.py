@@ -308,7 +308,7 @@ def test_no_experiment_begins_to_use_what_is_being_changed(control, fleet, monke
     assert live.experiment is before
     assert ("second" in catalog.policies) == (action == COMMIT)
     live.reload(experiment("second").encode())  # the file is looked at again
-    assert live.uses("second") == live.reloaded == (action == COMMIT)
+    assert live.uses("second") == live.file.in_use == (action == COMMIT)
 
 
 def test_what_is_withdrawn_only_after_a_wait_may_be_used_by_then(control, fleet):

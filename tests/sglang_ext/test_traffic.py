@@ -453,11 +453,11 @@ def test_another_version_needs_what_the_server_has(live):
 
 def test_a_file_that_breaks_keeps_the_last_version(live, caplog):
     live.reload(b"experiment: [")
-    assert (live.reloaded, live.experiment) == (False, EXPERIMENT)
+    assert (live.file.in_use, live.experiment) == (False, EXPERIMENT)
     assert "The experiment stays as it was" in caplog.text
     assert live.document()["reload"]["problem"]
     live.unreadable(OSError("gone"))
-    assert not live.reloaded
+    assert not live.file.in_use
 
 
 def test_without_a_state_file_nothing_is_saved(tmp_path, caplog):
@@ -731,19 +731,19 @@ def test_what_is_put_is_answered_with_the_coverage_that_applies(served, caplog):
 
 def test_a_version_by_put_holds_until_the_file_changes(served):
     live = served()
-    before = live.file.read_bytes()
+    before = live.file.path.read_bytes()
     assert put(live, enabled=False) == 200
     live.reload(before)
     live.unreadable(OSError("gone for a moment"))
-    assert not live.reloaded
+    assert not live.file.in_use
     live.reload(before)
-    assert (live.lifecycle.state, live.reloaded) == ("disabled", True)
+    assert (live.lifecycle.state, live.file.in_use) == ("disabled", True)
     assert live.lifecycle.log[-1]["what"] == "changed by PUT: disabled"
     again = served()
     assert again.lifecycle.state == "disabled"
     again.reload(b"experiment: [")  # half of it is written
     again.reload(before)
-    assert (again.lifecycle.state, again.reloaded) == ("disabled", True)
+    assert (again.lifecycle.state, again.file.in_use) == ("disabled", True)
     again.reload(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))).encode())
     assert (again.lifecycle.state, again.lifecycle.coverage) == ("running", 0.75)
     again.reload(before)
@@ -753,11 +753,11 @@ def test_a_version_by_put_holds_until_the_file_changes(served):
 
 def test_a_file_that_has_changed_just_before_a_put_is_older(served):
     live = served()
-    live.file.write_text(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))))
+    live.file.path.write_text(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))))
     assert put(live, enabled=False) == 200
     asyncio.run(live.follow())
     assert live.lifecycle.state == served().lifecycle.state == "disabled"
-    live.file.unlink()
+    live.file.path.unlink()
     asyncio.run(live.follow())
     assert "cannot be read" in live.document()["reload"]["problem"]
     assert live.lifecycle.state == "disabled"
@@ -766,7 +766,7 @@ def test_a_file_that_has_changed_just_before_a_put_is_older(served):
 def test_a_file_that_changes_while_the_server_is_down_is_used(served):
     live = served()
     assert put(live, enabled=False) == 200
-    live.file.write_text(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))))
+    live.file.path.write_text(json.dumps(as_document(replace(EXPERIMENT, coverage=0.75))))
     assert served().lifecycle.coverage == 0.75
     assert served().lifecycle.state == "running"
 
