@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.kept import filling
+from kvpolicy.dsl.bind.kept import filling, sized_terms
 from kvpolicy.dsl.ir.counts import whole
 from kvpolicy.dsl.ir.nodes import Node
 
@@ -87,11 +87,16 @@ class Ends:
 
 def ends_of(keep: Node) -> Ends | None:
     """The rule of a token set: ends and, in a `fill`, the best of the rest; None: it has none."""
-    if keep.op != "fill":
-        return _ends_alone(keep)
-    score, taken_set, budget = filling(keep)
-    ends = _ends_alone(taken_set) if keep.axes == _TOKEN else None
-    return None if ends is None else Ends(ends.first, ends.last, score, budget)
+    fills = keep.op == "fill"
+    score, taken_set, budget = filling(keep) if fills else (None, keep, None)
+    terms = sized_terms(taken_set)
+    if terms is None or (fills and keep.axes != _TOKEN):
+        return None
+    ends = [_end(term) for term in terms]
+    counts = dict(end for end in ends if end is not None)
+    if len(counts) < len(ends):  # other entries, or an end twice
+        return None
+    return Ends(counts.get("first"), counts.get("last"), score, budget)
 
 
 def _is_constant(bound: Bound, node: Node) -> bool:
@@ -103,39 +108,18 @@ def _is_constant(bound: Bound, node: Node) -> bool:
     return node.operation.elementwise and all(_is_constant(bound, arg) for arg in node.args)
 
 
-def _ends_alone(token_set: Node) -> Ends | None:
-    """The rule of a union of first and last entries, each at most once; None: another set."""
-    if token_set.op == "truth" and token_set.value is False:
-        return Ends(None, None)
-    if token_set.op == "or" and len(token_set.args) == 2:
-        left, right = (_ends_alone(part) for part in token_set.args)
-        if left is None or right is None:
-            return None
-        if (left.first and right.first) or (left.last and right.last):
-            return None
-        return Ends(left.first or right.first, left.last or right.last)
-    if token_set.op != "top" or token_set.axes != _TOKEN:
-        return None
-    score, count = token_set.args
-    if score.left_over and _ends_of_rest(score.args[1]):
-        score = score.args[0]  # one end, of what the other end leaves over
-    return _end(score, count)
-
-
 def end_of(bound: Bound, node: Node) -> Ends | None:
     """The rule of a node that takes the first or last n entries, n static; None: another node."""
-    if node.op != "top" or node.axes != _TOKEN or not bound.static.follows(node.args[1], *_BEFORE):
+    if node.op != "top" or node.args[0].left_over:
         return None
-    return _end(*node.args)
+    return ends_of(node) if bound.static.follows(node.args[1], *_BEFORE) else None
 
 
-def _end(score: Node, count: Node) -> Ends | None:
+def _end(top: Node) -> tuple[str, Node] | None:
+    """Which end a term takes, perhaps of what others leave over, and how many entries of it."""
+    score, count = top.args
+    score = score.args[0] if score.left_over else score
     if score.op == "position":
-        return Ends(None, count)
-    if score.op == "negate" and score.args[0].op == "position":
-        return Ends(count, None)
-    return None
-
-
-def _ends_of_rest(condition: Node) -> bool:
-    return condition.op == "not" and _ends_alone(condition.args[0]) is not None
+        return "last", count
+    takes_first = score.op == "negate" and score.args[0].op == "position"
+    return ("first", count) if takes_first else None

@@ -1,7 +1,8 @@
-"""How many entries each list of a layer keeps of a prompt, where numbers alone decide it.
+"""How many entries lists keep where numbers alone decide it: of a prompt, and while decoding.
 
-They do if everything stays, or by a rule of `ends.py`. Memory for the kept entries can then be
-taken before a device has chosen them.
+Of a prompt they do if everything stays, or by a rule of `ends.py`. While decoding, if a rule takes
+some entries and fills up to a budget with the best of the rest: a list that was cut to its budget
+once is cut to it each time again. Memory can then be taken, or freed, before a device has chosen.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import WHOLE_LIST, ends_of
-from kvpolicy.dsl.bind.kept import keep_of, present_outside
+from kvpolicy.dsl.bind.kept import filling, keep_of, present_outside, sized_terms
 from kvpolicy.dsl.ir.counts import whole
-from kvpolicy.dsl.ir.nodes import Node
+from kvpolicy.dsl.ir.nodes import Node, Rules
 from kvpolicy.dsl.ops.host import Number
 
 
@@ -73,3 +74,31 @@ def known_counts(bound: Bound, prompt: int) -> list[int] | None:
         return entries_kept(keep, prompt, lambda node: bound.number(node, prompt, layer))
 
     return [of_layer(layer) for layer in range(bound.shape.layers)]
+
+
+def entries_taken(bound: Bound, rules: Rules, prompt: int, layer: int) -> int | None:
+    """Most entries that a list takes at a decode step before it is filled up to a lasting budget.
+
+    A list that keeps more was filled up, and will be again. None if the number is not known.
+
+    Args:
+        rules: the lowered rules of decode steps.
+    """
+
+    def same(number: Node) -> bool:
+        """Whether the host knows a number, and it is the same at every step of a request."""
+        return bound.static.follows(number, "prompt", "layer")
+
+    keep = keep_of(rules)
+    while keep.op == "choose" and same(keep.args[1]):
+        keep = keep.args[0 if bound.number(keep.args[1], prompt, layer) else 2]
+    if keep.op != "fill" or keep.axes != ("token",):
+        return None
+    score, taken_set, budget = filling(keep)
+    terms = sized_terms(taken_set)
+    if terms is None or not present_outside(score, taken_set):
+        return None
+    counts = [term.args[1] for term in terms]
+    if not all(map(same, counts)) or not (budget.op == "budget" or same(budget)):
+        return None
+    return sum(whole(bound.number(count, prompt, layer), WHOLE_LIST) for count in counts)

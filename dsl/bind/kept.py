@@ -69,6 +69,16 @@ def present_outside(x: Node, taken: Node) -> bool:
     return bool(x.args) and all(present_outside(arg, taken) for arg in x.args)
 
 
+def sized_terms(token_set: Node) -> list[Node] | None:
+    """The parts of a union, if each takes a number of entries of a list; None: it has others."""
+    if token_set.op == "truth" and token_set.value is False:
+        return []
+    if token_set.op == "top" and token_set.axes == ("token",):
+        return [token_set]
+    parts = [sized_terms(arg) for arg in token_set.args] if token_set.op == "or" else [None]
+    return None if None in parts else [term for part in parts for term in part or ()]
+
+
 def _parts(token_set: Node) -> list[Node]:
     """A set and, if it is a union, the sets in it."""
     if token_set.op != "or":

@@ -6,13 +6,13 @@ the others.
 
 The host waits for the device once, for the numbers of entries that stay. It does not wait if these
 are known: each list lost entries at the last fold, and no data decide its size
-(dsl/bind/fixed_size.py). Then the numbers are only read at the next fold. Lists that outgrow their
+(dsl/bind/entries.py). Then the numbers are only read at the next fold. Lists that outgrow their
 pages are written to other pages, of many requests at once. A request that has no private pages yet,
 whose lists became much shorter, or whose entries cannot be changed where they lie, is written by
 itself (fold.py).
 
-With several stages (`--pp`) each finds what stays of its layers, waiting for the device, and writes
-it when all know how many entries that is (stages.py).
+With several stages (`--pp-size`) each finds what stays of its layers, waiting for the device, and
+writes it when all know how many entries that is (stages.py).
 """
 
 from __future__ import annotations

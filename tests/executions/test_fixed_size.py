@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.bind.entries import entries_taken
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.ir.nodes import ModelShape
@@ -43,10 +44,8 @@ def indented(lines: str) -> str:
 
 
 def taken(bound, prompt=16):
-    found = {
-        Steps(bound, False, REFERENCE).fixed_size.taken(prompt, i)
-        for i in range(bound.shape.layers)
-    }
+    rules = bound.lowered.decode
+    found = {entries_taken(bound, rules, prompt, i) for i in range(bound.shape.layers)}
     assert len(found) == 1
     return found.pop()
 
@@ -81,9 +80,9 @@ def test_rules(rules, number):
 
 
 def test_a_list_without_more_than_is_always_taken_may_still_grow():
-    sizes = Steps(bound_to("h2o"), False, REFERENCE).fixed_size  # takes 3 before it fills up
-    assert sizes.holds(16, [[4, 4], [5, 4], [4, 9]])
-    assert not sizes.holds(16, [[4, 4], [3, 4], [4, 9]])
+    steps = Steps(bound_to("h2o"), False, REFERENCE)  # takes 3 before it fills up
+    assert steps.keeps_size(16, [[4, 4], [5, 4], [4, 9]])
+    assert not steps.keeps_size(16, [[4, 4], [3, 4], [4, 9]])
 
 
 def claims(bound, seed: int) -> int:

@@ -122,8 +122,8 @@ class Memory:
         self.reported = reported
 
     def keeps_size(self, counts: Sequence[Sequence[int]]) -> bool:
-        """As `FixedSize.holds`, for counts after a step."""
-        return self.steps.fixed_size.holds(self.prompt, counts)
+        """As `Steps.keeps_size`, for counts after a step."""
+        return self.steps.keeps_size(self.prompt, counts)
 
     def numbers_arrived(self) -> bool:
         """Whether `read_numbers` would not wait for the device; the same on all ranks."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.ends import Ends, end_of
-from kvpolicy.dsl.bind.fixed_size import FixedSize
+from kvpolicy.dsl.bind.entries import entries_taken
 from kvpolicy.dsl.bind.kept import entries_compared, heads_differ
 from kvpolicy.dsl.bind.sum_states import SumStates
 from kvpolicy.dsl.codegen.fusion import Fusion
@@ -99,7 +99,6 @@ class Steps:
         fusions: what is fused for the states, and for what is read where entries leave.
         advancing, leaving: the generated kernels of both; None if there are none.
         advancing_roots: nodes that advance the states.
-        fixed_size: whether lists keep as many entries at every later fold, see `FixedSize`.
         ranks_alike: whether all KV heads of a layer hold the same entries, so that ranks do.
         columns_of_all_ranks: whether a layer has a column for every position that a KV head of any
             rank holds, since entries of KV heads are compared; else for those of the heads here.
@@ -144,7 +143,6 @@ class Steps:
         self.advances = any(state.next is not None for state in states)
         self.advances |= any(map(math.isnan, self.initial_values.values()))
         self.at_once = all(map(sums.state, states))
-        self.fixed_size = FixedSize(bound, rules)
         self.advancing_reads = any(node.operation.reads_tensors for node in state_nodes)
         reads_tensors = any(node.operation.reads_tensors for node in leaving_nodes)
         self.leaving_reads = reads_tensors or rules.merge is not None
@@ -218,6 +216,22 @@ class Steps:
         if not isinstance(rule, Ends):
             raise TypeError(f"the rule after a prompt of {prompt} tokens does not take ends")
         return rule.rows(self._bound, prompt, self.layers)
+
+    def keeps_size(self, prompt: int, counts: Sequence[Sequence[int]]) -> bool:
+        """Whether every list keeps the same number of entries whenever entries leave from now on.
+
+        Valid if the model's tensors are finite.
+
+        Args:
+            prompt: N tokens.
+            counts: [L][G] entries that each list kept at a step at which all lists lost some.
+        """
+        pairs = zip(self._taken(prompt), counts, strict=True)
+        return all(taken is not None and taken < min(kept) for taken, kept in pairs)
+
+    @once_at_most(PROMPTS)
+    def _taken(self, prompt: int) -> list[int | None]:
+        return [entries_taken(self._bound, self.rules, prompt, layer) for layer in self.layers]
 
     def host_numbers(self, node: Node, prompt: int, generated: int) -> tuple[float, ...]:
         """A number of the host at a request's step: of each layer here, or one if it reads none.
