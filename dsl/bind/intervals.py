@@ -119,9 +119,7 @@ class Intervals:
         numbers = [x for x in node.args if x.type.kind == "number"]
         return row.interval(*(self._argument(node, x, layer, conditions) for x in numbers))
 
-    def _argument(
-        self, node: Node, x: Node, layer: int, conditions: frozenset[Node] = frozenset()
-    ) -> Interval:
+    def _argument(self, node: Node, x: Node, layer: int, conditions: frozenset[Node]) -> Interval:
         """Interval of an argument over all layers at which the node's operation reads it."""
         if node.operation.kind is Kind.LOOK and node.when <= When.LAYER:
             layers = range(layer + 1)
@@ -145,9 +143,9 @@ class Intervals:
 
     def _size(self, axis: str, layer: int) -> Number:
         """Largest size of an axis; inf if it is not known."""
-        group = self._bound.shape.group
-        sizes = {"token": self._lengths[layer][1], "kv": self._kv, "group": group}
-        return {**sizes, "layer": self._layers}.get(axis, math.inf)
+        tokens, group = self._lengths[layer][1], self._bound.shape.group
+        sizes = {"token": tokens, "kv": self._kv, "group": group, "layer": self._layers}
+        return sizes.get(axis, math.inf)
 
     def contests(self, count: Node, layer: int) -> Number:
         """Number of contests whose winners one value of `count[...](top[...](x, n))` counts.

@@ -27,7 +27,6 @@ def environment(
     shape: ModelShape,
     params: Mapping[str, Value],
     prompt: int | None = None,
-    layer: int | None = None,
     length: int | None = None,
     generated: int | None = None,
 ) -> Env:
@@ -46,8 +45,6 @@ def environment(
         env["length"] = Fraction(prompt if length is None else length)
     if generated is not None:
         env["generated"] = Fraction(generated)
-    if layer is not None:
-        env["layer"] = Fraction(layer)
     env.update((f"param:{name}", value) for name, value in params.items())
     return env
 

@@ -92,6 +92,7 @@ class Sizes:
             "token": length,
             "dim": shape.head_dim,
             "past": shape.layers,
+            "layer": shape.layers,
             "dropped": max(0, length - kept),
         }
 
@@ -152,12 +153,7 @@ class Sizes:
 
     def _order(self, node: Node) -> float:
         """Steps per value of a selection: log2 of the number of values that compete, at least 1."""
-        axes = node.axes or ("token",)
-        layers = self.bound.shape.layers
-        competitors = math.prod(
-            layers if axis == "layer" else self.tokens if axis == "token" else self.axes[axis]
-            for axis in axes
-        )
+        competitors = math.prod(self.axes[axis] for axis in node.axes or ("token",))
         return max(1.0, math.log2(max(2, competitors)))
 
     def _nearest(self) -> Work:

@@ -141,10 +141,10 @@ def _check_fits(
             name = f"`{parameter.name}` of `{function.name}`" if of_layers else what
             raise typer.absent(node, expr, name)
     if parameter.kind == "entries":
-        typer.suggest_range(expr, whole=True, minimum=0)
+        typer.suggest_range(expr, 0)
         check_no_share(typer, typer.graph.literal(node), expr, what)
     if parameter.kind == "width":
-        typer.suggest_range(expr, whole=True, odd=True, minimum=1)
+        typer.suggest_range(expr, 1, odd=True)
         if not (is_of_model(node) and node.type.exact):
             message = (
                 f"the width of `{function.name}` must follow from parameters alone; "

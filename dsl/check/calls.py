@@ -233,7 +233,7 @@ def attention(site: Site) -> Node:
         count = typer.number(number, "`recent`")
         check_token_count(typer, count, number, "`recent` takes")
         check_static(typer, count, number, "the number of queries", "query-set")
-        typer.suggest_range(number, whole=True, minimum=1)
+        typer.suggest_range(number, 1)
         message = f"`{typer.shown(written)}` has no queries; at least one is needed"
         typer.scope.at_least_one(count, typer.span(written), message)
         args = (count,)
@@ -274,7 +274,7 @@ def past(site: Site) -> Node:
     site.check_layers("n", "`past` takes a number of layers")
     site.check_alike("n", what)
     check_queries_in_common(typer, x, site.call)
-    typer.suggest_range(written, whole=True, minimum=1)
+    typer.suggest_range(written, 1)
     message = f"`past` over `{typer.shown(written)}` layers has none; at least one is needed"
     typer.scope.at_least_one(n, typer.span(written), message)
     return site.make(

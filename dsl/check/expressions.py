@@ -76,12 +76,10 @@ class Typer:
         if not self.expansion:
             self.scope.suggest_unit(expr, unit)
 
-    def suggest_range(
-        self, expr: Expr, *, whole: bool = False, odd: bool = False, minimum: int | None = None
-    ) -> None:
+    def suggest_range(self, expr: Expr, minimum: int, *, odd: bool = False) -> None:
         """As `Names.suggest_range`."""
         if not self.expansion:
-            self.scope.suggest_range(expr, whole=whole, odd=odd, minimum=minimum)
+            self.scope.suggest_range(expr, minimum, odd=odd)
 
     def absent(self, node: Node, expr: Expr, what: str) -> Wrong:
         """Reports that a deciding value may be absent."""

@@ -128,9 +128,9 @@ class Names(ABC):
         self.propagates = propagates
         self.diagnostics: list[Diagnostic] = []
         self.graph = Graph()
-        self.not_served: dict[str, None] = {}  # used features that are not served
-        self.whole_maps: set[Node] = set()  # see `is_whole_map`
-        self.widths: list[tuple[Node, Span]] = []  # of pooling
+        self.not_served: dict[str, None] = {}
+        self.whole_maps: set[Node] = set()
+        self.widths: list[tuple[Node, Span]] = []
         self.counts: list[Counted] = []
         self.definitions: dict[str, dict[str, Definition]] = {s: {} for s in SECTIONS}
         self.open: list[Key] = []  # lets and sections that are being typed, the innermost last
@@ -179,16 +179,12 @@ class Names(ABC):
         if uses and uses.unit is None:
             uses.unit = unit
 
-    def suggest_range(
-        self, expr: Expr, *, whole: bool = False, odd: bool = False, minimum: int | None = None
-    ) -> None:
-        """Notes the values that a parameter may have here, if `expr` is one."""
+    def suggest_range(self, expr: Expr, minimum: int, *, odd: bool = False) -> None:
+        """Notes that a parameter takes whole numbers from `minimum` on, if `expr` is one."""
         uses = self._uses(expr)
-        if uses is None:
-            return
-        uses.whole |= whole
-        uses.odd |= odd
-        if minimum is not None:
+        if uses is not None:
+            uses.whole = True
+            uses.odd |= odd
             uses.minimum = max(uses.minimum or Fraction(minimum), Fraction(minimum))
 
     def _uses(self, expr: Expr) -> Uses | None:

@@ -92,7 +92,7 @@ class ExpressionError(Exception):
         message: str,
         start: int,
         end: int,
-        help: str | None = None,
+        help: str | None,
         unbalanced: bool = False,
     ) -> None:
         super().__init__(message)
@@ -250,7 +250,7 @@ class _Builder(Transformer_NonRecursive):
         return Span(self._place(part.start_pos), self._place(part.end_pos - 1) + 1)
 
 
-def _error(message: str, token: Token, help: str | None = None) -> ExpressionError:
+def _error(message: str, token: Token, help: str) -> ExpressionError:
     return ExpressionError("syntax", message, token.start_pos, token.end_pos, help)
 
 

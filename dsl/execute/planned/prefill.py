@@ -12,7 +12,7 @@ from kvpolicy.dsl.execute.layer.evaluate import updating
 from kvpolicy.dsl.execute.operations.operands import operands
 from kvpolicy.dsl.execute.operations.table import is_computed
 from kvpolicy.dsl.execute.planned.alike import like_heads
-from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
+from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.ir.heads import across_heads
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node, When
@@ -54,7 +54,7 @@ class Prefill:
         PolicyError: the policy needs data that a prefill does not offer.
     """
 
-    def __init__(self, bound: Bound, report: bool, heads: Heads = ALL, *, defers: bool) -> None:
+    def __init__(self, bound: Bound, report: bool, heads: Heads, *, defers: bool) -> None:
         self.bound, self._defers, rules = bound, defers, bound.lowered.prefill
         self._heads = heads
         self.roots = [keep_of(rules), *rules.decided.values()]
