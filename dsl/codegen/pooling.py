@@ -8,23 +8,12 @@ from kvpolicy.dsl.codegen.expressions import Writer, joined, nothing
 from kvpolicy.dsl.codegen.tiles import Condition, Tile, conjunction
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
-from kvpolicy.dsl.ops.operations import Operation
 from kvpolicy.dsl.ops.table import OPERATIONS
 
 
-def avgpool(writer: Writer, node: Node) -> Tile:
-    return _pooled(writer, node, OPERATIONS["sum"], "{0} / {1}")
-
-
-def maxpool(writer: Writer, node: Node) -> Tile:
-    return _pooled(writer, node, OPERATIONS["max"])
-
-
-def _pooled(writer: Writer, node: Node, row: Operation, result: str | None = None) -> Tile:
-    """Writes the pooling of each token's neighbours, in order: equal ones give equal results.
-
-    `row` is the reduction; `result` is a text with places for its result and the width.
-    """
+def pool(writer: Writer, node: Node) -> Tile:
+    """Writes the pooling of each token's neighbours, in order: equal ones give equal results."""
+    row = OPERATIONS["max" if node.op == "maxpool" else "sum"]
     writer.comment(node)
     name = writer.arguments.fresh(node.name or "pooled")
     axes = frozenset(node.type.axes) - {"kv"}
@@ -41,8 +30,8 @@ def _pooled(writer: Writer, node: Node, row: Operation, result: str | None = Non
     present = conjunction((Condition(f"{near}_held", frozenset()), *x.present))
     term = f"tl.where({present}, {x.text}, {empty})"
     inner.line(joined(row, name, term))
-    if result is not None:
-        writer.line(f"{name} = {result.format(name, width)}")
+    if node.op == "avgpool":
+        writer.line(f"{name} = {name} / {width}")
     return Tile(name, axes, _presence(writer, node.args[0]))
 
 

@@ -14,7 +14,6 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
 Form = Callable[[Values, Node, int], Array]
-Pool = Callable[[np.ndarray, int], np.ndarray]  # from neighbours and the width
 
 
 def _along(function: Callable[[Array, Sequence[str]], Array]) -> Form:
@@ -56,40 +55,34 @@ def index(e: Values, node: Node, layer: int) -> Array:
     return Array.of(node.axes, np.arange(x.data.shape[x.axes.index(node.axes[0])]))
 
 
-def avgpool(e: Values, node: Node, layer: int) -> Array:
-    return _pool(e, node, layer, 0.0, lambda near, width: near.sum(-1) / width)
-
-
-def maxpool(e: Values, node: Node, layer: int) -> Array:
-    return _pool(e, node, layer, -np.inf, lambda near, width: near.max(-1))
-
-
-def _pool(e: Values, node: Node, layer: int, absent_value: float, of: Pool) -> Array:
-    """`of` the present neighbours along `token`, centred; `absent_value` stands for absent ones.
+def pool(e: Values, node: Node, layer: int) -> Array:
+    """The maximum, or sum divided by the width, of the present neighbours along `token`, centred.
 
     Where KV heads hold different entries, neighbours are a head's own.
     """
+    largest = node.op == "maxpool"
     width = max(1, counts.whole(e.number(node.args[1], layer), 2**31))
     x, masks = e.value(node.args[0], layer), e.layers[layer].held
     token_dim = x.axes.index("token")
     data, present = np.moveaxis(x.data, token_dim, -1), np.moveaxis(x.present, token_dim, -1)
-    filled = np.where(present, data, absent_value)
+    filled = np.where(present, data, -np.inf if largest else 0.0)
     if "kv" not in x.axes or not e.layers[layer].ragged:
-        result = _pooled(filled, width, of)
+        result = _pooled(filled, width, largest)
     else:
         result, kv_dim = np.zeros_like(filled), x.axes.index("kv")
         rows = zip(
             np.moveaxis(filled, kv_dim, 0), np.moveaxis(result, kv_dim, 0), masks, strict=True
         )
         for values, out, held in rows:
-            out[..., held] = _pooled(values[..., held], width, of)
+            out[..., held] = _pooled(values[..., held], width, largest)
     result = np.where(present, result, 0.0)
     return Array.of(x.axes, np.moveaxis(result, -1, token_dim), np.moveaxis(present, -1, token_dim))
 
 
-def _pooled(filled: np.ndarray, width: int, of: Pool) -> np.ndarray:
+def _pooled(filled: np.ndarray, width: int, largest: bool) -> np.ndarray:
     half = (width - 1) // 2
     result = np.empty_like(filled)
     for i in range(filled.shape[-1]):
-        result[..., i] = of(filled[..., max(0, i - half) : i - half + width], width)
+        near = filled[..., max(0, i - half) : i - half + width]
+        result[..., i] = near.max(-1) if largest else near.sum(-1) / width
     return result

@@ -31,20 +31,13 @@ def at(e: Values, node: Node, layer: int) -> Array:
 
 
 def split(e: Values, node: Node, layer: int) -> Array:
-    return _split(e, node, layer, cascade=False)
-
-
-def cascade(e: Values, node: Node, layer: int) -> Array:
-    return _split(e, node, layer, cascade=True)
-
-
-def _split(e: Values, node: Node, layer: int, *, cascade: bool) -> Array:
+    """`split` and `cascade`."""
     total = e.number(node.args[0], 0)
     weights = [e.number(node.args[1], source) for source in e.every_layer]
     maxima = None
     if len(node.args) == 3:
         maxima = [e.number(node.args[2], source) for source in e.every_layer]
-    parts = counts.split(total, weights, maxima, cascade=cascade)
+    parts = counts.split(total, weights, maxima, cascade=node.op == "cascade")
     return Array.of((), parts[layer])
 
 

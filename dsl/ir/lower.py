@@ -28,7 +28,7 @@ from enum import IntEnum
 from fractions import Fraction
 from functools import cache
 
-from kvpolicy.dsl.ir.graph import in_order
+from kvpolicy.dsl.ir.graph import union
 from kvpolicy.dsl.ir.head_tables import HeadTables, has_head_table
 from kvpolicy.dsl.ir.host import Value, evaluator
 from kvpolicy.dsl.ir.inner_products import with_inner_products
@@ -56,7 +56,7 @@ class Phases:
             layer are then known only there.
     """
 
-    def __init__(self, propagates: bool = False) -> None:
+    def __init__(self, propagates: bool) -> None:
         self._propagates = propagates
 
     @once
@@ -79,11 +79,6 @@ class Phases:
         if phase == Phase.LAYER and node.across_layers:
             return Phase.END
         return phase
-
-
-def axes_of(*nodes: Node, without: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Union of the nodes' axes in canonical order, less `without`."""
-    return in_order({axis for node in nodes for axis in node.type.axes}.difference(without))
 
 
 class Static:
@@ -199,7 +194,7 @@ def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:
     """The node with other arguments, which may have lost axes that nothing reads along."""
     first = _with_axes(args[0], node.args[0], node.operation.reads_along or node.axes)
     args = (first, *args[1:])
-    lost_axes = set(axes_of(*node.args)) - set(axes_of(*args))
+    lost_axes = {*union(node.args)} - {*union(args)}
     if not lost_axes:
         return replace(node, args=args)
     return replace(node, args=args, type=_without(node.type, lost_axes))
@@ -311,10 +306,10 @@ class _Lowering:
             return self._fill(right, taken_set)
         x, count = self.visit(right.args[0]), self._floored(self.visit(right.args[1]))
         left_over = self._share(Node("not", (taken_set,), type=taken_set.type, when=taken_set.when))
-        kind = Type("number", axes_of(x, left_over), x.type.unit, absent=True)
+        kind = Type("number", union((x, left_over)), x.type.unit, absent=True)
         when = max(x.when, left_over.when)
         rest = self._share(Node("mask", (x, left_over), value="rest", type=kind, when=when))
-        kind = Type("truth", axes_of(rest, count))
+        kind = Type("truth", union((rest, count)))
         origin = right.origin if taken_set.op == "truth" else None
         when = max(rest.when, count.when)
         if "layer" in right.axes and when > When.PROMPT:
@@ -324,17 +319,21 @@ class _Lowering:
 
     def _fill(self, top: Node, taken_set: Node) -> Node:
         x, budget, axes = self.visit(top.args[0]), self.whole_budget(self.filled), top.axes
-        kind = Type("number", axes_of(budget, taken_set, without=(*axes, "token")), "tokens")
+
+        def number_over(*nodes: Node) -> Type:
+            """A number of entries, one for all tokens and heads that compete."""
+            rest = tuple(axis for axis in union(nodes) if axis not in (*axes, "token"))
+            return Type("number", rest, "tokens")
+
         moment = When.END if "layer" in axes else max(budget.when, taken_set.when)
+        kind = number_over(budget, taken_set)
         count = Node("missing", (budget, taken_set), axes, type=kind, when=moment)
-        kind = Type("number", axes_of(taken_set, without=(*axes, "token")), "tokens")
-        remaining = Node(
-            "remaining", (taken_set,), axes, type=kind, when=max(taken_set.when, moment)
-        )
-        kind = Type("truth", axes_of(x, taken_set, count))
+        kind, when = number_over(taken_set), max(taken_set.when, moment)
+        remaining = Node("remaining", (taken_set,), axes, type=kind, when=when)
+        kind = Type("truth", union((x, taken_set, count)))
         moment = max(moment, x.when)
         return Node("fill", (x, taken_set, count, remaining), axes, type=kind, when=moment)
 
 
 def _or(a: Node, b: Node) -> Node:
-    return Node("or", (a, b), type=Type("truth", axes_of(a, b)), when=max(a.when, b.when))
+    return Node("or", (a, b), type=Type("truth", union((a, b))), when=max(a.when, b.when))

@@ -36,7 +36,7 @@ ROWS = (
                "`split` made after every layer among the layers so far; each layer has the least "
                "that any of these gave it, because what left does not come back", "O(L^2 log L)",
                shape="number tokens", takes="number", shares_out=True, has_small_kernel=True,
-               interpret="layers.cascade"),
+               interpret="layers.split"),
     _partition("cluster", "across", (Parameter("x"), Parameter("k")),
                "optimal k-means of one number per layer; the label of this layer, 0 for the lowest "
                "mean", "O(k L^2)", shape="number", interpret="layers.cluster"),

@@ -47,12 +47,12 @@ ROWS = (
     _along_tokens("avgpool", "pool", _POOLED,
                   "sum of the present neighbours along `token`, divided by the width; centred, "
                   "stride 1, odd width; absent stays absent", kind=Kind.POOL,
-                  reads_along=("token",), interval=ranges.with_zero, interpret="along.avgpool",
-                  torch="pool.pool", triton="pooling.avgpool"),
+                  reads_along=("token",), interval=ranges.with_zero, interpret="along.pool",
+                  torch="pool.pool", triton="pooling.pool"),
     _along_tokens("maxpool", "pool", _POOLED,
                   "largest present neighbour along `token`; centred, stride 1, odd width; absent "
                   "stays absent", kind=Kind.POOL, reads_along=("token",), interval=ranges.first,
-                  interpret="along.maxpool", torch="pool.pool", triton="pooling.maxpool"),
+                  interpret="along.pool", torch="pool.pool", triton="pooling.pool"),
     _along_tokens("cumsum", "along", _X,
                   "sum of the present values at this token and those before it; absent stays "
                   "absent", axes="token", kind=Kind.OTHER, interval=ranges.total,

@@ -117,10 +117,9 @@ class ListsAtOnce:
             self.heads, self.first = inputs.block.rows_of(request, layer)
         self.cut = False
         self.finite_checks = FiniteChecks()
+        # Sent with the next exchange.
         if inputs.heads.divided and inputs.block.finite is not None:
-            self.finite_checks.extend(
-                [inputs.block.finite[self.heads]]
-            )  # sent with the next exchange
+            self.finite_checks.extend([inputs.block.finite[self.heads]])
 
     @property
     def place(self) -> tuple[int, int | None]:
@@ -223,7 +222,7 @@ class ListsAtOnce:
         constant = static.follows(node, "prompt")
         if constant and node in ends:
             return ends[node]
-        data = as_tensor(evaluation.value(node).data, evaluation.frame).double().reshape(-1)
+        data = as_tensor(evaluation.value(node).data, evaluation.frame.device).double().reshape(-1)
         if constant:
             ends[node] = data
         return data

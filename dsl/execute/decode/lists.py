@@ -21,7 +21,7 @@ from kvpolicy.dsl.execute.tensors.arriving import Arriving
 from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.dsl.execute.tensors.values import (
     Value,
-    as_given,
+    as_tensor,
     repeated_along,
     sent,
     sizes_of,
@@ -458,7 +458,7 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
     if "token" in axes:
         sizes["token"] = max(sizes_of(x).get("token", 0) for x in parts)
     dtype = torch.float64
-    if all(as_given(x.data, device).dtype == torch.bool for x in parts):
+    if all(as_tensor(x.data, device).dtype == torch.bool for x in parts):
         dtype = torch.bool
 
     def widened(
@@ -470,13 +470,13 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
         return padded(data, dim, sizes["token"], 0) if dim else data
 
     data = torch.cat([
-        widened(as_given(x.data, device).to(dtype), x.axes, number, x)
+        widened(as_tensor(x.data, device).to(dtype), x.axes, number, x)
         for x, number in zip(parts, lists, strict=True)
     ])  # fmt: skip
     mask = None
     if any(x.mask is not None for x in parts):
         mask = torch.cat([
-            widened(as_given(True if x.mask is None else x.mask, device), x.mask_axes, number, x)
+            widened(as_tensor(True if x.mask is None else x.mask, device), x.mask_axes, number, x)
             for x, number in zip(parts, lists, strict=True)
         ])  # fmt: skip
     finite = all(x.finite for x in parts)

@@ -26,7 +26,7 @@ from kvpolicy.dsl.execute.decode.lists import (
 from kvpolicy.dsl.execute.layer.choice import Held
 from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.execute.prefill.run import Run
-from kvpolicy.dsl.execute.tensors.values import Value, as_given, union
+from kvpolicy.dsl.execute.tensors.values import Value, as_tensor, union
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
     block.decided = {name: all_layers(values) for name, values in run.decided().items()}
     if steps.reads_budget:
         budgets = all_layers(run.budgets())
-        block.budgets = as_given(budgets.data, device).double().expand(len(all_held))
+        block.budgets = as_tensor(budgets.data, device).double().expand(len(all_held))
     block.last_queries = _last_queries(run)
     return block
 

@@ -65,7 +65,7 @@ def narrowed(x: Value, places: torch.Tensor) -> Value:
 
 def nowhere(x: Value, frame: Frame) -> Value:
     """A value of the same shape, absent everywhere."""
-    data = as_tensor(x.data, frame)
+    data = as_tensor(x.data, frame.device)
     return Value(data, x.axes, torch.zeros_like(data, dtype=torch.bool), x.axes, finite=True)
 
 

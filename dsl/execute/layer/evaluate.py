@@ -268,8 +268,7 @@ class Evaluation:
 
     def _within(self, node: Node, block: Frame, known: dict[Node, Value]) -> Value:
         # What layers share is for all tokens and KV heads.
-        alone: Set[Node] = frozenset()
-        inside = replace(self, frame=block, known=known, shared_nodes=alone, in_block=True)
+        inside = replace(self, frame=block, known=known, shared_nodes=frozenset(), in_block=True)
         return inside.value(node)
 
     def broadcast(self, x: Value, type_: Type) -> Value:
@@ -311,7 +310,7 @@ class Evaluation:
         """A state, with start values appended for new entries."""
         frame, dim, rows = self.frame, old.axes.index("token"), old.tensor
         missing = frame.tokens - rows.shape[dim]
-        data = as_tensor(start.data, frame).double()
+        data = as_tensor(start.data, frame.device).double()
         sizes = {**sizes_of(old), "token": frame.tokens}
         fresh = repeated_along(data, start.axes, old.axes, sizes)
         fresh = fresh.narrow(dim, frame.tokens - missing, missing)
@@ -328,7 +327,7 @@ class Evaluation:
             "dim": frame.bound.shape.head_dim,
             **sizes_of(x),
         }
-        data = repeated_along(as_tensor(x.data, frame).double(), x.axes, axes, sizes)
+        data = repeated_along(as_tensor(x.data, frame.device).double(), x.axes, axes, sizes)
         return Value(data, axes, x.mask, x.mask_axes, finite=x.finite)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Value]:
@@ -338,7 +337,7 @@ class Evaluation:
 
 def spread(x: Value, axes: tuple[str, ...], frame: Frame) -> torch.Tensor:
     """Data repeated along the axes, of `kv` and `token`, that they lack; a set: false if absent."""
-    data = as_tensor(x.data, frame)
+    data = as_tensor(x.data, frame.device)
     if data.dtype == torch.bool and x.mask is not None and not x.zero_where_absent:
         data = data & aligned(x.mask, x.mask_axes, x.axes)
     sizes = {"kv": frame.kv, "token": frame.tokens}

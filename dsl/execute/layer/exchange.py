@@ -32,7 +32,7 @@ def encoded(nodes: Sequence[Node], here: Sequence[Evaluation]) -> torch.Tensor:
 
 
 def _bits(x: Value, evaluation: Evaluation) -> torch.Tensor:
-    number = as_tensor(x.data, evaluation.frame).double()
+    number = as_tensor(x.data, evaluation.frame.device).double()
     present = torch.ones_like(number, dtype=torch.bool) if x.mask is None else x.mask
     bits = number.contiguous().view(torch.int64)
     return torch.stack([present.long(), (bits >> _HALF) & _LOW, bits & _LOW])

@@ -206,7 +206,7 @@ def _tensor(x: Value, to: tuple[str, ...], frame: Frame, of_mask: bool) -> torch
     source, axes = x.data, x.axes
     if of_mask:
         source, axes = (True if x.mask is None else x.mask), x.mask_axes
-    data = repeated_along(as_tensor(source, frame), axes, to, sizes)
+    data = repeated_along(as_tensor(source, frame.device), axes, to, sizes)
     return data.to(torch.int8 if data.dtype == torch.bool else torch.float32).contiguous()
 
 

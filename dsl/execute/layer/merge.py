@@ -252,11 +252,11 @@ class Merging:
         dropped_axes = tuple("dropped" if axis == "token" else axis for axis in axes)
         dropped_sizes = {**sizes, "dropped": index.shape[1]}
         places = repeated_along(index, _DROPPED, dropped_axes, dropped_sizes)
-        data = repeated_along(as_tensor(x.data, frame), x.axes, axes, sizes).gather(dim, places)
+        per_head = repeated_along(as_tensor(x.data, frame.device), x.axes, axes, sizes)
+        data = per_head.gather(dim, places)
         aligned_present = aligned(present, _DROPPED, dropped_axes)
-        if (
-            x.mask is None or x.mask is frame.held_mask
-        ):  # entries that are dropped or receive are there
+        # Entries that are dropped or receive are there.
+        if x.mask is None or x.mask is frame.held_mask:
             return Value(data, dropped_axes, present, _DROPPED, finite=x.finite), aligned_present
         mask = repeated_along(x.mask, x.mask_axes, axes, sizes).gather(dim, places)
         mask = mask & aligned_present
@@ -345,7 +345,7 @@ class Merging:
     def _spread(self, x: Value, axes: tuple[str, ...], filler: float | bool) -> torch.Tensor:
         frame = self.evaluation.frame
         sizes = {"kv": frame.kv, "token": frame.tokens, "dropped": self._index.shape[1]}
-        data = as_tensor(x.data, frame)
+        data = as_tensor(x.data, frame.device)
         if x.mask is not None:
             data = filled(replace(x, data=data), filler)
         return repeated_along(data, x.axes, axes, sizes)

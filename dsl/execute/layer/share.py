@@ -95,7 +95,7 @@ def _one(
         storable = storable & ~(a.isinf() & b.isinf())  # infinite, or 0, if it is not taken apart
     else:
         x = evaluation.value(direction)
-        data = as_tensor(x.data, evaluation.frame) if x.mask is None else filled(x, 0.0)
+        data = as_tensor(x.data, evaluation.frame.device) if x.mask is None else filled(x, 0.0)
         data = aligned(data, x.axes, (*_AXES, "dim"))
         data = data.double().expand(vectors["own"].shape)
     # Both vectors stay without a direction, and with one that would become infinite by itself or

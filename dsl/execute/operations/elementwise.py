@@ -41,7 +41,7 @@ def elementwise(
         axes = union(*(x.axes for x in args))
         parts = [aligned(x.data, x.axes, axes) for x in args]
         if not any(isinstance(part, torch.Tensor) for part in parts):
-            parts[0] = as_tensor(parts[0], frame)
+            parts[0] = as_tensor(parts[0], frame.device)
         data = function(*parts)
         finite = all(x.finite for x in args)
         may_be_nan = node.operation.may_be_nan and not safe
@@ -169,11 +169,11 @@ def mask(node: Node, frame: Frame, x: Value, condition: Value) -> Value:
     if not isinstance(holds, torch.Tensor):
         if holds and condition.mask is None:
             return x
-        holds = as_tensor(holds, frame)
+        holds = as_tensor(holds, frame.device)
     present, present_axes = holds, condition.axes
     if condition.mask is not None:
         present = filled(condition, False)
-    data = repeated_along(as_tensor(x.data, frame), x.axes, axes, sizes_of(x, condition))
+    data = repeated_along(as_tensor(x.data, frame.device), x.axes, axes, sizes_of(x, condition))
     if x.mask is not None and not (condition.zero_where_absent and condition.mask is x.mask):
         present, present_axes = frame.conjunction(x.mask, x.mask_axes, present, present_axes)
     return Value(data, axes, present, present_axes, finite=x.finite)
@@ -207,4 +207,4 @@ def repeated(node: Node, frame: Frame, x: Value) -> Value:
 def _where(
     condition: torch.Tensor, a: torch.Tensor | Scalar, b: torch.Tensor | Scalar, frame: Frame
 ) -> torch.Tensor:
-    return torch.where(condition, as_tensor(a, frame), as_tensor(b, frame))
+    return torch.where(condition, as_tensor(a, frame.device), as_tensor(b, frame.device))

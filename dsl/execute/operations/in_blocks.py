@@ -258,7 +258,7 @@ class _Partial:
             total = _Partial.of(replace(node, op="sum"), frame, x)
             return replace(total, op="mean", number=number)
         mean = reduce(replace(node, op="mean"), frame, x)
-        spread = as_tensor(reduce(node, frame, x).data, frame) * number
+        spread = as_tensor(reduce(node, frame, x).data, frame.device) * number
         if not x.finite:
             # The variance of infinite values is NaN, whatever the other blocks hold.
             infinite = ~filled(x, 0.0).isfinite()

@@ -92,7 +92,7 @@ def _top_of_each_layer(frame: Frame, x: Value, count: Value, axes: tuple[str, ..
     for layer in range(sizes_of(x)["layer"]):
         winners = _top(frame, x, of_layer(count, layer), axes)
         dim = winners.axes.index("layer")
-        parts.append(as_tensor(winners.data, frame).select(dim, layer))
+        parts.append(as_tensor(winners.data, frame.device).select(dim, layer))
     return Value(torch.stack(parts, dim), winners.axes)
 
 
@@ -171,7 +171,7 @@ def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: 
     if known and left.data <= number.data:
         data = torch.ones(frame.tokens, dtype=torch.bool, device=frame.device)
         return frame.present(Value(data, ("token",)))
-    taken_set = as_tensor(taken.data, frame)
+    taken_set = as_tensor(taken.data, frame.device)
     free = frame.present(Value(~taken_set, taken.axes))
     chosen = _top(frame, mask(node, frame, x, free), number, node.axes)
     selection = _both(operator.or_, chosen, Value(taken_set, taken.axes))
@@ -179,5 +179,5 @@ def fill(node: Node, frame: Frame, x: Value, taken: Value, number: Value, left: 
         return selection
     fits = _both(operator.le, left, number)
     return frame.present(
-        _both(operator.or_, selection, Value(as_tensor(fits.data, frame), fits.axes))
+        _both(operator.or_, selection, Value(as_tensor(fits.data, frame.device), fits.axes))
     )

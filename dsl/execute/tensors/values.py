@@ -212,7 +212,7 @@ class Frame:
     def _within(self, x: Value, present: torch.Tensor, present_axes: tuple[str, ...]) -> Value:
         axes = union(x.axes, present_axes)
         sizes = {**sizes_of(x), "kv": self.kv, "token": self.tokens}
-        data = repeated_along(as_tensor(x.data, self), x.axes, axes, sizes)
+        data = repeated_along(as_tensor(x.data, self.device), x.axes, axes, sizes)
         if data.dtype == torch.bool:
             data = data & aligned(present, present_axes, axes)
             if x.mask is None:
@@ -257,7 +257,8 @@ def broadcast(x: Value, type_: Type, frame: Frame, dropped: int = 0) -> Value:
     axes = union(x.axes, type_.axes)
     sizes = {axis: dropped if axis == "dropped" else frame.size(axis, type_) for axis in missing}
     sizes.update(sizes_of(x))
-    return replace(x, data=repeated_along(as_tensor(x.data, frame), x.axes, axes, sizes), axes=axes)
+    data = repeated_along(as_tensor(x.data, frame.device), x.axes, axes, sizes)
+    return replace(x, data=data, axes=axes)
 
 
 def union(*sets: tuple[str, ...]) -> tuple[str, ...]:
@@ -295,11 +296,7 @@ def repeated_along(
     return data if axes == to else aligned(data, axes, to).expand([sizes[axis] for axis in to])
 
 
-def as_tensor(data: torch.Tensor | Scalar, frame: Frame) -> torch.Tensor:
-    return as_given(data, frame.device)
-
-
-def as_given(data: torch.Tensor | Scalar, device: torch.device) -> torch.Tensor:
+def as_tensor(data: torch.Tensor | Scalar, device: torch.device) -> torch.Tensor:
     """The data as a tensor: a number of the host becomes 0-d, without waiting for the device."""
     if isinstance(data, torch.Tensor):
         return data
@@ -369,10 +366,10 @@ def of_one_shape(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Data and masks of values, each repeated along all axes that any has; None: all present."""
     sizes, masks = sizes_of(*values), None
-    data = [repeated_along(as_given(x.data, device), x.axes, axes, sizes) for x in values]
+    data = [repeated_along(as_tensor(x.data, device), x.axes, axes, sizes) for x in values]
     if any(x.mask is not None for x in values):
         present = [(True if x.mask is None else x.mask, x.mask_axes) for x in values]
-        masks = [repeated_along(as_given(x, device), own, axes, sizes) for x, own in present]
+        masks = [repeated_along(as_tensor(x, device), own, axes, sizes) for x, own in present]
     return data, masks
 
 
@@ -380,7 +377,7 @@ def over_layers(x: Value, layers: int, device: torch.device) -> Value:
     """The value with the axis `layer`, repeated if all layers have the same."""
     if "layer" in x.axes:
         return x
-    data = as_given(x.data, device)
+    data = as_tensor(x.data, device)
     return replace(x, data=data.expand(layers, *data.shape), axes=("layer", *x.axes))
 
 
