@@ -13,7 +13,7 @@ import time
 import report
 import torch
 from fold_host import PROMPT, SETTINGS
-from folding_requests import Case, Crowd
+from folding_requests import Case, Crowd, Timed
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.drive import InPools, drive
@@ -41,11 +41,11 @@ def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
     shown = InPools(torch.randn(shape.layers, shape.heads, PROMPT, shape.head_dim), pool, pool)
     made = []
     for turn in range(rounds + 1):
-        watch.observed = Observed(counting=False)
+        watch.observed = timed = Timed()
         started = time.thread_time()
         kept = drive(program, PROMPT, shown).run.finish(wait=False)
         if turn:
-            made.append(time.thread_time() - started - watch.observed.kernels)
+            made.append(time.thread_time() - started - timed.seconds)
         if torch.stack(kept).all():
             raise SystemExit(f"host_model: {bound.program.name} lets nothing leave")
     return made
@@ -75,7 +75,7 @@ def asked_of_prompt(policy: str, tokens: int) -> int:
     row = torch.zeros(LARGE.head_dim)
     pool = row.expand(LARGE.layers, tokens, LARGE.kv_heads, -1)
     queries = row.expand(LARGE.layers, LARGE.heads, tokens, -1)
-    watch.observed = Observed(counting=True)
+    watch.observed = Observed()
     with watch.observed:
         drive(program, tokens, InPools(queries, pool, pool)).run.finish(wait=False)
     return watch.observed.device

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from time import thread_time
 from typing import Any
 
 import torch
@@ -65,36 +64,30 @@ class DeviceWork:
 
 
 class Observed(TorchDispatchMode):
-    """Counts what a `with` block asks of a device, and times the stand-ins for kernels.
+    """Counts what a `with` block asks of a device.
 
     Attributes:
         operations: torch operations outside stand-ins, views included.
         views: operations that only make a view, for which a GPU does nothing.
         launches: launches of kernels.
         transfers: copies to the device, and of a fold's numbers from it.
-        kernels: seconds of processor time in stand-ins for kernels.
-        counting: whether operations and transfers are counted.
         inside: whether a stand-in is running.
     """
 
-    def __init__(self, *, counting: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.operations = self.views = self.launches = self.transfers = 0
-        self.kernels = 0.0
-        self.counting = counting
         self._sending = _Transfers(self)
         self.inside = False
 
     def __enter__(self) -> Observed:
-        if self.counting:
-            self._sending.__enter__()
-            super().__enter__()
+        self._sending.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.counting:
-            super().__exit__(*error)
-            self._sending.__exit__(*error)
+        super().__exit__(*error)
+        self._sending.__exit__(*error)
 
     @property
     def device(self) -> int:
@@ -120,13 +113,12 @@ class Observed(TorchDispatchMode):
         if self.inside:
             yield
             return
-        self.inside, started = True, thread_time()
+        self.inside = True
         self.launches += 1
         try:
             yield
         finally:
             self.inside = False
-            self.kernels += thread_time() - started
 
 
 class _Transfers(TorchFunctionMode):
@@ -148,7 +140,7 @@ class StandIns:
     """Makes stand-ins for kernels, whose launches `observed` counts; callers may set it anew."""
 
     def __init__(self) -> None:
-        self.observed = Observed(counting=False)
+        self.observed = Observed()
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, each call of which is a launch."""
@@ -333,7 +325,7 @@ class _Counting:
 
     @contextmanager
     def _counted(self, counts: list[DeviceWork]) -> Iterator[None]:
-        self.watch.observed = Observed(counting=True)
+        self.watch.observed = Observed()
         with self.watch.observed:
             yield
         counts.append(self.watch.observed.work)

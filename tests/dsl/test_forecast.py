@@ -190,7 +190,7 @@ def test_what_is_asked_for_is_what_a_prompt_of_that_length_asks(name, tokens):
     watch, row = StandIns(), torch.zeros(128)
     program = watch.program(bound, installed())
     pool, q = row.expand(32, tokens, 8, -1), row.expand(32, 32, tokens, -1)
-    watch.observed = Observed(counting=True)
+    watch.observed = Observed()
     with watch.observed:
         drive(program, tokens, InPools(q, pool, pool)).run.finish(wait=False)
     assert watch.observed.device == pytest.approx(launches(bound, tokens).prefill(32).device, abs=2)

@@ -239,7 +239,7 @@ def test_it_is_one_launch_and_nothing_else(monkeypatch):
 
     monkeypatch.setattr(decode_attention_triton, "_decode", Kernel())
     tensors = (given.storage, given.tables, given.rows, given.lengths, given.req_to_token)
-    with Observed(counting=True) as seen:
+    with Observed() as seen:
         decode_triton(
             given.q, Requests(*tensors), layer=1, scale=0.1, splits=33, workspace=workspace
         )

@@ -108,7 +108,7 @@ def test_many_requests_are_written_in_as_many_operations_as_one():
                 if turn:
                     store.free(row)
                 fill(store, row, torch.full((LAYERS, KV_HEADS), 1 + turn))
-            with Observed(counting=True) as observed:
+            with Observed() as observed:
                 tables.write()
             asked.append(observed.device)
             store.check_integrity(store.allocator.free_slots)
