@@ -1,4 +1,4 @@
-"""The printed form of a program: one line per value, stable, used by the digest and `explain --ir`.
+"""The printed form of a program: one line per value, stable, used by the digest and `show`.
 
     %3 = attn["recent"](%2) : number[head, query, token]? @LAYER
 
@@ -13,22 +13,16 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from kvpolicy.dsl.ir.nodes import Data, Merge, Node, Param, Program, Propagate, Rules, Share, State
+from kvpolicy.dsl.ir.traverse import Sections
 
 _SKIPPED = ("span", "about", "lets")
 _DECIDE_NOTHING = ("name", "about", "source", "file", "report", "delivered")
 
 
-def print_nodes(roots: Iterable[tuple[str, Node]]) -> str:
-    """Lines for every value below the named roots, then one line `name = %n` per root."""
+def print_program(program: Program | Sections) -> str:
+    """The program, or its sections, but what decides nothing, or is no part of the file."""
     printer = _Printer()
-    ends = [f"{name} = {printer.reference(node)}" for name, node in roots]
-    return "\n".join([*printer.lines, *ends]) + "\n"
-
-
-def print_program(program: Program) -> str:
-    """The whole program but what decides nothing, or is no part of the file."""
-    printer = _Printer()
-    ends = [f"policy {program.name}"]
+    ends = [f"policy {program.name}"] if isinstance(program, Program) else []
     for field in fields(program):
         if field.name not in _DECIDE_NOTHING:
             ends.extend(printer.section(field.name, getattr(program, field.name)))

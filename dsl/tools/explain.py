@@ -17,8 +17,8 @@ from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.ir.text import print_nodes
-from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
+from kvpolicy.dsl.ir.text import print_program
+from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, on_one_line, refused
 from kvpolicy.dsl.tools import explain_sections
 from kvpolicy.dsl.tools.commands import overrides
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     bound = bind(program, config.shape, overrides(args.set))
     _check_options(args)
     if args.ir:
-        print(print_nodes(roots(bound)), end="")
+        print(print_program(bound.folded), end="")
         return 0
     if args.gpu is None:
         print("\n".join(explanation(checked, bound, config, args.length, USUAL_GPU)))
@@ -84,24 +84,6 @@ def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: Mo
     print(f"\nExpected on {gpu.name} (estimated; see docs/performance/README.md)")
     print("\n".join(explain_gpu.expected(prediction, server_load.batch)))
     return 0
-
-
-def roots(bound: Bound) -> Iterator[tuple[str, Node]]:
-    """The roots of everything that decides, each with a name."""
-    for prefix, rules in (("", bound.folded.prefill), ("decode.", bound.folded.decode)):
-        if rules is None:
-            continue
-        for name in ("score", "budget", "keep", "when"):
-            if getattr(rules, name) is not None:
-                yield prefix + name, getattr(rules, name)
-        for place, node in enumerate(state_roots(rules.states)):
-            yield f"{prefix}state.{place}", node
-        for place, node in enumerate(merge_roots(rules.merge)):
-            yield f"{prefix}merge.{place}", node
-    for place, node in enumerate(propagate_roots(bound.folded.propagate)):
-        yield f"propagate.{place}", node
-    if bound.folded.share is not None:
-        yield "share.direction", bound.folded.share.direction
 
 
 def explanation(

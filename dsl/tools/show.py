@@ -11,9 +11,8 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.codegen.source import generate
 from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.execute.planned.compiled import Compiled
-from kvpolicy.dsl.ir.text import print_nodes
+from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.tools.commands import overrides
-from kvpolicy.dsl.tools.explain import roots
 from kvpolicy.dsl.tools.explain_kernels import reasons
 
 
@@ -25,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
     if args.triton:
         print("\n\n".join(sources(bound)), end="")
     else:
-        print(print_nodes(roots(bound)), end="")
+        print(print_program(bound.folded), end="")
     return 0
 
 

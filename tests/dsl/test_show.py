@@ -7,7 +7,7 @@ import re
 
 import pytest
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.ir.text import print_nodes
+from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.ir.written import written
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
@@ -66,6 +66,25 @@ def test_the_intermediate_representation(model, capsys):
     shown = capsys.readouterr().out
     assert main(["explain", "snapkv", "--ir", "--model", model, "--length", "9"]) == 0
     assert shown == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (
+            "d2o",
+            ("prefill.states.heat.next", "prefill.merge.into", "decode.merge.states.bar.start"),
+        ),
+        ("gemfilter", ("propagate.first", "propagate.tokens", "propagate.restart")),
+        ("minicache", ("share.when", "share.direction", "share.exceptions")),
+    ],
+)
+def test_all_that_decides_is_in_the_intermediate_representation(model, capsys, policy, names):
+    """By its name; `when` and `except` of `share`, and `restart`, were left out."""
+    assert main(["show", policy, "--model", model]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in names:
+        assert any(line.startswith(f"{name} = %") for line in lines)
 
 
 def test_input_that_cannot_be_used(model, capsys):
@@ -147,9 +166,10 @@ def test_expressions_are_written_as_authors_do(text):
     """The written text has the same meaning."""
     header = "policy: a-test\nlanguage: 1\nabout: a test\nlet:\n  norm: sum[dim](key)\n"
 
-    def score(expression: str):
+    def program(expression: str):
         source = f"{header}score: |\n  {expression} + 0 * norm\nbudget: 9\nkeep: top(score)\n"
-        return load(Source("a-test.yaml", source)).require().prefill.score
+        return load(Source("a-test.yaml", source)).require()
 
-    again = written(score(text)).removesuffix(" + (0 * norm))").removeprefix("(")
-    assert print_nodes([("x", score(again))]) == print_nodes([("x", score(text))])
+    score = written(program(text).prefill.score)
+    again = score.removesuffix(" + (0 * norm))").removeprefix("(")
+    assert print_program(program(again)) == print_program(program(text))
