@@ -323,7 +323,6 @@ _CHECK = (
 )
 _EXPLAIN = (
     *(FILE, _MODEL, _LENGTH),
-    _flag("--ir", "print the intermediate representation instead"),
     _option("--gpu", None, "also what is expected of a server on it", choices=tuple(GPUS)),
     _option(
         "--batch", "B", "of --gpu: requests that decode together; default 16", type=_UP_TO_A_MILLION

@@ -17,7 +17,6 @@ from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.lower import Phase, Phases
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.ir.text import print_program
 from kvpolicy.dsl.ir.traverse import nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, on_one_line, refused
 from kvpolicy.dsl.tools import explain_sections
@@ -43,23 +42,15 @@ def main(args: argparse.Namespace) -> int:
     [program] = with_data([checked.require()], args.data)
     config = read_config(args.model)
     bound = bind(program, config.shape, overrides(args.set))
-    _check_options(args)
-    if args.ir:
-        print(print_program(bound.folded), end="")
-        return 0
     if args.gpu is None:
+        _check_options(args)
         print("\n".join(explanation(checked, bound, config, args.length, USUAL_GPU)))
         return 0
     return _on_gpu(args, checked, bound, config)
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuses --gpu beside --ir, and options that say nothing without --gpu."""
-    if args.gpu is not None:
-        if args.ir:
-            message = "`--ir` prints the intermediate representation alone"
-            raise refused("--gpu", "arguments", message, "leave one of the two out")
-        return
+    """Refuses options that say nothing without --gpu."""
     for option in ("--batch", "--max-new-tokens", "--json"):
         if getattr(args, option[2:].replace("-", "_")):
             raise refused(option, "arguments", "it belongs to `--gpu`", "add `--gpu`")

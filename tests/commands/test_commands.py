@@ -180,10 +180,9 @@ def test_a_slower_gpu_is_expected_to_take_longer(model, capsys):
 
 @pytest.mark.parametrize("words", [("--batch", "3"), ("--max-new-tokens", "3"), ("--json",)])
 def test_options_of_a_gpu_want_one(model, capsys, words):
-    for more in ((), ("--ir",)):
-        assert explain(model, "snapkv", *words, *more) == 2
-        message = capsys.readouterr().err
-        assert message.startswith(f"{words[0]}: error[arguments]: it belongs to `--gpu`")
+    assert explain(model, "snapkv", *words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"{words[0]}: error[arguments]: it belongs to `--gpu`")
     with pytest.raises(SystemExit) as ended:
         explain(model, "snapkv", "--gpu", "h300")
     assert ended.value.code == 2
@@ -277,15 +276,6 @@ def test_difference_of_sections(model, capsys):
     text = capsys.readouterr().out
     assert section(text, "Tokens that reach the last layer") == ["at most 200 -> 1,000"]
     assert section(text, "While decoding") == ["nothing leaves -> at every step"]
-
-
-def test_intermediate_representation(model, capsys):
-    assert explain(model, "snapkv", "--ir", "--gpu", "h200") == 2
-    assert "leave one of the two out" in capsys.readouterr().err
-    assert explain(model, "snapkv", "--ir") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("prefill.keep = %")
-    assert any('attn["recent"]' in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def test_parameters_reach_the_source(model, capsys):
 
 def test_the_intermediate_representation(model, capsys):
     assert main(["show", "snapkv", "--model", model]) == 0
-    shown = capsys.readouterr().out
-    assert main(["explain", "snapkv", "--ir", "--model", model, "--length", "9"]) == 0
-    assert shown == capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("prefill.keep = %")
+    assert any('attn["recent"]' in line for line in lines)
 
 
 @pytest.mark.parametrize(
