@@ -9,12 +9,12 @@ from pathlib import Path
 
 import report
 from gpu_host import SHARE
-from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, Gpu
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of, read_config
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.tools.cost import cost
-from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Forecast, Load, forecast, pool_of
+from kvpolicy.dsl.tools.forecast import Forecast, Load, forecast, pool_of
 from serving import by_length
 from serving_report import STOCK
 from serving_setup import CONFIGURATIONS

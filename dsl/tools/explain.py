@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
 from kvpolicy.dsl.bind.gpu import GPUS, USUAL_GPU, Gpu
 from kvpolicy.dsl.bind.kept import keep_of
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     checked = load(args.file)
     [program] = with_data([checked.require()], args.data)
     config = read_config(args.model)
-    bound = bind(program, config.shape, overrides(args.set))
+    bound = bind(program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
     if args.gpu is None:
         _check_options(args)
         print("\n".join(explanation(checked, bound, config, args.length, USUAL_GPU)))
@@ -59,17 +59,16 @@ def _check_options(args: argparse.Namespace) -> None:
 def _on_gpu(args: argparse.Namespace, checked: Checked, bound: Bound, config: ModelConfig) -> int:
     """Prints the explanation and the forecast, or the forecast as JSON; returns the exit code."""
     from kvpolicy.dsl.tools import explain_gpu
-    from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Load, forecast, pool_of
+    from kvpolicy.dsl.tools.forecast import Load, forecast, pool_of
 
     gpu = GPUS[args.gpu]
     server_load = Load(args.length, args.max_new_tokens or _NEW, args.batch or _BATCH)
     checked.executable()  # refuses what is not served
     if config.unserved:
         raise refused(config.name, "file", config.unserved, "docs/supported.md lists models")
-    served = bind(bound.program, config.shape, overrides(args.set), fold_interval=FOLD_INTERVAL)
-    prediction = forecast(served, config, gpu, server_load, pool_of(config, gpu))
+    prediction = forecast(bound, config, gpu, server_load, pool_of(config, gpu))
     if args.json:
-        print(explain_gpu.document(prediction, served, config, gpu, server_load))
+        print(explain_gpu.document(prediction, bound, config, gpu, server_load))
         return 0
     print("\n".join(explanation(checked, bound, config, args.length, gpu)))
     print(f"\nExpected on {gpu.name} (estimated; see docs/performance/README.md)")

@@ -76,7 +76,7 @@ def decode(
     bound: Bound, rules: Rules, config: ModelConfig, length: int, written: Written
 ) -> Iterator[str]:
     """When entries leave while decoding, what is remembered for it, and what a step costs."""
-    when = "every step, or as often as the server is told to"
+    when = f"every {bound.fold_interval} steps, or as often as the server is told to"
     if rules.when is not None:
         when = written(rules.when)
     yield f"  {'when':<8} {when}"

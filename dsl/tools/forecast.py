@@ -24,7 +24,6 @@ from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.tools.cost import cost, memory_of_decode
 from kvpolicy.dsl.tools.launches import Launches, launches
 
-FOLD_INTERVAL = 16  # the server's default
 MOST_AT_ONCE = 4096  # most requests that SGLang runs at once by default
 # SGLang: share of the GPU's memory for weights and pool; kernels per layer, which decode steps
 # replay as one graph; seconds of the host per decode step, beside the GPU's.

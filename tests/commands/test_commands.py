@@ -86,12 +86,12 @@ def test_what_ranks_exchange(model, capsys):
         ("snapkv", ["capacity=100", "window=16"], finite, None, 16),
         ("adakv", ["capacity=100", "window=8"], finite + counts + 4 * 2 * 1000 * 8, None, 8),
         ("h2o", ["heavy=40", "window=40"], finite + counts, 2 * counts, 1000),
-        # Sums and how many were summed, of what stays and of a step's token, with masks then.
+        # Sums and how many were summed, of what stays and of 16 steps' tokens, with masks then.
         (
             "tova",
             ["capacity=100"],
             finite + 2 * 4 * 2 * 1000 * 8,
-            4 * 2 + 2 * 4 * 2 * 101 * (8 + 1),  # and whether they were finite
+            4 * 2 + 2 * 4 * 2 * 116 * (8 + 1),  # and whether they were finite
             1,
         ),
         ("sinks-recent", ["capacity=100"], 0, None, 0),
@@ -214,7 +214,7 @@ def test_propagation(model, capsys):
 def test_states_and_queries_of_decode(model, capsys):
     assert explain(model, "h2o", "--set", "heavy=60", "--set", "window=40") == 0
     lines = section(capsys.readouterr().out, "While decoding")
-    assert lines[0] == "when     every step, or as often as the server is told to"
+    assert lines[0] == "when     every 16 steps, or as often as the server is told to"
     assert "state    heat: heat + sum[group, query](attn(new))  : number[kv, token]" in lines
     # A float64 for 100 entries of 2 KV heads in 4 layers.
     assert f"states   {size_text(8 * 100 * 2 * 4)} per request" in lines
@@ -269,6 +269,16 @@ def test_what_is_reported(model, tmp_path, capsys):
     assert explain(model, str(policy), "--set", "wide=true") == 0
     lines = section(capsys.readouterr().out, "Reported by `kvpolicy run`")
     assert lines == ["size  prefill and decode  mean[kv](norm1[dim](key))  : number[token]"]
+
+
+def test_explain_speaks_of_a_server(model, capsys):
+    """Its digest is the one in `/server_info` and in the JSON; it was of a fold at every step."""
+    assert explain(model, "h2o", "--gpu", "h200", "--json", length=4096) == 0
+    digest = json.loads(capsys.readouterr().out)["digest"]
+    assert explain(model, "h2o", length=4096) == 0
+    text = capsys.readouterr().out
+    assert f"digest  {digest[:16]}\n" in text
+    assert "every 16 steps" in "\n".join(section(text, "While decoding"))
 
 
 def test_difference_of_sections(model, capsys):

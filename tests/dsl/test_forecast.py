@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, MATRIX_REACHED, MEMORY_REACHED
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
 from kvpolicy.dsl.execute.drive import InPools, drive
@@ -14,7 +14,7 @@ from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.tools import forecast as model
 from kvpolicy.dsl.tools.cost import cost
-from kvpolicy.dsl.tools.forecast import FOLD_INTERVAL, Forecast, Load, forecast, pool_of
+from kvpolicy.dsl.tools.forecast import Forecast, Load, forecast, pool_of
 from kvpolicy.dsl.tools.launches import Observed, StandIns, launches
 from shipped_policies import shipped_program
 
