@@ -62,15 +62,6 @@ def on_one_line(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
-def half_character(text: str) -> str | None:
-    """The first lone surrogate of a text, which JSON can hold and no tokenizer takes, or None."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return None
-
-
 class PolicyError(Exception):
     """A policy that cannot be used; carries every diagnostic."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import stat
 from pathlib import Path
@@ -106,18 +105,6 @@ def read_file(path: Path, name: str) -> Source:
     except UnicodeDecodeError:
         raise refused(name, "file", "the file is not UTF-8 text") from None
     return Source(name, text.replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def check_place(path: Path) -> None:
-    """Check, before long work, that a result can be written to a path.
-
-    Raises:
-        PolicyError: its folder does not exist, or it is a folder itself.
-    """
-    if not os.path.isdir(path.absolute().parent):
-        raise refused(str(path), "file", "there is no such folder")
-    if os.path.isdir(path):
-        raise refused(str(path), "file", "this is a folder; name a file")
 
 
 def rewrite(path: Path, text: str, name: str) -> None:

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import half_character, refused, why
+from kvpolicy.dsl.syntax.diagnostics import refused, why
 from kvpolicy.evaluation.asking.asking import in_threads
 from kvpolicy.evaluation.asking.facts import kept_share
 from kvpolicy.evaluation.asking.tokens import Tokens
@@ -28,6 +28,7 @@ from kvpolicy.evaluation.looking.fidelity_result import Compared
 from kvpolicy.evaluation.looking.kept import pieces
 from kvpolicy.evaluation.looking.look import Look, opened, text_of
 from kvpolicy.evaluation.records import FULL
+from kvpolicy.evaluation.text_files import half_character
 
 _WHOLE = 2048  # vocabularies up to this size are compared as a whole
 _AT_ONCE = 4  # requests in flight

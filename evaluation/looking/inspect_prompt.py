@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from kvpolicy.dsl.syntax.diagnostics import listed, refused, why
-from kvpolicy.dsl.syntax.library import check_place
 from kvpolicy.evaluation.looking import inspect_page, terminal
 from kvpolicy.evaluation.looking.kept import Kept, pieces, unpacked
 from kvpolicy.evaluation.looking.look import Look, opened, text_of
+from kvpolicy.evaluation.text_files import check_place
 
 _PIPE_WIDTH = 100  # columns where the output is not a terminal
 

@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvpolicy.dsl.syntax.diagnostics import half_character, why
+from kvpolicy.dsl.syntax.diagnostics import why
 from kvpolicy.evaluation.questions import judge
 from kvpolicy.evaluation.questions.judge import Judge
 from kvpolicy.evaluation.questions.order import Order, too_short
 from kvpolicy.evaluation.questions.sample import Sample, Turn
 from kvpolicy.evaluation.questions.words import largest
-from kvpolicy.evaluation.text_files import read_text
+from kvpolicy.evaluation.text_files import half_character, read_text
 
 PREFIX = "data:"
 METRICS = ("contains", "f1", "classes")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.dsl.syntax.diagnostics import half_character, refused
-from kvpolicy.evaluation.text_files import read_text
+from kvpolicy.dsl.syntax.diagnostics import refused
+from kvpolicy.evaluation.text_files import half_character, read_text
 
 Prompt = str | list[int]
 _FORMS = '`{"text": "..."}`, `{"input_ids": [1, 2, ...]}`, a string or a list of token ids'

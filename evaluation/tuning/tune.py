@@ -26,8 +26,8 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.host import Value
 from kvpolicy.dsl.ir.ranges import shown
 from kvpolicy.dsl.syntax.diagnostics import refused, why
-from kvpolicy.dsl.syntax.library import check_place
 from kvpolicy.dsl.tools.commands import overrides
+from kvpolicy.evaluation.text_files import check_place
 from kvpolicy.evaluation.tuning.candidates import candidates
 from kvpolicy.evaluation.tuning.layered_model import LayeredModel
 from kvpolicy.evaluation.tuning.prompts import read_prompts
