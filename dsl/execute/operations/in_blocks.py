@@ -66,41 +66,38 @@ class Region:
     vectors: bool
     causal: bool
 
-    @classmethod
-    def of(cls, node: Node) -> Region | None:
-        """The region of a reduction; None if it is computed in one piece."""
-        if (
-            not node.operation.is_reduction
-            or "layer" in node.axes
-            or not _LARGE_AXES & set(node.axes)
-        ):
-            return None
-        inside: dict[Node, None] = {}
-        outside: dict[Node, None] = {}
-        waiting = [node.args[0]]
-        while waiting:
-            operand = waiting.pop()
-            known = inside if _LARGE_AXES & set(operand.type.axes) else outside
-            if operand not in known:
-                known[operand] = None
-                waiting.extend(operands(operand) if known is inside else ())
-        nodes = list(inside)
-        if not nodes or any("kv" in member.axes or not _fits(member) for member in nodes):
-            return None
-        headless = [member for member in nodes if "kv" not in member.type.axes]
-        mixed = any("kv" in x.type.axes and x in inside for n in headless for x in n.args)
-        by_query = "query" in node.axes and not any(
-            "query" in member.axes and member.op != "index" for member in nodes
-        )
-        windows = tuple(member for member in nodes if member.operation.is_window)
-        reads = {name for member in nodes for name in member.operation.tensors}
-        vectors = any("dim" in member.type.axes for member in nodes)
-        causal = (
-            node.op == "sum" and by_query and not any(window.args for window in windows)
-            and all(_by_token(member) for member in nodes) and nothing_after(node.args[0])
-        )  # fmt: skip
-        by_head = not mixed and len(headless) < len(nodes)
-        return cls(tuple(outside), windows, frozenset(reads), by_head, by_query, vectors, causal)
+
+@lru_cache(maxsize=4096)
+def _region(node: Node) -> Region | None:
+    """The region of a reduction; None if it is computed in one piece."""
+    if not node.operation.is_reduction or "layer" in node.axes or not _LARGE_AXES & set(node.axes):
+        return None
+    inside: dict[Node, None] = {}
+    outside: dict[Node, None] = {}
+    waiting = [node.args[0]]
+    while waiting:
+        operand = waiting.pop()
+        known = inside if _LARGE_AXES & set(operand.type.axes) else outside
+        if operand not in known:
+            known[operand] = None
+            waiting.extend(operands(operand) if known is inside else ())
+    nodes = list(inside)
+    if not nodes or any("kv" in member.axes or not _fits(member) for member in nodes):
+        return None
+    headless = [member for member in nodes if "kv" not in member.type.axes]
+    mixed = any("kv" in x.type.axes and x in inside for n in headless for x in n.args)
+    by_query = "query" in node.axes and not any(
+        "query" in member.axes and member.op != "index" for member in nodes
+    )
+    windows = tuple(member for member in nodes if member.operation.is_window)
+    reads = {name for member in nodes for name in member.operation.tensors}
+    vectors = any("dim" in member.type.axes for member in nodes)
+    causal = (
+        node.op == "sum" and by_query and not any(window.args for window in windows)
+        and all(_by_token(member) for member in nodes) and nothing_after(node.args[0])
+    )  # fmt: skip
+    by_head = not mixed and len(headless) < len(nodes)
+    return Region(tuple(outside), windows, frozenset(reads), by_head, by_query, vectors, causal)
 
 
 def _fits(node: Node) -> bool:
@@ -111,11 +108,6 @@ def _fits(node: Node) -> bool:
 def _by_token(node: Node) -> bool:
     """Whether every token's value comes from that token alone, attention apart."""
     return node.op != "index" and node.operation.kind is not Kind.POOL and "token" not in node.axes
-
-
-@lru_cache(maxsize=4096)
-def _region(node: Node) -> Region | None:
-    return Region.of(node)
 
 
 def in_blocks(
@@ -138,20 +130,25 @@ def in_blocks(
     parts: list[Value] = []
     vectors = {name: frame.read(name) for name in region.reads}
     for part in _heads(replace(frame, vectors=vectors), heads):
-        part_values = known if heads == frame.kv else cut_heads(known, part.kv_start, part.kv)
+        part_values = known
+        if heads < frame.kv:
+            part_values = _narrowed(known, "kv", part.kv_start, part.kv)
         for block in _rows(part, region, rows):
-            block_values = (
-                part_values
-                if block.tokens == frame.tokens
-                else _first_tokens(part_values, block.tokens)
-            )
+            block_values = part_values
+            if block.tokens < frame.tokens:
+                block_values = _narrowed(part_values, "token", 0, block.tokens)
             x = within(node.args[0], block, dict(block_values))
             partial = _Partial.of(node, block, x).of_all(frame.tokens)
             joined = partial if joined is None else joined.with_more(partial)
         if joined is not None and "kv" not in node.axes:
             parts.append(joined.result())
             joined = None
-    return joined.result() if joined is not None else concatenated(parts)
+    if joined is not None:
+        return joined.result()
+    first, *others = parts
+    if not others:
+        return first
+    return replace(first, data=torch.cat([x.tensor for x in parts], first.axes.index("kv")))
 
 
 def _sizes(region: Region, frame: Frame) -> tuple[int, int | None]:
@@ -219,10 +216,10 @@ def _up_to(frame: Frame, number: int, rows: int) -> Frame:
     )
 
 
-def _first_tokens(values: dict[Node, Value], tokens: int) -> dict[Node, Value]:
-    """The values at the first `tokens` tokens."""
+def _narrowed(values: dict[Node, Value], axis: str, start: int, number: int) -> dict[Node, Value]:
+    """The values at `number` places along an axis, from `start` on."""
     return {
-        node: x.along("token", lambda data, dim: data.narrow(dim, 0, tokens))
+        node: x.along(axis, lambda data, dim: data.narrow(dim, start, number))
         for node, x in values.items()
     }
 
@@ -311,23 +308,3 @@ def _joined(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _without(axes: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in gone)
-
-
-def cut_heads(values: dict[Node, Value], start: int, number: int) -> dict[Node, Value]:
-    """The values for `number` KV heads, from `start` on."""
-    return {
-        node: x.along("kv", lambda data, dim: data.narrow(dim, start, number))
-        for node, x in values.items()
-    }
-
-
-def concatenated(parts: list[Value]) -> Value:
-    """The values of blocks of KV heads as one."""
-    first = parts[0]
-    if len(parts) == 1 or "kv" not in first.axes:
-        return first
-    data = torch.cat([x.tensor for x in parts], first.axes.index("kv"))
-    mask = first.mask
-    if "kv" in first.mask_axes:
-        mask = torch.cat([x.mask for x in parts if x.mask is not None], first.mask_axes.index("kv"))
-    return replace(first, data=data, mask=mask)
