@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from kvpolicy.dsl.bind.bind import Bound, bind
+from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
@@ -32,7 +32,10 @@ def main(args: argparse.Namespace) -> int:
     programs = with_data([load(x).executable() for x in (args.first, args.second)], args.data)
     config = read_config(args.model)
     values = overrides_of_each(programs, args.set)
-    first, second = (bind(x, config.shape, y) for x, y in zip(programs, values, strict=True))
+    first, second = (
+        bind(program, config.shape, given, fold_interval=FOLD_INTERVAL)
+        for program, given in zip(programs, values, strict=True)
+    )
     if first.digest == second.digest:
         print(f"{args.first} and {args.second} mean the same")
         return 0

@@ -76,9 +76,7 @@ def decode(
     bound: Bound, rules: Rules, config: ModelConfig, length: int, written: Written
 ) -> Iterator[str]:
     """When entries leave while decoding, what is remembered for it, and what a step costs."""
-    when = f"every {bound.fold_interval} steps, or as often as the server is told to"
-    if rules.when is not None:
-        when = written(rules.when)
+    when = decode_words(bound) if rules.when is None else written(rules.when)
     yield f"  {'when':<8} {when}"
     sections = {"score": rules.score, "budget": rules.budget, "keep": rules.keep}
     for name, node in sections.items():
@@ -119,4 +117,6 @@ def decode_words(bound: Bound) -> str:
     """When entries leave while decoding, in a few words."""
     if bound.folded.decode is None:
         return "nothing leaves"
-    return "at every step" if bound.folded.decode.when is None else "at the steps of `decode.when`"
+    if bound.folded.decode.when is not None:
+        return "at the steps of `decode.when`"
+    return f"every {bound.fold_interval} steps, or as often as the server is told to"

@@ -285,7 +285,9 @@ def test_difference_of_sections(model, capsys):
     assert main(["diff", "fastkv", "h2o", "--model", model, "--length", "1000"]) == 1
     text = capsys.readouterr().out
     assert section(text, "Tokens that reach the last layer") == ["at most 200 -> 1,000"]
-    assert section(text, "While decoding") == ["nothing leaves -> at every step"]
+    assert section(text, "While decoding") == [
+        "nothing leaves -> every 16 steps, or as often as the server is told to"
+    ]
 
 
 @pytest.mark.parametrize(
