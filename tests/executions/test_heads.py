@@ -336,10 +336,22 @@ COMPARING = {
     "by place among heads": (
         f"state:\n{HEAT}keep: top(heat, 6)\ndecode:\n  keep: rank[kv](heat) < 2 or recent(3)\n"
     ),
+    "beside a head that holds all": (
+        f"state:\n{HEAT}keep: all where index[kv](norm1[dim, token](key)) < 1 else recent(3)\n"
+        "budget: 6\ndecode:\n  keep: recent(2) then top[kv, token](heat)\n"
+    ),
+    "by the number of a head": (
+        "keep: recent(3) where index[kv](norm1[dim, token](key)) < 1 else all\ndecode: same\n"
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.thorough(besides=["top of all heads", "beside neighbors of all heads"])
+@pytest.mark.thorough(
+    besides=[
+        "top of all heads", "beside neighbors of all heads", "beside a head that holds all",
+        "by the number of a head",
+    ]
+)  # fmt: skip
 @pytest.mark.parametrize("name", COMPARING)
 def test_entries_of_heads_that_keep_others_are_compared_while_decoding(name):
     text = HEADER + COMPARING[name]

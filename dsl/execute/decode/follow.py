@@ -337,7 +337,9 @@ class ListsAtOnce:
         else:
             row = self.request * block.layers + self.layer
             positions = block.positions[row, columns]
-            held = None if block.alike[row] else held
+            # Where ranks exchange values, these have the same axes on each of them.
+            apart = inputs.heads.divided and not inputs.steps.ranks_alike
+            held = None if block.alike[row] and not apart else held
         vectors: dict[str, Keys] = {
             name: Entries(
                 entries.pool,

@@ -31,7 +31,7 @@ def of_all_heads(node: Node, frame: Frame, values: Sequence[Value]) -> Callable[
     if wanted is not None:
         masked = [x.along("token", partial(_some, wanted)) for x in masked]
     held = None
-    if frame.step is not None and selects:
+    if frame.step is not None and selects and any("token" in x.type.axes for x in node.args):
         held = frame.held_mask
         if held is None:
             held = torch.ones(frame.kv, frame.tokens, dtype=torch.bool, device=frame.device)
