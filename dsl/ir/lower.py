@@ -156,6 +156,8 @@ def fold(
         args = tuple(visit(argument) for argument in node.args)
         if args == node.args:
             return node
+        if node.op == "then":
+            args = tuple(map(_selection_of_its_own, node.args, args))
         result = _with_arguments(node, args)
         if result.type != node.type and static.follows(result):
             value = evaluate(result)
@@ -188,6 +190,12 @@ class _Settling:
         if value is None or isinstance(value, float):
             return replace(node, args=tuple(self.visit(argument) for argument in node.args))
         return _constant(value, node)
+
+
+def _selection_of_its_own(term: Node, folded: Node) -> Node:
+    """A folded term of `then`; of a choice a selection, as its branches do not choose in order."""
+    chosen = term.op == "choose" and folded.op == "top"
+    return Node("then", (folded,), type=folded.type, when=folded.when) if chosen else folded
 
 
 def _with_arguments(node: Node, args: tuple[Node, ...]) -> Node:

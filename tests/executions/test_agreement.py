@@ -250,6 +250,7 @@ def test_choices_of_selections(condition):
         f"all where {condition} else score > 8",
         f"recent(2) then (layer > 0 where {condition} else score > 8)",
         f"recent(2) then top(position where {condition} else score)",
+        f"sinks(3) then (recent(1) where {condition} else top(-position, 2)) then top(score)",
     ):
         text = f"params: {{flag: false}}\n{SCORE}budget: 6\nkeep: {keep}\ndecode: same\n"
         assert_agreement(text)
