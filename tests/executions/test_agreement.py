@@ -256,6 +256,21 @@ def test_choices_of_selections(condition):
         assert_agreement(text)
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "budget: 5\nkeep: recent(2) then top[kv, token](score, 2 * budget)\ndecode: same\n",
+        "budget: 2\nkeep: top(score)\ndecode:\n  keep: top[kv](score, budget - 1)\n",
+        "let: {near: 'max[layer](mean[kv, token](score)) * 0 + 4'}\n"
+        "keep: top[token, kv](score, near)\ndecode: same\n",
+        "state: {age: age + 2}\nkeep: top[kv, token](score, age + 3)\ndecode: same\n",
+    ],
+    ids=["budget", "heads compete", "decided", "state"],
+)
+def test_one_number_of_a_layer_for_which_its_heads_compete(rules):
+    assert_agreement(f"{SCORE}{rules}")
+
+
 @pytest.mark.thorough(every=3)
 @pytest.mark.parametrize("start", ["0 * norm1[dim](key)", "0 * position", "norm1[dim](key)"])
 @pytest.mark.parametrize("over", ["token", "kv, token", "kv"])
