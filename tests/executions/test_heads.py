@@ -299,6 +299,24 @@ score: {op}[{axes}]({x})
         assert_same(bound, 19, number, number)
 
 
+@pytest.mark.parametrize("axes", ["kv", "head", "kv, token"])
+def test_entropies_across_heads(axes):
+    x = "sum[query](attn(recent(3)))" if axes == "head" else "sum[query, group](attn(recent(3)))"
+    beside = "norm1[dim](key) * " if "token" in axes else ""
+    text = f"score: {beside}entropy[{axes}]({x})\nbudget: 8 + 20 * max[token](score)\n"
+    bound = bind(
+        load(Source("a.yaml", HEADER + text + "keep: top(score)\n")).require(), ModelShape(*SHAPE)
+    )
+    assert_same(bound, 41, 2, 0)
+
+
+def test_windows_without_queries_across_heads():
+    text = "budget: count[token](score > 0)\nkeep: top(score)\nscore: |\n"
+    text += "  sum[query, group](attn(recent(prompt / 2)) - mean[kv](attn(recent(prompt / 2))))\n"
+    bound = bind(load(Source("a.yaml", HEADER + text)).require(), ModelShape(*SHAPE))
+    assert_same(bound, 1, 2, 0)
+
+
 def test_an_index_of_heads_and_random_numbers_are_those_of_the_model():
     text = (
         "keep: top(score, 5)\nscore: uniform(3) + index[kv](sum[query, group](attn(recent(1))))\n"

@@ -39,7 +39,8 @@ def distribution(node: Node) -> Node | None:
     x, over = share.args[0], node.args[0].axes
     if total.op != "sum" or total.args[0] is not x or total.axes != over:
         return None
-    return None if _ELSEWHERE & {*over, *x.type.axes} else x
+    # Of KV heads alone it is a sum for which ranks meet; with more axes it is one there as well.
+    return None if over == ("kv",) or _ELSEWHERE & {*over, *x.type.axes} else x
 
 
 def entropy(node: Node, frame: Frame, x: Value) -> Value:

@@ -189,6 +189,6 @@ class Divided(Heads):
         ]
         gathered = self._exchange(torch.cat(flat))
         return [
-            part.contiguous().view(x.dtype).view(len(gathered), *x.shape)
+            part.reshape(-1).view(x.dtype).view(len(gathered), *x.shape)
             for part, x in zip(gathered.split([x.numel() for x in flat], 1), tensors, strict=True)
         ]
