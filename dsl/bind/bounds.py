@@ -313,8 +313,7 @@ class Bounds:
         top = node.args[0]
         if "kv" not in top.axes or "kv" in node.axes:
             return math.inf
-        number = max(0, self._numbers.of(top.args[1], layer)[1])
-        return product(number, self._numbers.contests(node, layer))
+        return self._numbers.winners(node, layer)
 
     def _shares(self, node: Node) -> Number:
         """Upper bound that the operation itself sets on a sum over layers and KV heads, or inf."""
@@ -324,7 +323,7 @@ class Bounds:
         if node.op == "divide" and self._numbers.normalises(node) and "layer" in node.args[1].axes:
             summed = "kv" in node.args[1].axes
             return 1 if summed and repeats == 1 else self._kv
-        if node.op == "count" and node.args[0].op == "top":
+        if node.op == "count" and node.args[0].op == "top" and "layer" not in node.axes:
             return self._all_wins(node)
         return math.inf
 
@@ -333,7 +332,7 @@ class Bounds:
         top, layers = node.args[0], range(self._layers)
         number, contests = top.args[1], max(self._numbers.contests(node, i) for i in layers)
         heads_compete = "kv" in top.axes and "kv" not in node.axes
-        if "layer" in top.axes and "layer" not in node.axes:
+        if "layer" in top.axes:
             # The winners of a smaller n are among those of the largest.
             most = max(0, *(self._numbers.of(number, i)[1] for i in layers))
             return product(most, contests) * (1 if heads_compete else self._kv)

@@ -107,8 +107,11 @@ class Intervals:
             return self.of(node.args[0], layer, conditions | {node.args[1]})
         if node.op == "broadcast":
             return self.of(node.args[0], layer, conditions)
-        if "token" in node.axes or row.kind is Kind.LOOK:
-            conditions = frozenset()
+        # They may not hold at other layers, nor at other places along their axes.
+        read_along = {*node.axes, *row.reads_along}
+        conditions = frozenset(
+            x for x in conditions if not (node.across_layers or read_along & {*x.type.axes})
+        )
         if row.of_none is not None and row.infinite_of_none:
             low, high = self._argument(node, node.args[0], layer, conditions)
             if not self._may_be_empty(node.args[0], node.axes, layer, conditions):
@@ -137,8 +140,7 @@ class Intervals:
             return self._prompt if node.operation.of_tokens_there else math.inf
         most = math.prod(self._size(axis, layer) for axis in node.axes)
         if node.args[0].op == "top":
-            number = max(0, self.of(node.args[0].args[1], layer)[1])
-            most = min(most, product(number, self.contests(node, layer)))
+            most = min(most, self.winners(node, layer))
         return most
 
     def _size(self, axis: str, layer: int) -> Number:
@@ -146,6 +148,11 @@ class Intervals:
         tokens, group = self._lengths[layer][1], self._bound.shape.group
         sizes = {"token": tokens, "kv": self._kv, "group": group, "layer": self._layers}
         return sizes.get(axis, math.inf)
+
+    def winners(self, count: Node, layer: int) -> Number:
+        """Most winners that one value of `count[...](top[...](x, n))` counts."""
+        number = max(0, self._argument(count, count.args[0].args[1], layer)[1])
+        return product(number, self.contests(count, layer))
 
     def contests(self, count: Node, layer: int) -> Number:
         """Number of contests whose winners one value of `count[...](top[...](x, n))` counts.

@@ -150,12 +150,44 @@ def test_what_looks_at_other_layers_is_bounded_by_them(other, number):
         # The layer below the first one.
         "-max[kv, token](at(layer - 1, clamp(norm2[dim](key), 0, 3) where not recent(2)))",
         "1 - min[past](max[kv, token](past(clamp(norm2[dim](key), 0, 3) where not recent(2), 2)))",
+        # The condition holds for one head, or at one layer; for the others nothing is left.
+        "mean[kv](max[kv](min[group](max[token, query](attn(recent(1))) where {heads}))"
+        " where {heads})",
+        "mean[layer](max[layer](min[kv](clamp(mean[token](score), 0, 3) where {layers}))"
+        " where {layers})",
+        "mean[kv, token](maxpool(min[group](max[query](attn(recent(1))) where {tokens}), 3)"
+        " where {tokens})",
     ],
 )
 def test_budgets_of_what_may_have_no_value(budget):
     """Minimum and maximum of nothing are infinite, and so are budgets that use them."""
+    budget = budget.format(
+        heads="rank[kv](max[token](score)) < 2",
+        layers="rank[layer](max[kv, token](score)) < 2",
+        tokens="position == 4",
+    )
     bound = written(f"score: norm2[dim](value)\nbudget: {budget}\nkeep: top(score)\n")
     assert kept(bound, 9, 0) <= max_entries(bound, 9)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        "top(score, {})",
+        "top[kv, token](score, {})",
+        "top[layer, token](score, {})",
+        "top[kv](score, {})",
+    ],
+)
+@pytest.mark.parametrize("count", ["layer * 3", "4 - layer * 2"])
+def test_winners_are_counted_by_the_numbers_of_all_layers(counted, count):
+    budget = f"1 * max[token](count[layer]({counted.format(count)}))"
+    bound = written(f"{SCORE}budget: {budget}\nkeep: top(score)\n")
+    most = Bounds(bound, 9).kept
+    result = agree(bound, *tensors(np.random.default_rng(0), SHAPE, 9, 0))
+    for entries, in_head, in_layer in zip(result.kept, most.head, most.layer, strict=True):
+        assert entries.sum(1).max() <= in_head
+        assert entries.sum() <= in_layer
 
 
 @pytest.mark.parametrize(
