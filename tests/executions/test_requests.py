@@ -287,6 +287,11 @@ def test_what_fails_has_changed_nothing():
         ("score: heat\nkeep: position < 3 then recent(generated / 4) then top(score, 3)", True),
         ("score: heat\nbudget: 9\nkeep: heat > 0.4 then top(score where heat < 0.9)", True),
         ("score: heat\nbudget: 5 + cached / 3\nkeep: position < 3 then top(score)", True),
+        (
+            "score: sum[group, query](attn(recent(2)))\nkeep: top(score, 6)\n"
+            "merge:\n  into: next(2)\n  weight: max[group, query](attn(new))",
+            False,
+        ),
         # One number of each layer.
         (
             "score: heat - entropy[kv, token](heat) / 3\nkeep: top(score where score < 0, 6)",

@@ -280,6 +280,8 @@ class Steps:
         nodes = [node for root in roots for node in root.walk(seen)]
         if any(node.operation.kind is Kind.VECTOR or not _of_each_head(node) for node in nodes):
             return False
+        if any({"query", "dropped"} <= {*node.type.axes} for node in nodes):
+            return False  # no kernel gives attention to single entries
         return self._of_heads(
             nodes, lambda row: row.kind is Kind.MERGE or row.name in ("position", "uniform")
         )
