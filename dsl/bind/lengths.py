@@ -116,7 +116,10 @@ class _Lengths:
             if self.numbers.is_static(node.args[1], layer):
                 chosen = self.numbers.value(node.args[1], layer)
                 return self._size(node.args[0 if chosen else 2], layer)
-            return _hull([self._size(x, layer) for x in node.args[::2]])
+            sizes = [self._size(x, layer) for x in node.args[::2]]
+            if "token" in node.args[1].type.axes:  # tokens choose by themselves
+                return 0, min(high, sum(most for _, most in sizes))
+            return _hull(sizes)
         if node.op == "all" or (node.op == "truth" and node.value):
             return low, high
         return 0, 0 if node.op == "truth" else high

@@ -238,6 +238,15 @@ def test_tokens_of_layers_that_there_are_not():
     assert kept(best, 9, 1) == max_entries(best, 9) == 42
 
 
+def test_tokens_that_choose_by_themselves_between_two_sets():
+    text = "propagate:\n  first: layer == 1\n  tokens: recent(3) where position > 3 else sinks(2)\n"
+    for tokens, deeper in ((4, 2), (6, 4), (9, 5)):
+        bound = written(f"{text}keep: all\n")
+        least, most = lengths(bound, tokens)[2]
+        result = agree(bound, *tensors(np.random.default_rng(0), SHAPE, tokens, 2))
+        assert least <= len(result.propagated) == deeper <= most
+
+
 def test_a_count_is_exact_where_every_score_is_there():
     for score, exact in (
         ("norm2[dim](value)", True),
