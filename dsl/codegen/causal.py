@@ -5,14 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kvpolicy.dsl.bind.kernel_values import finite
-from kvpolicy.dsl.codegen.fusion import Reduction
 from kvpolicy.dsl.ir.nodes import Node
 from kvpolicy.dsl.ops.operations import Kind
 
 
-def skips(each: Reduction) -> bool:
-    """Whether queries that do not see a token add nothing to its reduction."""
-    node, x = each.node, each.node.args[0]
+def skips(node: Node) -> bool:
+    """Whether queries that do not see a token add nothing to a reduction."""
+    x = node.args[0]
     if x.type.kind == "truth":
         return _false_after(x)
     return _absent_after(x) or (node.op == "sum" and finite(x) and nothing_after(x))

@@ -183,7 +183,7 @@ class Generator(Parts):
     def _skips(self) -> bool:
         """Whether a prefill may skip the queries before a block of keys."""
         looped = bool(self.columns) and not self.one_tile and not self.steps
-        return looped and self.softmax and all(skips(reduction) for reduction in self.columns)
+        return looped and self.softmax and all(skips(x.node) for x in self.columns)
 
     def writer(self, over_queries: bool) -> Writer:
         """A writer for one of the functions."""

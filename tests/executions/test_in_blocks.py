@@ -169,6 +169,10 @@ def test_chunks_are_one_prefill(update, cuts):
         ("heat + sum[group, query](attn(all) / sum[query](attn(all)))", False),
         ("heat + sum[group, query](attn(new) where attn(new) > mean[query](attn(new)))", False),
         ("heat + sum[group, query](attn(new) / max[token](attn(new)))", False),
+        # A query that does not see a token adds to it.
+        ("heat + count[group, query](not (attn(new) > 0.1))", False),
+        ("heat + sum[group, query](attn(new) where attn(new) > 0.1 else 0.1)", False),
+        ("heat + count[query](attn(new) > mean[token](1 where attn(new) > 1 else 2))", False),
     ],
 )
 def test_what_accumulates(state, accumulates):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.sum_states import SumStates
+from kvpolicy.dsl.codegen.causal import skips
 from kvpolicy.dsl.execute.layer.evaluate import updating
 from kvpolicy.dsl.execute.operations.operands import operands
 from kvpolicy.dsl.execute.operations.table import is_computed
@@ -170,7 +171,9 @@ class Prefill:
         """The states that read all queries, if chunks of a prompt may add to each of them."""
         states = {name: x for name, x in self.updates.items() if _reads_all(state_roots({name: x}))}
         sum_states = SumStates(self.bound.static, ("new", "all"))
-        return tuple(states) if all(map(sum_states.state, states.values())) else ()
+        # A chunk's queries do not see the tokens of later chunks.
+        whole = all(map(skips, filter(_of_queries_and_tokens, nodes_of(state_roots(states)))))
+        return tuple(states) if whole and all(map(sum_states.state, states.values())) else ()
 
 
 def _planned(bound: Bound, nodes: Iterable[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
@@ -198,6 +201,13 @@ def _planned(bound: Bound, nodes: Iterable[Node]) -> tuple[frozenset[Node], froz
 def _reads_all(roots: Iterable[Node]) -> bool:
     """Whether something in a prefill reads all queries of the prompt."""
     return any(node.operation.is_window and not node.args for node in nodes_of(roots))
+
+
+def _of_queries_and_tokens(node: Node) -> bool:
+    """Whether a node reduces values per query and token over one of these axes."""
+    axes = {"query", "token"}
+    reduces = node.operation.is_reduction and axes & {*node.axes}
+    return bool(reduces) and axes <= {*node.args[0].type.axes}
 
 
 def _of_any_layer(row: Operation) -> bool:
