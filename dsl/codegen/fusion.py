@@ -159,6 +159,11 @@ class Fusion:
                 waiting.extend(x for x in self.bundle_of[node].inputs if x not in nodes)
         return list(nodes)
 
+    @cached_property
+    def reads_of_layers(self) -> bool:
+        """Whether kernels read values that all KV heads of a layer share, but not all layers."""
+        return any(_of_layer(x) for bundle in self.bundles for x in bundle.inputs)
+
     # What a kernel can compute.
 
     def _supported(self, node: Node, role: str) -> Reduction:
@@ -398,6 +403,13 @@ def _inputs_of(bundle: Bundle, bound: Bound) -> tuple[Node, ...]:
             if argument not in bundle_nodes and not needs_no_tensor(argument, bound):
                 inputs[argument] = None
     return tuple(inputs)
+
+
+def _of_layer(node: Node) -> bool:
+    """Whether a value without the axis `kv` follows from a layer's KV heads, or is remembered."""
+    return "kv" not in node.type.axes and any(
+        "kv" in part.axes or part.operation.kind is Kind.REMEMBERED for part in node.walk()
+    )
 
 
 def _role(node: Node) -> str | None:

@@ -417,6 +417,20 @@ def test_policies_that_score_layers_together():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("number", ["mean[head, query, token]", "0.5 * max[head, query]"])
+def test_layers_whose_kernels_read_what_is_of_one_layer_are_scored_apart(number):
+    asked = "attn(recent(3))"
+    score = f"sum[group, query]({asked} where {asked} > {number}({asked}))"
+    text = f"policy: a-test\nlanguage: 1\nbudget: 4\nkeep: top(score)\nscore: |\n  {score}\n"
+    bound = bind(load(Source("a-test.yaml", text)).require(), ModelShape(3, 4, 2, 16))
+    made = tensors(np.random.default_rng(0), (3, 4, 2, 16), 17, 0)[:3]
+    q, k, v = map(torch.from_numpy, made)
+    shown = InPools(q, k.transpose(1, 2), v.transpose(1, 2))
+    programs = TorchProgram(bound, kernels=TABLE, keys_stay=True), TorchProgram(bound)
+    one, other = (drive(program, 17, shown).run.finish() for program in programs)
+    assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.thorough(besides=["snapkv", "h2o"])
 @pytest.mark.parametrize("name", TOGETHER)
 def test_all_layers_together_and_one_after_the_other(name):

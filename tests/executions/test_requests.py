@@ -292,6 +292,12 @@ def test_what_fails_has_changed_nothing():
             "merge:\n  into: next(2)\n  weight: max[group, query](attn(new))",
             False,
         ),
+        # One number of each layer, which kernels would take for one of all layers.
+        (
+            "score: |\n  sum[group, query](attn(recent(2)) where attn(recent(2)) > 0.5 * near)\n"
+            "let:\n  near: mean[head, query, token](attn(recent(2)))\nkeep: top(score, 6)",
+            False,
+        ),
         # One number of each layer.
         (
             "score: heat - entropy[kv, token](heat) / 3\nkeep: top(score where score < 0, 6)",

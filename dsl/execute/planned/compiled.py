@@ -105,6 +105,8 @@ class Compiled:
             return 1
         if self.generated is None or self.generated.fusion.reasons:
             return 1
+        if self.generated.fusion.reads_of_layers:
+            return 1
         shape = self.bound.shape
         # Numbers of two bytes; queries in float32 take twice as much.
         query_bytes = 2 * self.bound.queries(prompt) * shape.group * shape.head_dim

@@ -304,8 +304,9 @@ class Steps:
             return False
         if not any(node.operation.reads_tensors for node in nodes):
             return True
-        generated = self.leaving
-        return generated is not None and not any(node in generated.fusion.reasons for node in nodes)
+        if self.leaving is None or self.leaving.fusion.reads_of_layers:
+            return False
+        return not any(node in self.leaving.fusion.reasons for node in nodes)
 
     def places(self, width: int, device: torch.device) -> torch.Tensor:
         """int64 [width], 0 to width - 1: a view of a tensor that is made once."""
