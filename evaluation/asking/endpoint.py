@@ -11,8 +11,6 @@ import requests
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, listed, refused
 from kvpolicy.evaluation import server_answers
 
-APIS = ("sglang", "openai")
-
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -20,7 +18,7 @@ class Endpoint:
 
     Attributes:
         url: address without a slash or /v1 at its end.
-        api: one of APIS.
+        api: "sglang" or "openai".
         info: answer of SGLang's /server_info; empty for other servers.
         policies: name, path and settings of each policy; None without kvpolicy.
         inspection: whether it allows inspection: requests for kept positions and forced output.
@@ -74,7 +72,7 @@ def find(url: str, api: str | None, key: str | None) -> Endpoint:
 
     Args:
         url: address as the user gave it; without a scheme it is http.
-        api: one of APIS; None to find out.
+        api: "sglang" or "openai"; None to find out.
         key: key of the API.
 
     Raises:

@@ -22,7 +22,7 @@ import torch
 from kvpolicy.sglang_ext.attention import graphs
 from kvpolicy.sglang_ext.attention.readers import (
     FLASHINFER,
-    FlashInferReader,
+    Reader,
     TritonReader,
     by_flashinfer,
 )
@@ -226,7 +226,7 @@ class _ByTables:
             reader = self._reader(step, batch)
             return reader.decode(backend, q, k, v, layer, batch, save_kv_cache).view(q.shape)
 
-    def _reader(self, step: DecodeStep | None, batch: Any) -> TritonReader | FlashInferReader:
+    def _reader(self, step: DecodeStep | None, batch: Any) -> Reader:
         """The reader of this forward, or of the graph that is being captured."""
         captured, pages = compat.captured_attention(), self._pages
         if pages is None or (captured is not None and captured != graphs.PAGES):
