@@ -138,6 +138,28 @@ def test_a_further_chunk_takes_what_is_free(free, running, others, goes, chunk):
     assert adder.rem_chunk_tokens == chunk
 
 
+@pytest.mark.parametrize(
+    ("prefix", "chunk", "beside", "in_place", "reserved"),
+    [
+        (40, 30, 200, False, COPY + 30),  # the rest of the prompt is kept from others in the pass
+        (40, 30, 200, True, 30),
+        (40, 30, 25, False, 25),  # as far as there is room beside the chunk
+        (40, 30, -1, False, 0),
+        (70, 30, COPY, False, COPY),
+        (70, 30, COPY - 1, False, 0),  # no copy is made
+    ],
+)
+def test_a_further_chunk_reserves_what_has_room_beside_it(
+    prefix, chunk, beside, in_place, reserved
+):
+    req, adder = request(prefix), Adder(0, running=0)
+    req.kv.holds_kv = True
+    room = chunk + adder.per_req_token_overhead + beside
+    adder.memory_budget = SimpleNamespace(remaining_current=room, remaining_total=room)
+    state = SimpleNamespace(wanted=True, slots=COPY, prompt=PROMPT, in_place=in_place)
+    assert admission.reserve(STORE, adder, req, state, chunk) == reserved
+
+
 def test_nothing_is_reserved_before_sglang_has_looked_at_a_request():
     """SGLang asks so early what an urgent request needs that it does not know its prompt."""
     asking = request()
