@@ -240,15 +240,6 @@ class Entries:
     def dtype(self) -> torch.dtype:
         return self.pool.dtype
 
-    @property
-    def device(self) -> torch.device:
-        return self.ids.device
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(G, M, D), that of the dense tensor."""
-        return self.ids.shape[0], self.ids.shape[1], self.pool.shape[1]
-
     @cached_property
     def dense(self) -> torch.Tensor:
         """[G, M, D], a copy; undefined for entries that a KV head does not hold."""
