@@ -128,6 +128,7 @@ def test_nothing_leaves_where_one_stage_has_no_room_for_what_stays(slots, room):
 def test_nothing_is_written_of_what_has_failed_on_one_stage():
     def fail(stages):
         stages[1].state.failure_code = 3
+        stages[1].step.decode.folds = []  # it has found nothing to send
 
     for each in run(before=fail):
         assert each.state.failed
@@ -174,6 +175,13 @@ def test_ranks_of_a_stage_know_and_wait_for_the_other_stages(
         failures.take_up_failure(request, state, worse)
     assert taken == [("scoring", not in_stages and not gave_up)]
     assert caplog.text.count("on another") == 1
+
+
+def test_that_requests_failed_together_is_logged_once(caplog):
+    failures = Failures(*[SimpleNamespace()] * 3, Ranks(), 0)
+    for error in (ValueError("one"), ValueError("two"), KeyError("three")):
+        failures.one_by_one(4, error)
+    assert [record.exc_info[0] for record in caplog.records] == [ValueError, KeyError]
 
 
 def test_ranks_agree_after_steps_at_which_nothing_else_made_them(monkeypatch):

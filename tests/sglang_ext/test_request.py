@@ -160,7 +160,9 @@ def test_what_is_computed_again_in_full_may_be_reused(own):
     request.assign(req, SERVED)
     if not own:
         request.state_of(req).private = SimpleNamespace(ready=True, row=3, borrowed=0)
-        serve_in_full(SimpleNamespace(free=lambda row: None), None, req, Reason.POLICY_ERROR)
+        freed = []
+        serve_in_full(SimpleNamespace(free=freed.append), None, req, Reason.POLICY_ERROR)
+        assert freed == [3]  # its slots are others' at once, not when it ends
         assert req.skip_radix_cache_insert
     Runtime.retracted(SimpleNamespace(services=SimpleNamespace(forget_rows=lambda: None)), req)
     assert req.skip_radix_cache_insert is own
