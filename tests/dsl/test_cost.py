@@ -289,6 +289,7 @@ def test_quantized_weights_take_fewer_bytes(quantization, weight_bytes):
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "recurrent layers"),
+        ({"layer_types": ["full_attention", "mamba"]}, "recurrent layers"),
         ({"model_type": "gemma2", "sliding_window": 4096}, "sliding-window"),
         ({"model_type": "mistral", "sliding_window": 4096}, None),
         ({"layer_types": ["full_attention"] * 2}, None),

@@ -247,6 +247,23 @@ def test_tokens_that_choose_by_themselves_between_two_sets():
         assert least <= len(result.propagated) == deeper <= most
 
 
+@pytest.mark.parametrize(
+    ("tokens", "reach"),
+    [
+        ("all", (9, 9)),
+        ("recent(3) where layer == 1 else all", (3, 3)),
+        ("recent(3) where layer == 0 else all", (9, 9)),
+        ("recent(3) where prompt > 9 else sinks(5)", (5, 5)),
+        ("recent(3) where max[kv, token, dim](key) > 0 else sinks(5)", (3, 5)),
+        ("not recent(3)", (1, 9)),
+    ],
+)
+def test_tokens_that_depend_on_the_layer_or_on_data(tokens, reach):
+    bound = written(f"propagate: {{first: layer == 1, tokens: '{tokens}'}}\nkeep: all\n")
+    assert lengths(bound, 9) == [(9, 9), (9, 9), reach]
+    assert kept(bound, 9, 1) <= max_entries(bound, 9) == (9 + 9 + reach[1]) * 2
+
+
 def test_a_count_is_exact_where_every_score_is_there():
     for score, exact in (
         ("norm2[dim](value)", True),

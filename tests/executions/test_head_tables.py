@@ -171,6 +171,8 @@ def test_digests_tell_tensors_apart():
         ([[0.5, 0.5]], "has the shape [1, 2]; [layer, kv] of this model is [3, 2]"),
         ([[0.5, 0.5], [0.5], [0.5, 0.5]], "`gate` has lists of 1 and 2 values side by side"),
         ([0.5, 0.5, 0.5], "has the shape [3]"),
+        ([], "has the shape [0]"),
+        ([[], [], []], "has the shape [3, 0]"),
         ([[0.5, 0.5], [0.5, "x"], [0.5, 0.5]], "`gate[1][1]` is 'x'; finite numbers"),
         ([[0.5, 0.5], [0.5, True], [0.5, 0.5]], "`gate[1][1]` is True; finite numbers"),
         ([[0.5, 0.5], [0.5, float("nan")], [0.5, 0.5]], "`gate[1][1]` is nan; finite numbers"),

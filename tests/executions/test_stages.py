@@ -335,6 +335,12 @@ def test_the_table_for_operators_says_the_same():
         ("all where max[layer](mean[kv, token](norm2[dim](key))) > 2 else recent(4)", None),
         ("all where max[layer](mean[token](norm2[dim](key))) > 2 else recent(4)", "max[layer]"),
         ("all where at(0, mean[kv, token](norm2[dim](key))) > 2 else recent(4)", "at"),
+        # The number of a layer would follow from the largest number of all, token by token.
+        (
+            "all where max[layer](1 + mean[kv, token](norm2[dim](key) ^ max[layer]("
+            "mean[kv, token](norm2[dim](key))))) > 2 else recent(4)",
+            "max[layer]",
+        ),
     ],
 )
 def test_only_looks_at_data_of_other_layers_are_refused(keep, looks):

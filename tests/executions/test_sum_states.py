@@ -47,6 +47,7 @@ STEP_BY_STEP = {
     "how many there are": "heat + sum[group, query](attn(new)) * count[token](all)",
     "what may be infinite": "heat + sum[group, query](log(attn(new)))",
     "a quotient": "heat + sum[group, query](attn(new) / distance(new))",
+    "a quotient by nothing": "heat + sum[group, query](attn(new)) / 0",
     "a rank": "heat + sum[group, query](rank(attn(new)))",
     "an older window": "heat + sum[group, query](attn(recent(2)))",
     "random numbers": "heat + sum[group, query](attn(new)) * uniform(3)",
