@@ -244,6 +244,25 @@ def test_a_thousand_tokens(name):
     assert_same_kept(prefill(TorchProgram(bound), *tensors), prefill(with_kernels, *tensors))
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        "sum[group, query](attn(recent(4)) where any[token](attn(recent(4)) > 0.05) else 0)",
+        "sum[group, query](attn(recent(4)) / count[token](attn(recent(4)) > 0.002))",
+        "sum[group, query](attn(recent(4)) / max[token](attn(recent(4))))",
+    ],
+)
+def test_splits_of_the_keys_of_a_query_are_put_together(score):
+    case = Case(1, 4, 1, 16, 300)
+    bound, tensors = inline(score, case.shape), case.tensors(5)
+    runs = [
+        prefill(TorchProgram(bound, report=True, kernels=t), *tensors) for t in (REFERENCE, TABLE)
+    ]
+    a, b = (run.result(bound.lowered.prefill.score)[0].tensor for run in runs)
+    bar = 4 * relative_error(case, *tensors[:2], 4, 16)
+    torch.testing.assert_close(a, b, rtol=bar, atol=0.0)
+
+
 @pytest.mark.parametrize("inner", ["sum[query, group](attn(all))", "mean[query, group](attn(all))"])
 def test_what_was_added_up_over_queries_is_there_for_all(inner):
     """Queries that do not see a token still add terms that do not depend on queries."""
