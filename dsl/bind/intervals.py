@@ -151,8 +151,8 @@ class Intervals:
 
     def winners(self, count: Node, layer: int) -> Number:
         """Most winners that one value of `count[...](top[...](x, n))` counts."""
-        number = max(0, self._argument(count, count.args[0].args[1], layer)[1])
-        return product(number, self.contests(count, layer))
+        _, most = self._argument(count, count.args[0].args[1], layer, frozenset())
+        return product(max(0, most), self.contests(count, layer))
 
     def contests(self, count: Node, layer: int) -> Number:
         """Number of contests whose winners one value of `count[...](top[...](x, n))` counts.
