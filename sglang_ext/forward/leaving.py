@@ -65,6 +65,14 @@ class Room:
         self._reserved += need
         return True
 
+    def make(self) -> None:
+        """Have the radix cache give up what the slots that count as taken need, all at once.
+
+        Stages group and order folds each by its own layers. Evicting fold by fold, they would evict
+        different prompts, and from then on compute different parts of the prompts to come.
+        """
+        self._services.evict(self._reserved)
+
 
 def check_last_fold(services: Services, request: Any, state: RequestState) -> None:
     """Check a fold for whose numbers the host did not wait.

@@ -153,6 +153,7 @@ class Outcome:
                 left = self._left(leaving, numbers, room)
                 if left is not None:
                     agreed[id(leaving.request)] = left
+        room.make()
         for fold in self._folds:
             fold.carry_out(agreed)
         self._services.forget_rows()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_allocator import Allocator, no_cache
+from fake_allocator import Allocator
 from kvpolicy.sglang_ext.face.options import INTERVAL
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
@@ -42,7 +42,7 @@ class Stage:
         arena = create_arena(*sizes, torch.float32, "cpu")
         arena = replace(arena, spans=SPANS, stage=stage)
         self.store = Store(arena, Allocator(slots))
-        self.told, self.folded = [], []
+        self.told, self.folded, self.evicted = [], [], []
         memory = SimpleNamespace(
             withdraw=lambda finite: self.told.append(("withdrawn", finite)), not_finite=False
         )
@@ -58,7 +58,8 @@ class Stage:
         decode = SimpleNamespace(leaving=[leaving], folds=[fold])
         self.step = SimpleNamespace(prefill=None, resume=None, decode=decode)
         self.services = SimpleNamespace(
-            arena=arena, store=self.store, stages=meeting, streams=Streams(), evict=no_cache,
+            arena=arena, store=self.store, stages=meeting, streams=Streams(),
+            evict=lambda slots: self.evicted.append((slots, len(self.folded))),
             forget_rows=lambda: None,
             tree=SimpleNamespace(evictable_size=lambda: 0, page_size=1),
             failures=SimpleNamespace(take_up_failure=self.take_up_failure),
@@ -104,6 +105,12 @@ def test_all_stages_fold_by_the_numbers_of_the_whole_model():
         assert each.folded == [(lists, 6 * LENGTH - sum(map(sum, lists)), 0)]
         assert each.told == []
         assert each.state.under_way == 0
+
+
+def test_all_stages_evict_alike_for_their_folds_whatever_their_order():
+    """At once and before any is written: stages group requests by the widths of their layers."""
+    for each in run():
+        assert each.evicted == [(10, 0)]
 
 
 def test_nothing_leaves_where_tensors_of_one_stage_are_not_finite():
