@@ -121,7 +121,7 @@ def _copy_nothing(services: Services, served: Served, run: Any) -> None:
     counts = torch.zeros((arena.model_layers, arena.kv_heads), dtype=torch.int64)
     copy_kept(services, served, private, slots, kept, counts, run)
     for layer in served.upper_layers[:1]:
-        k, v, holds = share.paired(arena, slots, layer, run, services.ranks.heads).dense
+        k, v, holds = share.paired(arena, slots, layer, run, run.program.heads).dense
         arguments = (k, v, torch.zeros_like(holds), arena.pages(private.slots))
         served.kernels.place(arena.entries, *arguments, value_offset=arena.value_offset)
         served.kernels.compact_layers(

@@ -70,8 +70,10 @@ class Served:
         self.bound = bound
         self.kernels = in_use(arena.storage.device)
         table, layers = self.kernels.table, arena.span
+        # With a queue of their own: while a thread warms one policy, prompts of others exchange.
+        own_heads, keys_stay = heads.joined(), self.kernels.read_the_pool
         self.program = TorchProgram(
-            bound, kernels=table, heads=heads, layers=layers, keys_stay=self.kernels.read_the_pool
+            bound, kernels=table, heads=own_heads, layers=layers, keys_stay=keys_stay
         )
         self.in_stages = len(arena.spans) > 1
         self.upper_layers = bound.upper_layers

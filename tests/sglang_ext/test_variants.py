@@ -12,12 +12,17 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
+from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.execute.tensors.heads import Divided
+from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.clients import prepared
 from kvpolicy.sglang_ext.clients.prepared import Prepared
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, texts_of
 from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
+from kvpolicy.sglang_ext.memory.arena import create_arena
+from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.messages import (
     FAILED,
@@ -28,6 +33,7 @@ from kvpolicy.sglang_ext.serving.messages import (
     VARY,
 )
 from kvpolicy.sglang_ext.serving.variants import Variants
+from shipped_policies import shipped_program
 
 FAILURE = "`snapkv` failed with these values; the server"
 
@@ -118,6 +124,31 @@ def test_nobody_waits_for_what_is_made_in_the_background():
     until(lambda: variants.is_ready(base(), slow, "worker"))
     assert variants.of(base(), slow).set == slow
     assert made == [(("window", "1"),), (("window", "24"),)]  # each is made once
+
+
+def test_what_is_warmed_in_the_background_exchanges_nothing_of_prompts():
+    """Else this rank would take its own numbers for all ranks', and not come to their exchange."""
+    sent = []
+
+    def exchange(x):
+        sent.append(x.numel())
+        return x.expand(2, -1)
+
+    heads = Divided(0, 2, 2, exchange, lambda: None)
+    shape, program = (
+        ModelShape(layers=2, heads=4, kv_heads=2, head_dim=8),
+        shipped_program("snapkv"),
+    )
+    policy, arena = (
+        Policy("snapkv", program, "", {}),
+        create_arena(2, 2, 1, 8, torch.float32, "cpu"),
+    )
+    variant = Served(policy, bind(program, shape, {}), arena, 1, heads)
+    of_prompt = heads.gathered_later([(torch.zeros(3, 1, dtype=torch.uint8), 1)])
+    variant.program.heads.per_rank(torch.zeros(5, dtype=torch.uint8))
+    assert sent == [5]
+    assert [x.shape for x in of_prompt()] == [(3, 2)]
+    assert sent == [5, 3]
 
 
 def test_a_request_that_does_not_wait_takes_what_has_been_begun():
