@@ -17,8 +17,9 @@ one stage process a result at the same point, and may meet there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed
@@ -108,6 +109,28 @@ class TensorRanks(Ranks):
         return parts.view(self.size, -1)
 
 
+class Sent:
+    """What one stage has sent to the others, until theirs has arrived.
+
+    Args:
+        numbers: int64; become each number's maximum over all ranks of all stages.
+        work: the exchange; None: there is only one process.
+    """
+
+    def __init__(self, numbers: torch.Tensor, work: Any = None) -> None:
+        self._numbers, self._work = numbers, work
+
+    def arrived(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._work is None or self._work.is_completed()
+
+    def read(self) -> torch.Tensor:
+        """The maxima; waits until all stages have sent."""
+        if self._work is not None:
+            self._work.wait()
+        return self._numbers
+
+
 class Stages:
     """The only stage.
 
@@ -120,17 +143,13 @@ class Stages:
         self.spans: tuple[range, ...] = (layers,)
         self.span = layers
 
-    def send(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send what a forward has found here, as all stages do after the same batch's forward.
+    def send(self, numbers: torch.Tensor) -> Sent:
+        """Send numbers, as all ranks of all stages do at the same point of their work.
 
         Args:
-            numbers: int64, at least 0, of one shape on all ranks of all stages; may be overwritten.
-
-        Returns:
-            A function that waits for the others and returns each number's maximum over all ranks of
-            all stages.
+            numbers: int64, at least 0, of one shape on all of them; may be overwritten.
         """
-        return lambda: numbers
+        return Sent(numbers)
 
 
 class PipelineStages(Stages):
@@ -150,12 +169,7 @@ class PipelineStages(Stages):
         torch.distributed.all_reduce(all_ends, torch.distributed.ReduceOp.MAX, group=self._group)
         self.spans, self.span = tuple(range(*ends) for ends in all_ends.tolist()), span
 
-    def send(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def send(self, numbers: torch.Tensor) -> Sent:
         greatest = torch.distributed.ReduceOp.MAX
         work = torch.distributed.all_reduce(numbers, greatest, group=self._group, async_op=True)
-
-        def received() -> torch.Tensor:
-            work.wait()
-            return numbers
-
-        return received
+        return Sent(numbers, work)

@@ -61,9 +61,9 @@ class Outcome:
         # Read last: what precedes may fail.
         numbers.insert(0, torch.tensor([state.failure_code for _, state, _ in self._concerned]))
         self._sizes = [tensor.numel() for tensor in numbers]
-        self._receive = None
+        self._sent = None
         if self._concerned:  # on all stages, or on none
-            self._receive = services.stages.send(torch.cat(numbers).to(torch.int64))
+            self._sent = services.stages.send(torch.cat(numbers).to(torch.int64))
 
     def take_up(self, batch: Any) -> None:
         """Carry out what was found; the result of the forward is about to be processed.
@@ -73,8 +73,8 @@ class Outcome:
         """
         if batch is not self._batch:
             raise RuntimeError("results are not processed in the order of their forwards")
-        if self._receive is not None:
-            codes, *numbers = self._receive().split(self._sizes)
+        if self._sent is not None:
+            codes, *numbers = self._sent.read().split(self._sizes)
             with self._services.streams.forwarding():
                 self._take_up_failures(codes.tolist())
                 goes_on = {id(req) for req, _ in self._going_on()}

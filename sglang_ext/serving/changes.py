@@ -3,22 +3,29 @@
 A policy is read, bound and its kernels compiled in the background; then the scheduler takes it up
 between two batches. Requests that run keep the policy with which they began. A policy that needs
 memory that was not reserved when the server started is refused, with the amount.
+
+With several stages (`--pp`) all handle the same messages in the same order, at different times, and
+must not wait for each other there. So at each message every stage sends how far it is, and the
+front end hears what all had sent at an earlier one. Each takes the policy up at the same message.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, policy_of
+from kvpolicy.sglang_ext.face.ranks import Sent
 from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
@@ -40,10 +47,6 @@ from kvpolicy.sglang_ext.serving.reserved import SCRATCH
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 
 logger = logging.getLogger(__name__)
-
-_STAGES = (
-    "a server with --pp-size cannot change its policies while it runs; start it again with them"
-)
 
 
 class Changes:
@@ -72,6 +75,7 @@ class Changes:
         self._make, self._captured, self._background = make, captured, background
         self._ticket: str | None = None
         self._begun: Future[Served] | None = None
+        self._sent: deque[Sent] = deque()  # with stages, of the change that has begun
         self._done: tuple[str, str] | None = None  # ticket and policy of the latest change
 
     def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +111,6 @@ class Changes:
 
     def _change(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         ticket = body["ticket"]
-        if self._services.in_stages:
-            return {"state": FAILED, "problem": _STAGES}
         if action == PREPARE:
             self._prepare(body)
         elif action == WITHDRAW:
@@ -125,15 +127,26 @@ class Changes:
         future = self._begun
         done = future is not None and future.done()
         error = future.exception() if future is not None and done else None
-        # A thread of each rank prepares the policy; every rank is asked at the same moment.
-        preparing, failed = self._services.ranks.worst([not done, error is not None])
+        # A thread of each rank prepares the policy.
+        preparing, failed = self._worst([not done, error is not None])
         if failed:
-            elsewhere = "another rank could not prepare it; its log says why"
+            elsewhere = "another rank or stage could not prepare it; its log says why"
             return {"state": FAILED, "problem": elsewhere if error is None else str(error)}
         return {"state": PREPARING if preparing else READY}
 
+    def _worst(self, numbers: list[bool]) -> list[int]:
+        """Whether each holds on any rank; with stages, on any of them as far as is known here."""
+        if not self._services.in_stages:  # every rank is asked at the same moment
+            return self._services.ranks.worst(numbers)
+        self._sent.append(self._services.stages.send(torch.tensor(numbers, dtype=torch.int64)))
+        while len(self._sent) > 1 and self._sent[1].arrived():
+            self._sent.popleft()
+        latest = self._sent[0]
+        return latest.read().tolist() if latest.arrived() else [True, False]
+
     def _prepare(self, body: Mapping[str, Any]) -> None:
         self._ticket = body["ticket"]
+        self._sent.clear()
         arguments = (body["name"], body["text"], body["settings"])
         self._begun = self._background.begin(partial(self._build, *arguments))
 
@@ -181,9 +194,9 @@ class Changes:
             raise _lacking(query_bytes, "queries of decode steps")
 
     def _commit(self, ticket: str) -> dict[str, Any]:
-        state = self._state()
-        if self._begun is None or state["state"] != READY:
-            return state
+        # The front end has heard that all are ready.
+        if self._begun is None or not self._begun.done():
+            raise RuntimeError("it is not prepared yet")
         served = self._begun.result()
         self._policies.replace(served)
         self._forget()

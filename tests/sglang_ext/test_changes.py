@@ -27,7 +27,7 @@ from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
 from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.changes import Changes
-from kvpolicy.sglang_ext.serving.messages import COMMIT, LOOK, UNDO, WITHDRAW
+from kvpolicy.sglang_ext.serving.messages import COMMIT, LOOK, PREPARE, UNDO, WITHDRAW
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 from prometheus_client import REGISTRY
 
@@ -40,7 +40,7 @@ TEXT = FILE.read_text()
 class Scheduler:
     """The part of a scheduler that changes policies; failures are given by name."""
 
-    def __init__(self, rank, given):
+    def __init__(self, rank, given, stages=None):
         self.rank, self.cannot_compile, self.cannot_do = rank, {}, {}
         variants = SimpleNamespace(forget=lambda name: None)
         served = [self.make(each, each.bind(SHAPE)) for each in given]
@@ -53,7 +53,8 @@ class Scheduler:
             arena=SimpleNamespace(storage=torch.empty(0)),
             queries=SimpleNamespace(needed=False),
             ranks=Ranks(),
-            in_stages=False,
+            stages=stages,
+            in_stages=stages is not None,
         )
         given = (runner, SHAPE, self.make, 0, Background(torch.device("cpu")))
         self.changes = Changes(services, self.policies, *given)
@@ -105,6 +106,71 @@ def test_a_change_reaches_every_scheduler(fleet):
     asyncio.run(catalog.withdraw(None, "second"))
     assert [each.served() for each in schedulers] == [[after[0], after[2]]] * 2
     assert list(catalog.policies) == ["first", "third"]
+
+
+class Meeting:
+    """Stages, each of which sends at every message and hears when all have sent."""
+
+    def __init__(self, size):
+        self.size, self.sent = size, {}
+
+    def of(self, stage):
+        mine = self.sent[stage] = []
+
+        def send(numbers):
+            place = len(mine)
+            mine.append(numbers)
+            return SimpleNamespace(
+                arrived=lambda: all(len(each) > place for each in self.sent.values()),
+                read=lambda: torch.stack([each[place] for each in self.sent.values()]).amax(0),
+            )
+
+        return SimpleNamespace(send=send)
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """A catalog and two stages, of which the first answers and the second lags by a message."""
+    given = policy_files.load_policies([f"{name}={FILE}" for name in ("first", "second")], [])
+    meeting, under_way = Meeting(2), []
+    first, second = [Scheduler(stage, given, meeting.of(stage)) for stage in range(2)]
+
+    async def change_policies(manager, body):
+        answer = first.handle(body)
+        under_way.append(body)
+        while len(under_way) > 1 or body["action"] not in (PREPARE, LOOK):
+            second.handle(under_way.pop(0))
+            if not under_way:
+                break
+        return [answer]
+
+    monkeypatch.setattr(compat, "change_policies", change_policies)
+    monkeypatch.setattr(compat, "dp_rank", lambda: None)
+    monkeypatch.setattr(catalogs, "LOOK_EVERY", 0.001)
+    return Catalog(given, MODEL, 2048), [first, second]
+
+
+def test_all_stages_take_a_policy_up_that_all_have_prepared(stages):
+    catalog, schedulers = stages
+    put(catalog, "third", capacity="20")
+    put(catalog, "second", capacity="30")
+    after = [("first", {}), ("second", {"capacity": "30"}), ("third", {"capacity": "20"})]
+    assert [each.served() for each in schedulers] == [after, after]
+    asyncio.run(catalog.withdraw(None, "second"))
+    assert [each.served() for each in schedulers] == [[after[0], after[2]]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_one_stage_cannot_compile_no_stage_serves(stages, stage):
+    """Nor does what all had prepared before count for what comes next."""
+    catalog, schedulers = stages
+    put(catalog, "second", capacity="30")
+    before = [each.served() for each in schedulers]
+    schedulers[stage].cannot_compile["third"] = "its kernels cannot be compiled"
+    said = "its kernels cannot" if stage == 0 else "another rank or stage could not prepare it"
+    with pytest.raises(Refused, match=said):
+        put(catalog, "third")
+    assert [each.served() for each in schedulers] == before
 
 
 def test_a_policy_that_comes_has_all_series_and_one_that_goes_has_not_failed(unregistered):

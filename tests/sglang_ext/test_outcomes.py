@@ -31,7 +31,7 @@ class Meeting:
 
     def send(self, found):
         self.sent.append(found)
-        return lambda: torch.stack(self.sent).amax(0)
+        return SimpleNamespace(read=lambda: torch.stack(self.sent).amax(0))
 
 
 class Stage:

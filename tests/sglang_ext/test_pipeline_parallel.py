@@ -177,13 +177,29 @@ def test_every_request_is_counted_once_and_every_policy_said_once(server):
     assert [each["name"] for each in state["kv_policy"]] == [*SETTINGS]
 
 
-def test_policies_do_not_change_while_the_server_runs(server):
+def test_policies_come_and_go_on_all_stages(server):
+    """While other requests are computed; one that stages cannot decide apart changes nothing."""
     url = server.url + "/kv_policy/policies/mine"
-    text = (POLICIES / "snapkv.yaml").read_text()
-    answer = server.session.put(url, data=text, headers=ADMIN, timeout=PATIENCE)
-    assert not answer.ok
-    assert "a server with --pp-size cannot change its policies while it runs" in answer.text
-    assert ask(server, prompt(1, 9), "mine").status_code == 400
+
+    def put(name, given):
+        body = json.dumps({"policy": (POLICIES / f"{name}.yaml").read_text(), "set": given})
+        return server.session.put(url, data=body, headers=ADMIN, timeout=PATIENCE)
+
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(ask, server, prompt(i, 150), "h2o", new=60) for i in range(16)]
+        for capacity in (20, 30):
+            answer = put("adakv", {"capacity": capacity, "window": 4})
+            assert answer.ok, answer.text
+            facts = ask(server, prompt(1, 100), "mine").json()["meta_info"]["kv_policy"]
+            # Shares are whole numbers, in each layer.
+            assert 0 <= 4 * 2 * capacity - facts["entries_kept"] < 4 * 2
+        answer = put("lava", {})
+        assert "`mine` cannot be served with --pp-size: layers are compared" in answer.text
+        assert ask(server, prompt(1, 100), "mine").ok
+        assert server.session.delete(url, headers=ADMIN, timeout=PATIENCE).ok
+        assert ask(server, prompt(1, 100), "mine").status_code == 400
+        assert all(each.result().ok for each in others)
+    assert_nothing_is_left(server)
 
 
 @pytest.mark.thorough
