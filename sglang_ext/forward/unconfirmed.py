@@ -90,7 +90,8 @@ class Unconfirmed:
         has failed.
         """
         state, request = self.state, self.request
-        if state.broken or state.private is None:
+        # Not `broken`: what has failed here alone gives its slots back when other ranks do, too.
+        if state.failed or state.private is None:
             return
         with services.failures.contained(request, COMPACTION):
             *kept, finite = self.arriving.read().tolist()

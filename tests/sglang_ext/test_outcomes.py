@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_allocator import Allocator
+from fake_allocator import Allocator, no_cache
+from kvpolicy.dsl.execute.tensors.arriving import Arriving
 from kvpolicy.sglang_ext.face.options import INTERVAL
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.face.streams import Streams
-from kvpolicy.sglang_ext.forward.failures import SCORING, Failures, code_of
+from kvpolicy.sglang_ext.forward.failures import READING, SCORING, Failures, code_of
 from kvpolicy.sglang_ext.forward.leaving import Leaving
 from kvpolicy.sglang_ext.forward.stages import Outcome
+from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.request.propagation import Progress
@@ -189,6 +191,28 @@ def test_that_requests_failed_together_is_logged_once(caplog):
     for error in (ValueError("one"), ValueError("two"), KeyError("three")):
         failures.one_by_one(4, error)
     assert [record.exc_info[0] for record in caplog.records] == [ValueError, KeyError]
+
+
+@pytest.mark.parametrize("failed_here", [False, True])
+def test_prompts_that_are_not_finite_give_slots_back_on_all_ranks_at_once(failed_here):
+    """Also where a decode step that has begun meanwhile failed on one, and the others wait."""
+    arena = create_arena(2, 40, 2, 4, torch.float32, "cpu")
+    store, row = Store(arena, Allocator(40)), 3
+    state = RequestState(SimpleNamespace(name="p"), PROMPT, 10)
+    state.private = store.allocate(row, "p", 10, PROMPT, no_cache)
+    request = SimpleNamespace(
+        rid="r", kv_policy_state=state, kv=SimpleNamespace(kv_committed_len=PROMPT)
+    )
+    state.failure_code = failed_here * code_of(READING, whole=True)
+    numbers = torch.tensor([5, 5, 5, 5, 0])
+    counts = torch.full((2, 2), 5)
+    unconfirmed = Unconfirmed(request, state, state.progress, counts, numbers, Arriving(numbers))
+    failures = Failures(store, *[SimpleNamespace()] * 2, OneOfTwo(()), 0)
+    services = SimpleNamespace(
+        store=store, reports=SimpleNamespace(), failures=failures, forget_rows=lambda: None
+    )
+    unconfirmed.confirm(services)
+    assert (state.private, store.allocator.available_size()) == (None, 40)
 
 
 def test_ranks_agree_after_steps_at_which_nothing_else_made_them(monkeypatch):
