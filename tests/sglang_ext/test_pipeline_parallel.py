@@ -10,6 +10,7 @@ import pytest
 from counted import assert_counted_once
 from faults_of_process import VARIABLE, installed
 from random_tokens import prompt
+from served_policies import GROWING
 
 pytestmark = pytest.mark.server
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -221,6 +222,33 @@ def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ran
         assert not others, str(others)
         assert retractions > 10
         assert_nothing_is_left(server)
+
+
+@pytest.mark.thorough
+def test_stages_evict_alike_when_folds_take_what_is_cached(model, tmp_path):
+    """By SGLang's own check of what stages decide, which ends a server where they differ.
+
+    Lists of one stage grow, so it groups requests otherwise than the other; between these some
+    lose entries of their prompts for the first time, for which cached prompts have to leave.
+    """
+    growing = tmp_path / "growing.yaml"
+    growing.write_text(GROWING)
+    names = ["growing", "streamingllm", "growing", "roco"]
+    policies = [growing, *(POLICIES / f"{name}.yaml" for name in ("streamingllm", "roco"))]
+    given = ["streamingllm.window=40", "roco.capacity=16", "roco.newest=4"]
+    checking = stages(2)
+    checking["env"] |= {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+    more = {"kv_policy_fold_interval": 2, "max_total_tokens": 2000}
+    with start(model, policies, given, **checking, **more) as server:
+
+        def answer(i):
+            tokens = prompt(i % 4, 100) + prompt(i, 20 + 17 * (i % 16))
+            return ask(server, tokens, names[i % len(names)], new=40 + i % 40)
+
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(answer, range(48)))
+        assert all(each.ok for each in found)
+        assert "Rank consensus checker is enabled" in server.log_text()
 
 
 # Of a prompt: scoring, choosing, taking slots, copying, remembering. While decoding: reading, the
