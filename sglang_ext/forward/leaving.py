@@ -71,7 +71,8 @@ class Room:
         Stages group and order folds each by its own layers. Evicting fold by fold, they would evict
         different prompts, and from then on compute different parts of the prompts to come.
         """
-        self._services.evict(self._reserved)
+        with self._services.streams.scheduling():  # the list of free slots is the scheduler's
+            self._services.evict(self._reserved)
 
 
 def check_last_fold(services: Services, request: Any, state: RequestState) -> None:

@@ -1,5 +1,6 @@
 """Results of a forward with stages (`--pp`): each carries out what all agree on."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,6 +37,18 @@ class Meeting:
         return SimpleNamespace(read=lambda: torch.stack(self.sent).amax(0))
 
 
+class OfScheduler(Streams):
+    """Knows whether work goes to the scheduler's stream."""
+
+    here = False
+
+    @contextmanager
+    def scheduling(self):
+        self.here = True
+        yield
+        self.here = False
+
+
 class Stage:
     """One stage with one request, which may lose entries after a forward."""
 
@@ -59,9 +72,10 @@ class Stage:
         leaving = Leaving(self.request, self.state, LENGTH)
         decode = SimpleNamespace(leaving=[leaving], folds=[fold])
         self.step = SimpleNamespace(prefill=None, resume=None, decode=decode)
+        streams = OfScheduler()
         self.services = SimpleNamespace(
-            arena=arena, store=self.store, stages=meeting, streams=Streams(),
-            evict=lambda slots: self.evicted.append((slots, len(self.folded))),
+            arena=arena, store=self.store, stages=meeting, streams=streams,
+            evict=lambda slots: self.evicted.append((slots, len(self.folded), streams.here)),
             forget_rows=lambda: None,
             tree=SimpleNamespace(evictable_size=lambda: 0, page_size=1),
             failures=SimpleNamespace(take_up_failure=self.take_up_failure),
@@ -112,7 +126,7 @@ def test_all_stages_fold_by_the_numbers_of_the_whole_model():
 def test_all_stages_evict_alike_for_their_folds_whatever_their_order():
     """At once and before any is written: stages group requests by the widths of their layers."""
     for each in run():
-        assert each.evicted == [(10, 0)]
+        assert each.evicted == [(10, 0, True)]
 
 
 def test_nothing_leaves_where_tensors_of_one_stage_are_not_finite():
