@@ -20,7 +20,7 @@ from kvpolicy.sglang_ext.forward.rotary import Rotary
 from kvpolicy.sglang_ext.memory.arena import Arena
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
-from kvpolicy.sglang_ext.memory.tails import Tail, free_tails
+from kvpolicy.sglang_ext.memory.tails import Tail, free_tails, no_slot
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.report.reports import Reports
 from kvpolicy.sglang_ext.request.decode_rows import DecodeRows
@@ -177,4 +177,4 @@ class Services:
         req.skip_radix_cache_insert = True
         state.detached = True
         # The slots may be someone else's soon; a stray read must not find them.
-        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end] = 0
+        tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end] = no_slot(tree)

@@ -13,6 +13,15 @@ import torch
 from kvpolicy.sglang_ext.face.host import to_device
 
 
+def no_slot(tree: Any) -> int:
+    """What stands in SGLang's table of slots for tokens whose slots have been given up.
+
+    It is the padding page's last slot, which nobody is given: pages of the row end as they did,
+    which SGLang's allocator checks if SGLANG_DEBUG_MEMORY_POOL is set.
+    """
+    return int(tree.page_size) - 1
+
+
 class Tail(NamedTuple):
     """Tokens `first` to `end - 1` of a row of SGLang's table of slots, whole pages."""
 
@@ -37,4 +46,4 @@ def free_tails(tree: Any, tails: Sequence[Tail]) -> None:
     slots, index = table.view(-1), to_device(places.tolist(), torch.int64, table.device)
     # Since pages are whole, slots of several requests may be freed as if they were one's.
     tree.token_to_kv_pool_allocator.free_segment(slots.index_select(0, index), start_pos=0)
-    slots.index_fill_(0, index, 0)
+    slots.index_fill_(0, index, no_slot(tree))

@@ -52,6 +52,7 @@ class Driver:
         os.environ.setdefault("SGLANG_KV_POLICY_ALLOW_INSPECTION", "1")
         os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         os.environ.setdefault("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
+        os.environ.setdefault("SGLANG_DEBUG_MEMORY_POOL", "1")
         import sglang.srt.managers.scheduler as module
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import SpawnRanks, publish
