@@ -55,6 +55,7 @@ _LONG = (
     "test_train.py",
     "test_eager_agreement.py",
     "test_scheduler.py",
+    "test_schedules.py",
     "test_generated.py",
     "test_eval_server.py",
     "test_served.py",

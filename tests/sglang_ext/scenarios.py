@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from in_process import Driver
+from in_process import Driver, urgency
 
 ROOT = Path(__file__).parents[2]
 POLICIES = {
@@ -120,7 +120,8 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     aborted = set()
     for rid, tokens, policy, output in requests:
         stream = rnd.random() < 0.5
-        driver.send(rid, tokens, policy=policy, max_new_tokens=output, stream=stream)
+        options = {"policy": policy, "max_new_tokens": output, "stream": stream}
+        driver.send(rid, tokens, **options, priority=urgency(rid))
         aborted |= driver.go_on(rnd, 0.2)
     driver.finish()
     answers = {rid: a for rid, a in driver.answers.items() if rid not in aborted}

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from in_process import Driver
+from in_process import Driver, urgency
 from remembered import remembered
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +132,7 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
             stop = rnd.choice(alone[rid].tokens)
             cut[rid] = _up_to(alone[rid].tokens, {stop, END})
             options["stop_token_ids"] = {stop}
-        driver.send(rid, tokens, **options)
+        driver.send(rid, tokens, **options, priority=urgency(rid))
         aborted |= driver.go_on(rnd, 0.2)
     driver.finish()
     gone = aborted | {r for r, a in driver.answers.items() if (a.facts or {}).get("skipped_folds")}

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from in_process import Driver
+from in_process import Driver, urgency
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 500
@@ -118,7 +118,8 @@ def mixed(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     alone = driver.alone(requests)
     aborted = set()
     for rid, tokens, policy, output in requests:
-        driver.send(rid, tokens, policy=policy, max_new_tokens=output, stream=rnd.random() < 0.5)
+        options = {"policy": policy, "max_new_tokens": output, "stream": rnd.random() < 0.5}
+        driver.send(rid, tokens, **options, priority=urgency(rid))
         aborted |= driver.go_on(rnd, 0.3)
     driver.finish()
     done = {rid: a for rid, a in driver.answers.items() if rid not in aborted}
