@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 
 pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies without it")
 
@@ -75,6 +77,20 @@ def test_a_client_names_policy_and_adapter(random_model, tmp_path):
             name: server.post("/generate", {**request, "lora_path": name}).json()["output_ids"]
             for name in ("one", None)
         }
+        later = {"lora_name": "two", "lora_path": str(adapter)}
+        assert server.post("/load_lora_adapter", later).ok
+        request |= {"sampling_params": {**sampling, "max_new_tokens": 100}, "lora_path": "two"}
+        alone = server.post("/generate", request).json()
+        body = {**request, "stream": True}
+        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            with ThreadPoolExecutor() as pool:  # an adapter leaves when its requests have ended
+                unloaded = pool.submit(server.post, "/unload_lora_adapter", {"lora_name": "two"})
+                parts = [json.loads(x[6:]) for x in lines if x.startswith(b"data: {")]
+        assert unloaded.result().ok
+        assert parts[-1]["output_ids"] == alone["output_ids"]
+        assert alone["output_ids"][:6] == answers["one"]
     for name, model in (("one", str(merged)), (None, random_model)):
         plain = generate(model, ids, "fastkv", VALUES["fastkv"], new_tokens=6)
         assert answers[name] == plain.tokens

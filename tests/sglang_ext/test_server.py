@@ -44,6 +44,7 @@ def server(model, request, tmp_path_factory):
     gate.write_text("".join("\t".join(map(str, row)) + "\n" for row in GATE))
     flags = {"enable_metrics": True, "sleep_on_idle": True, "kv_policy_fold_interval": 5}
     flags |= {"kv_policy_allow_inspection": True, "kv_policy_data": [f"gate={gate}"]}
+    flags |= {"enable_return_hidden_states": True, "enable_streaming_session": True}
     policies = [SNAPKV, SINKS, H2O, f"snap@0.5={SNAPKV}", DUO]
     brief = request.config.getoption("brief")  # then test_engine.py alone starts as users do
     with ExitStack() as until_the_end:
@@ -438,9 +439,14 @@ def test_folds_are_in_the_facts_at_the_end_and_in_the_metrics(server, stream):
     assert count(server, "private_slots", "h2o") == 0
 
 
-def test_requests_go_on_after_a_pause_as_if_there_was_none(server):
-    """Paused as trainers do for new weights: they stay in place, or are computed again later."""
+def test_requests_go_on_after_a_pause_as_if_there_was_none(server, model):
+    """Paused as trainers do for new weights: they stay in place, or are computed again later.
+
+    The weights that come are the same ones.
+    """
     names = ["snapkv", "h2o", "snap@0.5", "none"]
+    weights = ("/update_weights_from_disk", {"model_path": model, "flush_cache": False})
+    memory = [("/release_memory_occupation", {}), ("/resume_memory_occupation", {})]
 
     def ask(name):
         sampling = {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
@@ -450,17 +456,118 @@ def test_requests_go_on_after_a_pause_as_if_there_was_none(server):
         return answer["output_ids"], answer["meta_info"]["num_retractions"]
 
     alone = [ask(name)[0] for name in names]
-    for mode in ("in_place", "retract"):
+    for mode, meanwhile in (
+        ("in_place", [weights]),
+        ("retract", [("/flush_cache", {}), *memory, weights]),
+    ):
         with ThreadPoolExecutor(len(names)) as pool:
             asked = [pool.submit(ask, name) for name in names]
             for _ in range(2):
                 time.sleep(0.3)
                 assert server.post("/pause_generation", {"mode": mode}).ok
-                if mode == "retract":
-                    server.post("/flush_cache", {})
+                for path, body in meanwhile:
+                    assert server.post(path, body).ok, (mode, path)
                 assert server.post("/continue_generation", {}).ok
         assert [each.result()[0] for each in asked] == alone, mode
         assert any(each.result()[1] for each in asked) == (mode == "retract")
+
+
+def test_a_cache_is_not_flushed_under_running_requests(server):
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(
+            server.generate, input_ids=prompt(0, 300), max_new_tokens=400, ignore_eos=True
+        )
+        while not count(server, "private_slots", "snapkv"):
+            assert not asked.done()
+        assert server.post("/flush_cache", {}).status_code == 400
+    assert asked.result()["meta_info"]["completion_tokens"] == 400
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "none"])
+def test_what_else_a_request_asks_for_changes_no_answer(server, policy):
+    """Logprobs of the prompt are those of full KV: it is computed before entries leave."""
+
+    def ask(name=policy, **fields):
+        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        sampling["custom_params"] = {"kv_policy": name}
+        sampling |= fields.pop("sampling", {})
+        body = {"input_ids": prompt(9, 200), "sampling_params": sampling, **fields}
+        response = server.post("/generate", body)
+        assert response.ok, response.text
+        return response.json()
+
+    plain = ask()["output_ids"]
+    for start in (-1, 0, 100, 199):
+        numbers = {"return_logprob": True, "logprob_start_len": start}
+        answer, full = ask(**numbers), ask("none", **numbers)
+        rated, of_full = (
+            [x[0] for x in a["meta_info"]["input_token_logprobs"]] for a in (answer, full)
+        )
+        assert answer["output_ids"] == plain, start
+        assert len(rated) == (0 if start < 0 else 200 - start)
+        assert rated[1:] == pytest.approx(of_full[1:], abs=1e-4)
+        assert len(answer["meta_info"]["output_token_logprobs"]) == 12
+    answer = ask(return_hidden_states=True)
+    assert (answer["output_ids"], len(answer["meta_info"]["hidden_states"])) == (plain, 12)
+    assert [each["output_ids"] for each in ask(sampling={"n": 3})] == [plain] * 3
+    stopped = ask(sampling={"stop_token_ids": [plain[5]], "ignore_eos": False})
+    assert stopped["output_ids"] == plain[: plain.index(plain[5]) + 1]
+    assert ask(sampling={"max_new_tokens": 0})["output_ids"] == []
+    body = {"query": prompt(9, 200), "items": [[5], [6]], "label_token_ids": [3, 4], "model": "m"}
+    scores = [
+        server.session.post(f"{server.url}/v1/score", json=body, headers={"x-kv-policy": name})
+        for name in (policy, "none")
+    ]
+    assert scores[0].json()["scores"] == scores[1].json()["scores"]
+    assert count(server, "private_slots", "snapkv") == count(server, "private_slots", "h2o") == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_turns_of_a_session_are_served_in_full(server, policy, streaming):
+    """The next turn continues from the row of the last one."""
+    body = {"capacity_of_str_len": 100_000, "streaming": streaming}
+    session, rid, history = server.post("/open_session", body).json(), None, []
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    sampling["custom_params"] = {"kv_policy": policy}
+    for turn, length in enumerate((150, 30, 30)):
+        history = [*history, *prompt(80 + turn, length)]
+        body = {"input_ids": history[-length:], "sampling_params": sampling}
+        answer = server.post("/generate", {**body, "session_params": {"id": session, "rid": rid}})
+        meta = answer.json()["meta_info"]
+        assert meta["kv_policy"]["uncompressed"] == "session"
+        full = server.generate(input_ids=history, policy="none", max_new_tokens=8)
+        assert answer.json()["output_ids"] == full["output_ids"], turn
+        rid, history = meta["id"], [*history, *answer.json()["output_ids"]]
+    assert server.post("/close_session", {"session_id": session}).ok
+    server.flush()
+
+
+def test_all_requests_can_be_aborted_at_any_moment(server):
+    def ask(name):
+        sampling = {"max_new_tokens": 400, "ignore_eos": True, "custom_params": {"kv_policy": name}}
+        body = {"input_ids": prompt(len(name), 300), "sampling_params": sampling}
+        return server.post("/generate", body).json()["meta_info"]["finish_reason"]["type"]
+
+    names = ["snapkv", "h2o", "duoattention", "none"]
+    for moment in (0.0, 0.05, 0.1, 0.2, 0.4):
+        with ThreadPoolExecutor(len(names)) as pool:
+            asked = [pool.submit(ask, name) for name in names]
+            time.sleep(moment)
+            while not all(each.done() for each in asked):  # some may not have arrived
+                assert server.post("/abort_request", {"abort_all": True}).ok
+                time.sleep(0.1)
+        assert [each.result() for each in asked] == ["abort"] * len(names), moment
+    with ThreadPoolExecutor(len(names)) as pool:
+        asked = [pool.submit(ask, name) for name in names]
+        while not count(server, "private_slots", "h2o"):
+            assert not all(each.done() for each in asked)
+        assert server.post("/pause_generation", {"mode": "abort"}).ok
+        assert server.post("/continue_generation", {}).ok
+    assert asked[1].result() == "abort"
+    server.flush()
+    assert {count(server, "private_slots", name) for name in names[:3]} == {0}
+    assert "leak" not in server.log_text().lower()
 
 
 def test_aborted_streams_leave_nothing_behind(server):
@@ -476,9 +583,9 @@ def test_aborted_streams_leave_nothing_behind(server):
 
 @pytest.fixture(scope="module")
 def workers(model, tmp_path_factory):
-    """A server with two HTTP workers, with all options in a file for --config.
+    """A server with two HTTP workers and detokenizers, with all options in a file for --config.
 
-    With SGLang 0.5.22, whose workers load no plugins, it has one. Kernels of requests' own
+    With SGLang 0.5.22, whose workers load no plugins, it has one of each. Kernels of requests' own
     parameters take seconds to compile.
     """
     from kvpolicy.evaluation.serving import serve
@@ -488,7 +595,7 @@ def workers(model, tmp_path_factory):
     config.write_text(
         f"kv-policy:\n- {SNAPKV}\n- more={H2O}\nkv-policy-set: snapkv.capacity=48\n"
         f"kv-policy-fold-interval: 4\nkv-policy-max-cost: 0\ntokenizer-worker-num: {number}\n"
-        "kv-policy-allow-set: more.heavy\n"
+        "kv-policy-allow-set: more.heavy\n" + "detokenizer-worker-num: 2\n" * (number - 1)
     )
     slow = {"stage": 0, "rank": 0, "delays": {"variant": SECONDS}}
     env = {"PYTHONPATH": installed(config.parent), VARIABLE: json.dumps(slow)}
