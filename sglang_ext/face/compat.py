@@ -301,18 +301,11 @@ def uses_ray() -> bool:
     return "sglang.srt.ray.engine" in sys.modules
 
 
-def uses_rust_server() -> bool:
-    """Whether SGLang's own Rust front end replaces its HTTP server."""
+def is_set(variable: str) -> bool:
+    """Whether one of SGLang's own environment variables, true or false, is true."""
     from sglang.srt.environ import envs
 
-    return bool(envs.SGLANG_RUST_SERVER.get())
-
-
-def post_capture_sizing() -> bool:
-    """Whether the pool is sized only after graph capture, which bypasses the arena."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get())
+    return bool(getattr(envs, variable).get())
 
 
 def captures_whole_prefills(options: Any) -> bool:

@@ -59,6 +59,18 @@ OPTIONS = (
     ("radix_cache_backend", None, "it may store whole rows, and freed slots are no longer in them"),
     ("enable_nvidia_megakernel", False, "it replaces the model's decode steps"),
     ("enable_amd_monokernel", False, "it replaces the model's decode steps"),
+    (
+        "enable_unified_cache_external_linker",
+        False,
+        "a prompt may be copied before it is known whether its prefix was loaded",
+    ),
+)
+
+# Environment variable of SGLang, why no policy can be served where it is true.
+VARIABLES = (
+    ("SGLANG_RUST_SERVER", "it is not tested"),
+    ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool is then not allocated in one piece"),
+    ("SGLANG_USE_HND_KVCACHE", "the slots of a page are then not next to each other"),
 )
 
 
@@ -100,13 +112,9 @@ def check_options(options: Any) -> None:
             "sglang.srt.ray cannot be combined with --kv-policy: its schedulers load no plugins, "
             "and would serve full KV."
         )
-    if compat.uses_rust_server():
-        raise Refused("SGLANG_RUST_SERVER cannot be combined with --kv-policy: it is not tested.")
-    if compat.post_capture_sizing():
-        raise Refused(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING cannot be combined with --kv-policy: "
-            "the pool is then not allocated in one piece."
-        )
+    for variable, why in VARIABLES:
+        if compat.is_set(variable):
+            raise Refused(f"{variable} cannot be combined with --kv-policy: {why}.")
 
 
 def check_preferred(options: Any, policies: Iterable[str]) -> None:

@@ -139,7 +139,7 @@ REFUSED = {
     "prefill_attention_backend": "fa4",
     "cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend="full")),
 }
-VARIABLES = ("SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+VARIABLES = [variable for variable, _ in refusals.VARIABLES]
 
 
 def refusal(**change):
