@@ -132,7 +132,6 @@ class Comparing(Part):
                 f"layers {span.start} to {span.stop - 1} keep {entries.tolist()} entries, and "
                 f"other stages hold room for {expected[:, 0].tolist()}"
             )
-        layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
         widest = held[:, 0].max().to(kept.device)
         (per_rank,) = to_host([run.program.heads.per_rank(widest)])
-        return kept, Known(layers, int(per_rank.max()))
+        return kept, Known(Held.each(held), int(per_rank.max()))

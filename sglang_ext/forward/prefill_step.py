@@ -472,5 +472,4 @@ class PrefillStep:
 
 def _known(held: torch.Tensor, widest: torch.Tensor) -> Known:
     """What the host knows, from two results of `PrefillStep._numbers`."""
-    layers = [Held(positions, bool(alike)) for positions, alike in held.tolist()]
-    return Known(layers, max(widest.flatten().tolist(), default=0))
+    return Known(Held.each(held), max(widest.flatten().tolist(), default=0))

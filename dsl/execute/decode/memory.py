@@ -45,8 +45,7 @@ class Known:
     def after(cls, run: Run) -> Known:
         """The same of a finished prefill; the host waits for the device."""
         numbers = Held.of(torch.stack(run.finish()), run.columns())
-        held = [Held(positions, bool(alike)) for positions, alike in numbers.tolist()]
-        return cls(held, int(run.program.heads.per_rank(numbers[:, 0].max()).max()))
+        return cls(Held.each(numbers), int(run.program.heads.per_rank(numbers[:, 0].max()).max()))
 
 
 class Memory:

@@ -48,6 +48,11 @@ class Held:
         alike = (kept == columns.unsqueeze(-2)).all(-1).all(-1)
         return torch.stack([columns.sum(-1), alike.long()], -1)
 
+    @classmethod
+    def each(cls, numbers: torch.Tensor) -> list[Held]:
+        """The same of each layer, from [L, 2] of `of`."""
+        return [cls(positions, bool(alike)) for positions, alike in numbers.tolist()]
+
 
 # Keys and values [G, M, D] after a merge; None for those that it leaves alone.
 Rows = tuple[torch.Tensor | None, torch.Tensor | None]

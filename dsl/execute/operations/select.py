@@ -126,16 +126,9 @@ def _set_size(node: Node, x: Value, frame: Frame) -> Value:
         return Value(counts.whole(frame.number(node.args[1]), frame.tokens))
     x = frame.present(x) if "token" in x.axes else x
     if "token" not in x.axes:
-        return _times(x, frame.candidates())
+        return _both(operator.mul, x, frame.candidates())
     axes = tuple(axis for axis in x.axes if axis != "token")
     return Value(x.tensor.sum(x.axes.index("token")), axes)
-
-
-def _times(x: Value, number: Value) -> Value:
-    """A number where a condition holds, else 0."""
-    if not isinstance(x.data, torch.Tensor):
-        return number if x.data else Value(0)
-    return _both(operator.mul, x, number)
 
 
 def _both(apply: Callable[[Any, Any], Any], a: Value, b: Value) -> Value:
