@@ -147,6 +147,17 @@ def test_what_layers_decide_once_is_decided_of_all_at_once(spare):
         assert all(own[-1] == most for own, most in zip(layers, longest, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_what_was_not_finite_before_requests_fold_together_is_known_then():
+    fresh, poisoned = requests(bound_to("h2o"), (14, 23), kernels=TABLE)
+    poisoned.steps.q[0, 1, -1, 2] = float("nan")
+    together([poisoned], 1, leaves=False)
+    together([fresh, poisoned], 3)
+    for each in (fresh, poisoned):
+        each.memory.read_numbers()
+    assert (fresh.memory.not_finite, poisoned.memory.not_finite) == (False, True)
+
+
 @pytest.mark.thorough(besides=["cake"])
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", SETTINGS)
