@@ -183,11 +183,6 @@ def _check_with_stages(options: Any) -> None:
             "one scheduler scores its requests again",
         ),
         (
-            options.enable_mixed_chunk,
-            "--enable-mixed-chunk",
-            "such batches are not tested in stages",
-        ),
-        (
             options.enable_hierarchical_cache,
             "--enable-hierarchical-cache",
             "each stage would load entries at another moment",

@@ -152,6 +152,18 @@ def test_requests_in_flight_together_and_in_another_order(server, expected):
     assert_nothing_is_left(server)
 
 
+@pytest.mark.thorough
+def test_batches_of_both_kinds(model, files, expected):
+    """Chunks of prompts that are computed together with decode steps of other requests."""
+    mixing = stages(2)
+    mixing["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+    with start(model, files, **mixing, enable_mixed_chunk=True) as server:
+        found, retractions = answers(server, sorted(expected), alone=False)
+        assert found == expected
+        assert retractions > 3
+        assert_nothing_is_left(server)
+
+
 def test_what_requests_ask_besides(server):
     """Their own parameters and forced output, which only the last stage samples."""
     tokens, output = prompt(5, 150), prompt(6, 8)
@@ -261,9 +273,10 @@ POINTS = {
 
 
 @pytest.mark.thorough
-def test_what_fails_in_one_process_fails_for_one_request(model, files, expected, tmp_path):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_fails_in_one_process_fails_for_one_request(model, files, expected, tmp_path, mixed):
     """With stages of two ranks: others answer as alone, and the server goes on without leaks."""
-    faulty = stages(2, 2)
+    faulty = stages(2, 2) | {"enable_mixed_chunk": mixed}
     faults = {"stage": 1, "rank": 0, "points": POINTS}
     faulty["env"] |= {"PYTHONPATH": installed(tmp_path), VARIABLE: json.dumps(faults)}
     listed = list(requests())
