@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="--tp-size; on a CPU a core for each")
     parser.add_argument("--pp", type=int, default=1, help="--pp-size, of so many ranks each")
     parser.add_argument("--dp", type=int, default=1, help="--dp-size, of so many stages each")
+    parser.add_argument("--mixed", action="store_true", help="--enable-mixed-chunk")
     parser.add_argument("--pool", type=int, default=8000, help="--max-total-tokens")
     options = parser.parse_args()
     divided = {"dp": options.dp, "pp": options.pp, "tp": options.tp}
@@ -266,6 +267,7 @@ def main() -> None:
     flags = {
         "max_total_tokens": options.pool,
         "chunked_prefill_size": 256,
+        "enable_mixed_chunk": options.mixed,
         "skip_tokenizer_init": True,
         "enable_metrics": True,
     }
@@ -311,8 +313,10 @@ def main() -> None:
         )
         data["which differ of one rank"] = rounded
     several = {part: number for part, number in divided.items() if number > 1}
-    name = "_".join(["soak", *(f"{part}{number}" for part, number in several.items())])
-    title = " ".join(["Soak", *(f"--{part}-size {number}" for part, number in several.items())])
+    mixed = ["mixed"] * options.mixed
+    name = "_".join(["soak", *(f"{part}{number}" for part, number in several.items()), *mixed])
+    parts_of_title = [f"--{part}-size {number}" for part, number in several.items()]
+    title = " ".join(["Soak", *parts_of_title, *(["--enable-mixed-chunk"] * options.mixed)])
     report.publish(name, title, text, data, options.save)
     may_differ = 0 if parts == options.dp else ROUNDED * len(pairs)
     sys.exit(bool(different or leaks or len(rounded) > may_differ))
