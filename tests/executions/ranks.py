@@ -9,7 +9,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from kvpolicy.dsl.bind.bind import Bound
+from kvpolicy.dsl.data.result import Steps
+from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import Divided, Heads
+from moments import Moment, joined, kept
 
 PATIENCE = 60  # seconds that a rank waits for the others
 T = TypeVar("T")
@@ -76,3 +80,32 @@ def queries_of(heads: Heads, own: np.ndarray, at: int = 1) -> np.ndarray:
     """The queries that a policy sees on a rank, from `own`, the rank's with heads along `at`."""
     (whole,) = heads.queries([(torch.from_numpy(own), at)])
     return whole.numpy()
+
+
+def kept_by_ranks(
+    ranks: Ranks, bound: Bound, recording, steps: Steps, done: Callable = lambda: None, **more
+) -> list[Moment]:
+    """What all KV heads hold at each moment, after which the first rank calls `done`.
+
+    With more ranks than KV heads, ranks that hold the same KV head are checked to hold the same.
+
+    Args:
+        recording: q [L, H, N, D], k and v [L, G, N, D].
+        more: of each rank's program.
+    """
+    number, total = ranks.number, bound.shape.kv_heads
+
+    def work(rank: int) -> list[Moment]:
+        heads = ranks.heads(rank, total)
+        own = [divided(x, number, rank) for x in recording]
+        later = [divided(x, number, rank, 2) for x in steps]
+        own[0], later[0] = queries_of(heads, own[0]), queries_of(heads, later[0], 2)
+        program = TorchProgram(bound, heads=heads, **more)
+        return kept(bound, own, tuple(later), program, done if rank == 0 else lambda: None)
+
+    found = ranks.run(work)
+    holders = max(number // total, 1)
+    for i, each in enumerate(found):
+        same = found[i // holders * holders]
+        assert [held for held, _ in each] == [held for held, _ in same]
+    return joined(found[::holders])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.data.result import Result
 from kvpolicy.dsl.execute.apply import apply
+from kvpolicy.dsl.execute.prefill.run import Run
+from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.tools.agreement import difference
 
@@ -23,6 +28,19 @@ def tensors(rng, shape: Shape, tokens: int, steps: int, ties: bool = False):
     prompt = [made(layers, count, tokens, size) for count in (heads, kv, kv)]
     later = tuple(made(steps, layers, count, size) for count in (heads, kv, kv))
     return *prompt, later
+
+
+def in_chunks(program: TorchProgram, prompt, ends: Iterable[int]) -> Run:
+    """A run that has seen q, k and v of a prompt in chunks, all but the last of which end there."""
+    run = program.start(prompt[1].shape[2])
+    for layer in range(len(prompt[1])):
+        q, k, v = (torch.tensor(x[layer]) for x in prompt)
+        start = 0
+        for end in ends:
+            run.accumulate(layer, q[:, start:end], k[:, :end], v[:, :end])
+            start = end
+        run.observe(layer, q[:, start:], k, v)
+    return run
 
 
 def both(bound: Bound, q, k, v, steps=None, inv_freq=None) -> tuple[Result, Result]:

@@ -204,6 +204,15 @@ def together(stores: list[Store], number: int, *, leaves: bool = True) -> list[l
     return [[] for _ in stores] if staying is None else finished(staying, stores)
 
 
+def groups(stores: list[Store], number: int, *, leaves: bool = True) -> list[list[Store]]:
+    """Stores that can be taken together through `number` steps; their widths may differ."""
+    found: dict[tuple, list[Store]] = {}
+    for each in stores:
+        *same, _ = each.memory.joint_key(number, leaves=leaves)
+        found.setdefault(tuple(same), []).append(each)
+    return list(found.values())
+
+
 def finished(staying: Staying, stores: list[Store]) -> list[list[Choice]]:
     """Stores the entries of each request that stay; returns its choices by layer."""
     made = []

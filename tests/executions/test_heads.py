@@ -7,7 +7,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from agreement import stretches
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.planned.steps import Steps
@@ -20,10 +19,10 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.kernels.table import REFERENCE
 from kvpolicy.kernels.table_triton import TRITON
-from ranks import Ranks, divided, queries_of
+from moments import assert_same_moments, kept
+from ranks import Ranks, kept_by_ranks
 from recordings import tensors
 from shipped_policies import shipped_program
-from stores import Store
 
 SHAPE = (4, 8, 4, 8)  # L, H, G, D
 STEPS, EVERY = 9, 3
@@ -55,38 +54,6 @@ def bound_to(name):
     return bind(program, ModelShape(*SHAPE), small | SETTINGS.get(name, {}), fold_interval=EVERY)
 
 
-def kept(bound, recording, steps, program, done=lambda: None):
-    """Positions in every list after the prefill and each fold, after which `done` is called.
-
-    If entries merge, also their keys and values.
-    """
-    if bound.folded.decode is None:
-        found = [_alone(bound, recording, program)]
-        done()
-        return found
-    store = Store(bound, recording, steps, program=program)
-    done()
-    merges = any(each.merge is not None for each in (bound.folded.prefill, bound.folded.decode))
-    found = [(store.held(), store.vectors() if merges else [])]
-    for number in stretches(bound, store.memory.prompt, len(steps[0])):
-        store.follow(number)
-        found.append((store.held(), store.vectors() if merges else []))
-        done()
-    return found
-
-
-def _alone(bound, recording, program):
-    from kvpolicy.dsl.execute.apply import prefilled
-
-    made = prefilled(program, *recording)
-    kept = made.run.finish()
-    held = [[made.chosen[own].tolist() for own in layer] for layer in kept]
-    if bound.folded.prefill.merge is None:
-        return held, []
-    stored = zip(kept, *zip(*made.vectors, strict=True), strict=True)
-    return held, [[(k[i, own], v[i, own]) for i, own in enumerate(layer)] for layer, k, v in stored]
-
-
 def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
     """Checks `number` ranks against one; returns bytes per exchange, of the prompt and of folds.
 
@@ -95,40 +62,10 @@ def assert_same(bound, tokens, number, seed, ties=False, shape=SHAPE, **more):
     *recording, steps = tensors(np.random.default_rng(seed), shape, tokens, STEPS, ties=ties)
     whole = kept(bound, recording, steps, TorchProgram(bound, **more))
     ranks, ends = Ranks(number), [0]
-
-    def work(rank):
-        heads = ranks.heads(rank, shape[2])
-        own = [divided(x, number, rank) for x in recording]
-        later = [divided(x, number, rank, 2) for x in steps]
-        own[0], later[0] = queries_of(heads, own[0]), queries_of(heads, later[0], 2)
-        done = (lambda: ends.append(len(ranks.sent))) if rank == 0 else lambda: None
-        return kept(bound, own, tuple(later), TorchProgram(bound, heads=heads, **more), done)
-
-    found = ranks.run(work)
-    holders = max(number // shape[2], 1)
-    for i, each in enumerate(found):
-        same = found[i // holders * holders]
-        assert [held for held, _ in each] == [held for held, _ in same]
-    found = found[::holders]
-    for moment, (held, vectors) in enumerate(whole):
-        assert _joined(x[moment][0] for x in found) == held, f"at moment {moment}"
-        of_ranks = _joined(x[moment][1] for x in found)
-        assert [len(each) for each in of_ranks] == [len(each) for each in vectors]
-        # Only in which order numbers were added up is another one.
-        for one, other in zip(_rows_of(of_ranks), _rows_of(vectors), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert {len(each) for each in found} == {len(whole)}
+    done = lambda: ends.append(len(ranks.sent))  # noqa: E731
+    assert_same_moments(kept_by_ranks(ranks, bound, recording, steps, done, **more), whole)
     prompt, *folds = (ranks.sent[i:j] for i, j in itertools.pairwise(ends))
     return prompt, folds
-
-
-def _joined(parts):
-    """The lists of all ranks, joined layer by layer."""
-    return [list(itertools.chain.from_iterable(each)) for each in zip(*parts, strict=True)]
-
-
-def _rows_of(vectors):
-    return [x for layer in vectors for heads in layer for x in heads]
 
 
 TENSORS = (

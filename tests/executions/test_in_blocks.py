@@ -12,7 +12,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
-from recordings import both, tensors
+from recordings import both, in_chunks, tensors
 from shipped_policies import shipped_program
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,10 +42,8 @@ def bound(score: str, queries: str, update: str = "heat + sum[group, query](attn
     return bind(load(Source("a-test.yaml", text)).require(), ModelShape(*SHAPE))
 
 
-def scores(each, q, k, v) -> torch.Tensor:
-    run = TorchProgram(each, report=True).start(k.shape[2])
-    for layer in range(len(k)):
-        run.observe(layer, *(torch.tensor(x[layer]) for x in (q, k, v)))
+def scores(each, *prompt) -> torch.Tensor:
+    run = in_chunks(TorchProgram(each, report=True), prompt, ())
     run.finish()
     return torch.stack([torch.as_tensor(x.data) for x in run.result(each.lowered.prefill.score)])
 
@@ -135,19 +133,8 @@ def test_chunks_are_one_prefill(update, cuts):
     q, k, v = tensors(np.random.default_rng(2), SHAPE, 23, 0)[:3]
     program = TorchProgram(each, report=True)
     assert program.accumulates
-    run = program.start(23)
-    for layer in range(SHAPE[0]):
-        own = [torch.tensor(x[layer]) for x in (q, k, v)]
-        start = 0
-        for end in cuts:
-            run.accumulate(layer, own[0][:, start:end], own[1][:, :end], own[2][:, :end])
-            start = end
-        run.observe(layer, own[0][:, start:], *own[1:])
-    kept = torch.stack(run.finish())
-    alone = program.start(23)
-    for layer in range(SHAPE[0]):
-        alone.observe(layer, *(torch.tensor(x[layer]) for x in (q, k, v)))
-    assert torch.equal(kept, torch.stack(alone.finish()))
+    run, alone = (in_chunks(program, (q, k, v), ends) for ends in (cuts, ()))
+    assert torch.equal(torch.stack(run.finish()), torch.stack(alone.finish()))
     for one, other in zip(
         *(x.result(each.lowered.prefill.score) for x in (run, alone)), strict=True
     ):

@@ -19,7 +19,7 @@ from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from shipped_policies import shipped_program
-from stores import TABLE, Store, assert_alike, begun, states_of, together
+from stores import TABLE, Store, assert_alike, begun, groups, states_of, together
 
 pytestmark = pytest.mark.interpreted
 
@@ -66,15 +66,6 @@ def requests(bound, prompts=PROMPTS, program=None, **more):
     return made
 
 
-def groups(stores, number, leaves=True):
-    """Stores that can be taken together; their widths may differ."""
-    found = {}
-    for each in stores:
-        *same, _ = each.memory.joint_key(number, leaves=leaves)
-        found.setdefault(tuple(same), []).append(each)
-    return list(found.values())
-
-
 def same_vectors(one, other):
     """Checks vectors; merged rows are rounded, and their sums may be in another order."""
     for heads, others in zip(one.vectors(), other.vectors(), strict=True):
@@ -106,7 +97,7 @@ def test_each_gets_what_it_gets_alone(name):
     for turn, number in enumerate((3, 1, 16, 5)):
         leaves = turn != 1 or name not in ("h2o", "vatp")
         chosen = [each.follow(number, leaves=leaves) for each in plain]
-        found = groups(crowd[:: -1 if turn % 2 else 1], number, leaves)
+        found = groups(crowd[:: -1 if turn % 2 else 1], number, leaves=leaves)
         assert len(found) == (WINDOWS if name == "pyramidinfer" else 1)
         for own in found:
             together(own, number, leaves=leaves)

@@ -10,7 +10,6 @@ from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.check.policy import load
-from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.source import Source
@@ -18,6 +17,7 @@ from kvpolicy.dsl.tools.trial_cases import sampled
 from kvpolicy.kernels.table import REFERENCE
 from recordings import tensors
 from shipped_policies import shipped_program
+from stages import Stage, observed
 from stores import TABLE, Store, assert_alike, begun
 
 pytestmark = pytest.mark.interpreted
@@ -65,41 +65,6 @@ def bound_of(policy, **given):
     return bind(policy.require(), ModelShape(*SHAPE), given)
 
 
-class Stage(TorchProgram):
-    """A stage's program that gets the exchanged numbers of all stages."""
-
-    def start(self, prompt):
-        run = super().start(prompt)
-        finish = run.finish
-
-        def heard(**options):
-            if self.exchanged:
-                run.take_layer_numbers(self.numbers)
-            return finish(**options)
-
-        run.finish = heard
-        return run
-
-    @classmethod
-    def all(cls, bound, prompt, **options):
-        """The programs of the stages in `APART`, for a prompt with q, k and v of all layers."""
-        made = [cls(bound, layers=layers, **options) for layers in APART]
-        numbers = None
-        if made[0].exchanged:
-            runs = (observed(TorchProgram(bound, layers=x.layers, **options), prompt) for x in made)
-            numbers = torch.cat([run.layer_numbers() for run in runs])
-            assert numbers.shape == (5, len(made[0].exchanged), 3)
-            assert (numbers >= 0).all()
-        for each in made:
-            each.numbers = numbers
-        return made
-
-
-def observed(program, prompt):
-    q, k, v = (torch.as_tensor(x) for x in prompt)
-    return drive(program, k.shape[2], InPools(q, k.transpose(1, 2), v.transpose(1, 2))).run
-
-
 def prompt_of(shape, tokens=TOKENS):
     return tensors(np.random.default_rng(3), shape, tokens, 0)[:3]
 
@@ -123,7 +88,7 @@ def test_stages_with_tensors_of_the_model(keep):
     prompt = prompt_of(SHAPE)
     whole = kept(TorchProgram(bound), prompt)
     assert not whole.all()
-    parts = [kept(program, prompt) for program in Stage.all(bound, prompt)]
+    parts = [kept(program, prompt) for program in Stage.all(bound, prompt, APART)]
     assert torch.equal(torch.cat(parts), whole)
     assert int(whole.sum()) == max_entries(bound, TOKENS)
 
@@ -137,7 +102,10 @@ def test_stages_keep_what_the_whole_model_keeps(name, deferred):
     whole = kept(TorchProgram(bound, deferred_bytes=deferred), prompt)
     keeps_all = name == "vatp-snapkv" or keep_of(bound.folded.prefill).op == "all"
     assert keeps_all or not whole.all()
-    programs, most = Stage.all(bound, prompt, deferred_bytes=deferred), Bounds(bound, TOKENS).kept
+    programs, most = (
+        Stage.all(bound, prompt, APART, deferred_bytes=deferred),
+        Bounds(bound, TOKENS).kept,
+    )
     for layers, program in zip(APART, programs, strict=True):
         part = kept(program, prompt)
         assert torch.equal(part, whole[layers.start : layers.stop])
@@ -151,7 +119,7 @@ def test_stages_that_score_their_layers_together_keep_the_same(name):
     bound = bind(shipped_program(name), ModelShape(*LARGE), SETTINGS[name])
     prompt = prompt_of(LARGE)
     whole = kept(TorchProgram(bound), prompt)
-    programs = Stage.all(bound, prompt, kernels=TABLE, keys_stay=True)
+    programs = Stage.all(bound, prompt, APART, kernels=TABLE, keys_stay=True)
     assert programs[0].layers_together(TOKENS) > 1
     parts = [kept(program, prompt) for program in programs]
     assert torch.equal(torch.cat(parts), whole)
@@ -165,7 +133,7 @@ def test_every_stage_knows_how_many_entries_all_layers_keep(name, tokens, lenien
     given = COMPARING[name] | ({"lenient": "true"} if name == "cake" and lenient else {})
     bound, prompt = bound_of(load(name), **given), prompt_of(SHAPE, tokens)
     whole = kept(TorchProgram(bound), prompt)
-    for program in Stage.all(bound, prompt):
+    for program in Stage.all(bound, prompt, APART):
         run = observed(program, prompt)
         run.finish()
         assert [[n, n] for n in run.entries_kept()] == whole.sum(-1).tolist()
@@ -197,7 +165,7 @@ def test_layers_are_compared_in_stages_as_in_one_process(text):
     assert why_not_apart(bound) is None
     whole = kept(TorchProgram(bound), prompt)
     assert not whole.all()
-    for program in Stage.all(bound, prompt):
+    for program in Stage.all(bound, prompt, APART):
         assert program.exchanged
         run = observed(program, prompt)
         layers = program.layers
@@ -224,7 +192,7 @@ def request(bound, program):
 def of_stages(bound, **options):
     """Stores of all stages."""
     prompt = tensors(np.random.default_rng(3), LARGE, TOKENS, 40)[:3]
-    return [request(bound, program) for program in Stage.all(bound, prompt, **options)]
+    return [request(bound, program) for program in Stage.all(bound, prompt, APART, **options)]
 
 
 def decoded_apart(bound, table):
