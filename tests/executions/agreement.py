@@ -1,8 +1,8 @@
 """Compares every execution of a policy: interpreter, torch program, and decode steps as served.
 
 Steps up to a fold are taken at once (`follow_together`), for all layers together or layer by layer.
-All executions must keep the entries that the interpreter keeps, no more than `max_entries` allows,
-and exactly as many as `known_counts` where that gives a number.
+All executions must keep the entries that the interpreter keeps, and these must be what binding
+claims of them (`claims.py`).
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -14,9 +14,8 @@ from functools import cache
 from unittest.mock import patch
 
 import numpy as np
+from claims import assert_claims
 from kvpolicy.dsl.bind.bind import Bound, bind
-from kvpolicy.dsl.bind.bounds import max_entries
-from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.result import Result, Steps
 from kvpolicy.dsl.execute.planned.steps import Steps as DecodeSteps
@@ -73,11 +72,7 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
         AssertionError: an execution differs.
     """
     expected, _ = both(bound, q, k, v, steps, frequencies(k.shape[-1]))
-    kept, most = sum(int(x.sum()) for x in expected.kept), max_entries(bound, k.shape[2])
-    assert kept <= most, f"{kept} entries are kept, at most {most} were promised"
-    numbers = known_counts(bound, k.shape[2])
-    if numbers is not None:
-        assert [set(x.sum(1)) for x in expected.kept] == [{number} for number in numbers]
+    assert_claims(bound, k.shape[2], expected)
     if bound.folded.decode is not None:
         _assert_served(Store(bound, (q, k, v), steps), expected)
         # Again with all layers at once where possible, as if kernels read keys and values.
@@ -89,12 +84,17 @@ def agree(bound: Bound, q: np.ndarray, k: np.ndarray, v: np.ndarray, steps: Step
 def _assert_served(store: Store, expected: Result) -> None:
     for number in stretches(store.memory.bound, store.memory.prompt, len(expected.steps)):
         store.follow(number)
-        result = expected.steps[store.done - 1]
-        assert store.held() == result.kept, f"served, after step {store.done}"
-        for own, other in zip(store.vectors(), result.merged or [], strict=False):
-            for one, two in zip(own, other, strict=True):
-                for x, y in zip(one, two, strict=True):
-                    np.testing.assert_allclose(x, y, rtol=3e-7, atol=1e-7)
+        assert_stored(store, expected)
+
+
+def assert_stored(store: Store, expected: Result) -> None:
+    """Checks that a store holds what the interpreter's result has after as many steps."""
+    result = expected.steps[store.done - 1]
+    assert store.held() == result.kept, f"served, after step {store.done}"
+    for own, other in zip(store.vectors(), result.merged or [], strict=False):
+        for one, two in zip(own, other, strict=True):
+            for x, y in zip(one, two, strict=True):
+                np.testing.assert_allclose(x, y, rtol=3e-7, atol=1e-7)
 
 
 def stretches(bound: Bound, prompt: int, steps: int) -> Iterator[int]:

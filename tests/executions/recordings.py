@@ -30,8 +30,12 @@ def tensors(rng, shape: Shape, tokens: int, steps: int, ties: bool = False):
     return *prompt, later
 
 
-def in_chunks(program: TorchProgram, prompt, ends: Iterable[int]) -> Run:
-    """A run that has seen q, k and v of a prompt in chunks, all but the last of which end there."""
+def in_chunks(program: TorchProgram, prompt, ends: Iterable[int], singly: int = 0) -> Run:
+    """A run that has seen q, k and v of a prompt in chunks, all but the last of which end there.
+
+    Args:
+        singly: number of last queries that are read not only in sums over all.
+    """
     run = program.start(prompt[1].shape[2])
     for layer in range(len(prompt[1])):
         q, k, v = (torch.tensor(x[layer]) for x in prompt)
@@ -39,7 +43,7 @@ def in_chunks(program: TorchProgram, prompt, ends: Iterable[int]) -> Run:
         for end in ends:
             run.accumulate(layer, q[:, start:end], k[:, :end], v[:, :end])
             start = end
-        run.observe(layer, q[:, start:], k, v)
+        run.observe(layer, q[:, max(0, min(start, q.shape[1] - singly)) :], k, v)
     return run
 
 

@@ -31,7 +31,7 @@ from random import Random
 # For helpers that compare executions.
 sys.path += [str(Path(__file__).parents[1] / x) for x in ("", "fuzz", "executions", "sglang_ext")]
 
-import both_executions
+import every_execution
 import judge
 import kvpolicy.dsl
 import mutants
@@ -84,7 +84,7 @@ def outcome(text: str, kind: str, seed: str) -> str:
         return "refused"
     if Random(f"{seed}:executed").random() >= EXECUTED.get(kind, 1):
         return "accepted"
-    return {"refused": "not bound"}.get(found := both_executions.executed(checked, seed), found)
+    return {"refused": "not bound"}.get(found := every_execution.executed(checked, seed), found)
 
 
 def signature(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Executes an accepted policy by the interpreter, by the torch program and as served.
+"""Executes an accepted policy in every way, and compares what is kept and what binding claims.
 
 Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt, D head size, T steps.
 """
@@ -11,19 +11,25 @@ from random import Random
 
 import numpy as np
 from agreement import agree, frequencies
+from claims import assert_claims
 from judge import Wrong, limited, worded
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import Checked
 from kvpolicy.dsl.interpret.interpreter import interpret
 from kvpolicy.dsl.ir.nodes import ModelShape, Param, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
+from kvpolicy.dsl.tools.trial_cases import sampled
 from noise import rounded_otherwise
 from recordings import Shape, assert_same, tensors
+from ways import WAYS, Executed
 
 RUN_SECONDS = 60
-SHAPES: tuple[Shape, ...] = ((2, 4, 2, 4), (2, 2, 2, 3), (3, 4, 1, 4), (1, 6, 3, 2), (2, 2, 1, 2))
+SHAPES: tuple[Shape, ...] = (
+    (2, 4, 2, 4), (2, 2, 2, 3), (3, 4, 1, 4), (1, 6, 3, 2), (2, 2, 1, 2), (4, 4, 2, 4),
+    (5, 8, 4, 2), (1, 1, 1, 1),
+)  # fmt: skip
 LENGTHS = (9, 1, 6, 13, 2, 5)
-STEPS = 3
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,10 @@ class Case:
 
     def bound(self, program: Program) -> Bound | None:
         """The policy for this case, or with its defaults; None if neither is accepted."""
+        size = ModelShape(*self.shape)
         for settings in (self.settings, {}):
             try:
-                return bind(program, ModelShape(*self.shape), settings, fold_interval=self.every)
+                return bind(sampled(program, size), size, settings, fold_interval=self.every)
             except PolicyError as error:
                 worded(error)
         return None
@@ -91,14 +98,14 @@ def _setting(random: Random, param: Param, layers: int) -> str:
 
 
 def executed(checked: Checked, seed: str) -> str:
-    """Runs an accepted policy by every execution and compares them.
+    """Runs an accepted policy in every way, and compares what is kept.
 
     Returns:
         "agreed"; "unserved" if it uses features that are not served; "refused" if its parameters
         are; "unstable" if executions differ only as rounding errors decide.
 
     Raises:
-        Wrong: executions differ.
+        Wrong: executions differ, or binding has claimed something else.
         Exception: an execution raises it.
     """
     if checked.unserved:
@@ -110,22 +117,41 @@ def executed(checked: Checked, seed: str) -> str:
         return "refused"
     with limited(RUN_SECONDS), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        q, k, v, steps = case.tensors()
         try:
-            agree(bound, *case.tensors())
+            result = agree(bound, q, k, v, steps)
+            it = Executed.of(bound, [q, k, v], steps, result, Random(case.seed), case.ties)
         except AssertionError as error:
-            if _is_unstable(bound, case):
-                return "unstable"
-            raise Wrong(f"{case}: {error}") from error
+            return _differs(error, case, bound, (q, k, v, steps))
+        for other in it.others:
+            assert_claims(bound, other.tokens, other.result)
+        for way in WAYS:
+            try:
+                way(it)
+            except AssertionError as error:
+                each = [(*x.prompt, x.steps) for x in (it, *it.others)]
+                return _differs(error, case, bound, *each, way=way.__name__)
     return "agreed"
 
 
-def _is_unstable(bound: Bound, case: Case) -> bool:
+def _differs(error: AssertionError, case: Case, bound: Bound, *recordings, way: str = "") -> str:
+    """ "unstable" if rounding errors decide what is kept of some tensors.
+
+    Raises:
+        Wrong: they do not.
+    """
+    if any(_is_unstable(bound, recording) for recording in recordings):
+        return "unstable"
+    raise Wrong(f"{case}: {way} {error}") from error
+
+
+def _is_unstable(bound: Bound, recording: tuple) -> bool:
     """Whether the interpreter's own result changes with other rounding errors."""
-    inv_freq = frequencies(case.shape[3])
-    plain = interpret(bound, *case.tensors(), inv_freq)
+    inv_freq = frequencies(bound.shape.head_dim)
+    plain = interpret(bound, *recording, inv_freq)
     for seed in range(4):
         with rounded_otherwise(seed):
-            other = interpret(bound, *case.tensors(), inv_freq)
+            other = interpret(bound, *recording, inv_freq)
         try:
             assert_same(plain, other)
         except AssertionError:
