@@ -18,7 +18,7 @@ from kvpolicy.dsl.execute.program import TorchProgram
 from stores import Rows, Store
 
 Held = list[list[list[int]]]
-# Positions [L][G] in the recording; keys and values [L][G], none if the policy changes no vectors.
+# Positions [L][G] in the recording; keys and values [L][G], none if nothing has changed vectors.
 Moment = tuple[Held, list[list[Rows]]]
 
 
@@ -82,7 +82,7 @@ def assert_same_moments(found: list[Moment], wanted: list[Moment], tolerance: fl
     """Checks for the same entries at every moment, and the same vectors up to rounding."""
     for moment, (own, other) in enumerate(zip(found, wanted, strict=True)):
         assert own[0] == other[0], f"at moment {moment}: {own[0]} instead of {other[0]}"
-        if not own[1]:
+        if not (own[1] and other[1]):
             continue
         assert [len(each) for each in own[1]] == [len(each) for each in other[1]]
         for x, y in zip(_rows(own[1]), _rows(other[1]), strict=True):

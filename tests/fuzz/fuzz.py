@@ -42,7 +42,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parents[2]
 BLOCK = 250  # texts in one task of a process
 # Texts of each kind among 20.
-MIX = {"characters": 9, "words": 7, "expressions": 2, "sections": 1, "made": 1}
+MIX = {"characters": 8, "words": 6, "expressions": 2, "sections": 1, "made": 3}
 CYCLE = [kind for kind, number in MIX.items() for _ in range(number)]
 # Share of accepted texts that is executed, else 1: many changed texts mean the same policy.
 EXECUTED = {"characters": 0.1, "words": 0.5}
