@@ -295,7 +295,7 @@ class _File:
             "{other}": lambda: random.choice(
                 ("recent(3)", "sinks(2)", "top(score, 3)", "top(-position, 2)", "recent(1)")
             ),
-            "{truth}": lambda: self.truth(self._some(axes), 1),
+            "{truth}": lambda: self.truth(random.choice((SCALAR, self._some(axes))), 1),
             "{truths}": lambda: self.truth(axes | {"group"}, 1),
             "{number}": lambda: self.new_expression(self._some(axes & {"kv"}), 1),
             "{scalar}": lambda: f"({self.number(SCALAR, 1)})",
