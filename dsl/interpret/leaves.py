@@ -14,10 +14,14 @@ from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
 
 
+def _of_each_head(e: Values, x: Array, layer: int) -> Array:
+    """A value; per token, each KV head has its own where they hold different entries."""
+    alike = "token" not in x.axes or "kv" in x.axes or not e.layers[layer].ragged
+    return x if alike else e.spread(x, ("kv", *x.axes), layer)
+
+
 def _per_token(e: Values, data: np.ndarray, layer: int) -> Array:
-    """A value [token]; where KV heads hold different entries, each head has its own."""
-    x = Array.of(("token",), data)
-    return e.spread(x, ("kv", "token"), layer) if e.layers[layer].ragged else x
+    return _of_each_head(e, Array.of(("token",), data), layer)
 
 
 def position(e: Values, node: Node, layer: int) -> Array:
@@ -97,7 +101,8 @@ def uniform(e: Values, node: Node, layer: int) -> Array:
 def state(e: Values, node: Node, layer: int) -> Array:
     """Before this step inside its own `next`, after it elsewhere."""
     name = name_of(node)
-    return e.before(name, layer) if name == e.updating else e.state(name, layer)
+    x = e.before(name, layer) if name == e.updating else e.state(name, layer)
+    return _of_each_head(e, x, layer)
 
 
 def data(e: Values, node: Node, layer: int) -> Array:

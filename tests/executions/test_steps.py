@@ -94,6 +94,22 @@ def test_sums_of_random_numbers_are_of_one_layer():
     assert (expected.kept[0] != expected.kept[1]).any()
 
 
+@pytest.mark.parametrize("score", ["-softmax[token](heat)", "position * sum[token](heat)"])
+def test_what_heads_remember_together_is_read_at_the_entries_that_each_holds(score):
+    """As all that is per token: where a head does not hold one, its values are absent."""
+    text = (
+        "policy: shared\nlanguage: 1\nstate:\n"
+        "  heat: heat + mean[kv](sum[group, query](attn(new)))\n"
+        f"score: {score} + 0 * norm1[dim](key)\nbudget: 1\n"
+        "keep: new then top[kv, token](score, 7) then top[kv, token](score)\n"
+        "decode: {when: prompt > 5}\n"
+    )
+    bound = bind(load(Source("shared.yaml", text)).require(), ModelShape(*SHAPES[3]))
+    prompt = tensors(np.random.default_rng(11), SHAPES[3], 13, 4)
+    expected, _ = both(bound, *prompt, frequencies(SHAPES[3], 11))
+    assert any(set(layer[0]) != set(layer[1]) for layer in expected.steps[-1].kept)
+
+
 def test_heads_hold_different_tokens():
     """The comparison above is not empty: heads differ, states follow, tokens leave."""
     bound = bind(shipped_program("h2o"), ModelShape(3, 4, 2, 8), {"heavy": "4", "window": "3"})
