@@ -81,27 +81,42 @@ class Bounds:
     def is_exact(self, node: Node) -> bool:
         """Whether `size` of a token set is exactly its number of entries: no data decide it.
 
-        That holds for tops with static counts, and for what fills a static budget after them.
+        That holds for tops with static counts, and for what fills a static budget that no KV head
+        exceeds before. What heads or layers compete for is known in total only, so nothing is known
+        of a top after it.
         """
         if any(low < high for low, high in self._lengths):
             return False
         if node.op == "fill":
             score, taken_set, budget = filling(node)
-            is_known = self._numbers.is_static(budget) and self.is_exact(taken_set)
-            return is_known and present_outside(score, taken_set)
+            is_known = self._numbers.is_static(budget) and self._total(budget) < math.inf
+            holds = self._holds(self.size(taken_set), budget)
+            return is_known and holds and present_outside(score, taken_set)
         if node.op == "choose":
+            if self._numbers.is_constant(node.args[1]):
+                return all(map(self.is_exact, node.args[::2]))
             is_known = self._numbers.is_static(node.args[1]) or _differs_by_head(node)
-            return is_known and all(self.is_exact(x) for x in node.args[::2])
+            return is_known and all(map(self._is_exact_per_head, node.args[::2]))
         if node.op == "or":
-            return chooses_after(*node.args) and all(self.is_exact(x) for x in node.args)
+            first, second = node.args
+            is_known = self._is_exact_per_head(first) and self.is_exact(second)
+            return is_known and chooses_after(first, second)
         if node.op == "top":
             x, number = node.args
             taken_set = x.args[1].args[0] if x.left_over else node
-            return self._numbers.is_static(number) and present_outside(x, taken_set)
+            is_known = self._numbers.is_static(number) and present_outside(x, taken_set)
+            return is_known and ("layer" not in node.axes or self._numbers.is_constant(number))
         if node.op == "not":
-            sort_axes = [part.axes for part in nodes_of(node.args) if part.operation.sorts]
-            return all(axes == ("token",) for axes in sort_axes) and self.is_exact(node.args[0])
+            return self._is_exact_per_head(node.args[0])
         return node.op in ("all", "truth")
+
+    def _holds(self, taken: Size, budget: Node) -> bool:
+        """Whether each KV head keeps its budget, which is never less than what it has taken."""
+        return all(self._numbers.of(budget, i)[0] >= most for i, most in enumerate(taken.head))
+
+    def _is_exact_per_head(self, node: Node) -> bool:
+        sort_axes = [part.axes for part in nodes_of([node]) if part.operation.sorts]
+        return all(axes == ("token",) for axes in sort_axes) and self.is_exact(node)
 
     def size(self, node: Node) -> Size:
         """Bounds on the entries of a token set, broadcast to every KV head."""
@@ -210,11 +225,9 @@ class Bounds:
         taken_size, layers = self.size(taken_set), range(self._layers)
         high = [max(0, self._numbers.of(budget, i)[1]) for i in layers]
         low = [self._numbers.of(budget, i)[0] for i in layers]
-        # Each head keeps max(taken, budget): the budget, where it is never less than what is taken.
-        holds = all(low[i] >= taken_size.head[i] for i in layers)
         sums = [self._heads_sum(budget, i) for i in layers]
         total = self._total(budget)
-        if not holds:
+        if not self._holds(taken_size, budget):  # each head keeps max(taken, budget)
             sums = [taken_size.layer[i] + (sums[i] if low[i] >= 0 else math.inf) for i in layers]
             total = taken_size.total + (total if min(low) >= 0 else math.inf)
         head = [max(taken_size.head[i], high[i]) for i in layers]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.entries import known_counts
+from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.data.result import Result
 from kvpolicy.dsl.execute.planned.steps import Steps
@@ -24,7 +25,8 @@ def assert_claims(bound: Bound, prompt: int, result: Result) -> None:
 
 def no_more_is_kept_than_promised(bound: Bound, prompt: int, result: Result) -> None:
     """Per KV head, per layer and in total."""
-    most, counts = Bounds(bound, prompt).kept, [own.sum(1).tolist() for own in result.kept]
+    bounds = Bounds(bound, prompt)
+    most, counts = bounds.kept, [own.sum(1).tolist() for own in result.kept]
     total = sum(map(sum, counts))
     for layer, own in enumerate(counts):
         assert max(own) <= most.head[layer], f"layer {layer}: {own}, not {most.head[layer]} each"
@@ -32,6 +34,8 @@ def no_more_is_kept_than_promised(bound: Bound, prompt: int, result: Result) -> 
     assert total <= most.total == max_entries(bound, prompt), (
         f"{total} entries are kept, at most {most.total} were promised"
     )
+    if bounds.is_exact(keep_of(bound.lowered.prefill)):
+        assert total == most.total, f"{total} entries are kept, not {most.total}"
 
 
 def numbers_of_entries_are_known(bound: Bound, prompt: int, result: Result) -> None:
