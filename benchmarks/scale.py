@@ -233,9 +233,10 @@ def arrives(served: Served, prompt: int) -> None:
 
 def of_lengths(options: argparse.Namespace) -> Rows:
     """Per policy and length: times of bound and cost of a request, and the forecast for a GPU."""
-    from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, bind
+    from kvpolicy.dsl.bind.bind import bind
     from kvpolicy.dsl.bind.gpu import GPUS
     from kvpolicy.dsl.bind.model_config import config_of
+    from kvpolicy.dsl.bind.named import FOLD_INTERVAL
     from kvpolicy.dsl.check.policy import load
     from kvpolicy.dsl.tools.cost import cost
     from kvpolicy.dsl.tools.forecast import Load, forecast, pool_of

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import report
 from gpu_host import SHARE
-from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
+from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, Gpu
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of, read_config
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.tools.cost import cost
 from kvpolicy.dsl.tools.forecast import Forecast, Load, forecast, pool_of

@@ -49,8 +49,6 @@ _ENVIRONMENTS = 2**4
 # Remembered results per method.
 _REMEMBERED = 2**12
 _MOST_QUERIES = 2**31  # more than any request has
-# Decode steps from one time that entries may leave to the next, unless a server is told otherwise.
-FOLD_INTERVAL = 16
 
 
 @dataclass(frozen=True)

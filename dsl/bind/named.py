@@ -1,4 +1,4 @@
-"""Policies and values of their parameters as options name them: `NAME=PATH`, `NAME.rate=0.25`."""
+"""What options of servers and of commands share: `NAME=PATH`, `NAME.rate=0.25`, and a default."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ OF_NAMES = (
     "a name has at most 64 letters, digits, `@`, `.`, `_` and `-`, and begins with a letter or a "
     "digit"
 )
+# Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
+FOLD_INTERVAL = 16
 
 
 def name_and_path(value: str) -> tuple[str | None, str]:

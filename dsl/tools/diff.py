@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
+from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, max_entries
 from kvpolicy.dsl.bind.lengths import lengths
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.nodes import ModelShape, Program

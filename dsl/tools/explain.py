@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
+from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
 from kvpolicy.dsl.bind.gpu import GPUS, USUAL_GPU, Gpu
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL
 from kvpolicy.dsl.check.policy import Checked, load
 from kvpolicy.dsl.data.given import with_data
 from kvpolicy.dsl.ir.lower import Phase, Phases

@@ -20,9 +20,6 @@ from kvpolicy.sglang_ext.face.errors import Refused
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-# Decode steps from one fold to the next; docs/results/fold_interval.md has the measurement.
-DEFAULT_INTERVAL = 16
-
 # Percent of the time of a prefill of the model's context length that a policy may take.
 DEFAULT_COST = 50
 
@@ -239,7 +236,7 @@ INTERVAL = ValueOption(
     "--kv-policy-fold-interval",
     "SGLANG_KV_POLICY_FOLD_INTERVAL",
     "Decode steps between two folds, at which entries leave, for policies without "
-    f"`decode.when`. Default {DEFAULT_INTERVAL}.",
+    f"`decode.when`. Default {named.FOLD_INTERVAL}.",
     metavar="STEPS",
 )
 KERNEL_CHOICE = ValueOption(
@@ -423,7 +420,7 @@ def fold_interval() -> int:
         Refused: it is not a whole number from 1 on.
     """
     interval = INTERVAL.whole(1)
-    return DEFAULT_INTERVAL if interval is None else interval
+    return named.FOLD_INTERVAL if interval is None else interval
 
 
 @_reads(COST)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvpolicy.dsl.bind.bind import FOLD_INTERVAL, Bound, bind
+from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.bind.gpu import GPUS, MATRIX_REACHED, MEMORY_REACHED
 from kvpolicy.dsl.bind.model_config import ModelConfig, config_of
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.tensors.kernels import installed
 from kvpolicy.dsl.syntax.library import shipped

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from kvpolicy.dsl.bind import parameters
-from kvpolicy.dsl.bind.bind import FOLD_INTERVAL
 from kvpolicy.dsl.bind.model_config import ModelConfig
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.kernels.launch import tuned
@@ -353,7 +353,7 @@ def test_the_fold_interval_reaches_the_policies(files, monkeypatch):
         file.write("decode: same\n")
     options.export(parse("--kv-policy", path))
     (policy,) = policy_files.load_policies([path], [])
-    assert policy.bind(SHAPE).fold_interval == options.DEFAULT_INTERVAL == FOLD_INTERVAL
+    assert policy.bind(SHAPE).fold_interval == FOLD_INTERVAL
     options.export(parse("--kv-policy-fold-interval", "3"))
     bound = policy.bind(SHAPE)
     assert [step for step in range(1, 10) if bound.leaves_at(step, 50)] == [3, 6, 9]
