@@ -481,8 +481,3 @@ def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -
         ])  # fmt: skip
     finite = all(x.finite for x in parts)
     return Value(data, axes, mask, axes if mask is not None else (), finite=finite)
-
-
-def without_heads(x: Value) -> Value:
-    """A value that all KV heads of a layer share, without the axis `kv`."""
-    return replace(x, data=x.tensor[0], axes=x.axes[1:]) if x.axes[:1] == ("kv",) else x

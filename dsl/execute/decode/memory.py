@@ -21,12 +21,11 @@ from kvpolicy.dsl.execute.decode.lists import (
     RequestBlock,
     listed,
     padded,
-    without_heads,
 )
 from kvpolicy.dsl.execute.layer.choice import Held
 from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.execute.prefill.run import Run
-from kvpolicy.dsl.execute.tensors.values import Value, as_tensor, union
+from kvpolicy.dsl.execute.tensors.values import Value, as_tensor, union, without_heads
 
 
 @dataclass(frozen=True)

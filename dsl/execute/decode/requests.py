@@ -36,14 +36,13 @@ from kvpolicy.dsl.execute.decode.lists import (
     listed,
     padded,
     tally_gathered_later,
-    without_heads,
 )
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.layer.choice import Choice, Rows, shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, spread
 from kvpolicy.dsl.execute.layer.merge import Merging
 from kvpolicy.dsl.execute.tensors.kernels import Entries
-from kvpolicy.dsl.execute.tensors.values import PER_ENTRY, Value
+from kvpolicy.dsl.execute.tensors.values import PER_ENTRY, Value, without_heads
 from kvpolicy.dsl.ir.nodes import Node
 
 # From bool [B * L * G, M], the entries of each list, to the keys and values of all lists.

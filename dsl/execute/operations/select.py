@@ -19,6 +19,7 @@ from kvpolicy.dsl.execute.tensors.values import (
     repeated_along,
     sizes_of,
     union,
+    without_heads,
 )
 from kvpolicy.dsl.ir import counts
 from kvpolicy.dsl.ir.nodes import Node
@@ -66,11 +67,8 @@ def _ends(node: Node, frame: Frame, number: int) -> Value:
 def _top(frame: Frame, x: Value, count: Value, axes: tuple[str, ...]) -> Value:
     if "layer" in axes and "layer" in count.axes:
         return _top_of_each_layer(frame, x, count, axes)
-    if "kv" in axes and "kv" in count.axes:  # one number, remembered for each KV head
-        count = Value(
-            count.tensor.select(count.axes.index("kv"), 0),
-            tuple(axis for axis in count.axes if axis != "kv"),
-        )
+    if "kv" in axes:  # one number, though decode steps remember it for each KV head
+        count = without_heads(count)
     rest = tuple(axis for axis in x.axes if axis not in axes)
     number = count.data
     if isinstance(number, torch.Tensor):

@@ -413,6 +413,14 @@ def of_layer(x: Value, layer: int) -> Value:
     return replace(x, data=x.tensor[layer], axes=x.axes[1:], mask=mask, mask_axes=mask_axes)
 
 
+def without_heads(x: Value) -> Value:
+    """A value that all KV heads of a layer share, without the axis `kv`."""
+    if "kv" not in x.axes:
+        return x
+    dim = x.axes.index("kv")
+    return replace(x, data=x.tensor.select(dim, 0), axes=x.axes[:dim] + x.axes[dim + 1 :])
+
+
 def snapped(x: torch.Tensor) -> torch.Tensor:
     """`snap` of `ops/host.py` for tensors."""
     nearest = torch.round(2 * x) / 2
