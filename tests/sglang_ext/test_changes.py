@@ -87,18 +87,25 @@ def fleet(monkeypatch):
         assert manager is None
         return [each.handle(body) for each in reversed(schedulers)]
 
+    return reaching(change_policies, given, monkeypatch), schedulers
+
+
+def reaching(change_policies, given, monkeypatch):
+    """A catalog that asks a function instead of SGLang's manager."""
     monkeypatch.setattr(compat, "change_policies", change_policies)
     monkeypatch.setattr(compat, "dp_rank", lambda: None)
     monkeypatch.setattr(catalogs, "LOOK_EVERY", 0.001)
-    return Catalog(given, MODEL, 2048), schedulers
+    return Catalog(given, MODEL, 2048)
 
 
 def put(catalog, name, **settings):
     asyncio.run(asyncio.wait_for(catalog.put(None, name, TEXT, settings), 60))
 
 
-def test_a_change_reaches_every_scheduler(fleet):
-    catalog, schedulers = fleet
+@pytest.mark.parametrize("several", ["fleet", "stages"])
+def test_a_change_reaches_every_scheduler(request, several):
+    """Every stage takes up what all have prepared."""
+    catalog, schedulers = request.getfixturevalue(several)
     put(catalog, "third", capacity="20")
     put(catalog, "second", capacity="30")
     after = [("first", {}), ("second", {"capacity": "30"}), ("third", {"capacity": "20"})]
@@ -144,20 +151,7 @@ def stages(monkeypatch):
                 break
         return [answer]
 
-    monkeypatch.setattr(compat, "change_policies", change_policies)
-    monkeypatch.setattr(compat, "dp_rank", lambda: None)
-    monkeypatch.setattr(catalogs, "LOOK_EVERY", 0.001)
-    return Catalog(given, MODEL, 2048), [first, second]
-
-
-def test_all_stages_take_a_policy_up_that_all_have_prepared(stages):
-    catalog, schedulers = stages
-    put(catalog, "third", capacity="20")
-    put(catalog, "second", capacity="30")
-    after = [("first", {}), ("second", {"capacity": "30"}), ("third", {"capacity": "20"})]
-    assert [each.served() for each in schedulers] == [after, after]
-    asyncio.run(catalog.withdraw(None, "second"))
-    assert [each.served() for each in schedulers] == [[after[0], after[2]]] * 2
+    return reaching(change_policies, given, monkeypatch), [first, second]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
