@@ -313,11 +313,12 @@ def main() -> None:
         )
         data["which differ of one rank"] = rounded
     several = {part: number for part, number in divided.items() if number > 1}
-    mixed = ["mixed"] * options.mixed
-    name = "_".join(["soak", *(f"{part}{number}" for part, number in several.items()), *mixed])
-    parts_of_title = [f"--{part}-size {number}" for part, number in several.items()]
-    title = " ".join(["Soak", *parts_of_title, *(["--enable-mixed-chunk"] * options.mixed)])
-    report.publish(name, title, text, data, options.save)
+    name_parts = ["soak", *(f"{part}{number}" for part, number in several.items())]
+    title_parts = ["Soak", *(f"--{part}-size {number}" for part, number in several.items())]
+    if options.mixed:
+        name_parts.append("mixed")
+        title_parts.append("--enable-mixed-chunk")
+    report.publish("_".join(name_parts), " ".join(title_parts), text, data, options.save)
     may_differ = 0 if parts == options.dp else ROUNDED * len(pairs)
     sys.exit(bool(different or leaks or len(rounded) > may_differ))
 
