@@ -312,9 +312,9 @@ def bind(
     params = parameter_values(program, shape, overrides or {})
     tensors = tensors_of(program, shape)
     env = environment(shape, params)
-    diagnostics = does_not_fit(program, None, env)
+    diagnostics = does_not_fit(program, env)
     if diagnostics:
-        raise PolicyError(diagnostics, Source(program.name, ""))
+        raise PolicyError(diagnostics, program.file or Source(program.name, ""))
     sections = Sections(program.prefill, program.decode, program.propagate, program.share)
     folded = _needed(fold(sections, env, shape, tensors), program.report)
     static = Static(folded.propagate is not None)
@@ -334,7 +334,8 @@ def _check_shared(bound: Bound) -> None:
             else "there is no layer below"
         )
         message = f"`share.when` holds at layer {conflicts[0]}, but {reason}"
-        raise refused(bound.program.name, "share", message, "for example `layer % 2 == 1`")
+        when = None if bound.program.share is None else bound.program.share.when.span
+        raise bound.program.refused("share", message, when, "for example `layer % 2 == 1`")
 
 
 def _needed(folded: Sections, report: tuple[str, ...]) -> Sections:

@@ -83,7 +83,9 @@ def parameter_values(
     for name, param in program.params.items():
         problem = range_problem(param, values[name])
         if problem is not None:
-            raise refused(program.name, "range", problem)
+            if name in overrides:
+                raise refused(program.name, "range", problem)
+            raise program.refused("range", problem, param.default.span)
     _check_requires(program, shape, values)
     return values
 
@@ -153,4 +155,5 @@ def _check_requires(program: Program, shape: ModelShape, params: Mapping[str, Va
         names = sorted({node.symbol for node in condition.walk() if node.op == "param"})
         values = ", ".join(f"`{name}` is {shown(params[name])}" for name in names)
         message = f"policy `{program.name}` requires `{bare(written(condition))}`"
-        raise refused(program.name, "range", message + (f", but {values}" if values else ""))
+        message += f", but {values}" if values else ""
+        raise program.refused("range", message, condition.span)

@@ -9,6 +9,7 @@ exchange, so that these numbers of entries must follow from the exchanged ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.bind.entries import deciding_numbers
@@ -17,22 +18,33 @@ from kvpolicy.dsl.ir.nodes import Node, When, brackets
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, rules_roots, state_roots
 
 
-def why_not_apart(bound: Bound) -> str | None:
-    """Why stages cannot decide each for its own layers, as a clause; None: they can.
+class Obstacle(NamedTuple):
+    """Why stages cannot decide apart: a clause, and the value of the policy that is the cause."""
+
+    why: str
+    cause: Node
+
+
+def why_not_apart(bound: Bound) -> Obstacle | None:
+    """Why stages cannot decide each for its own layers; None: they can.
 
     They may have to exchange numbers: `exchanged`.
     """
     if bound.program.share is not None:
-        return "layers are stored in pairs (`share:`), and those of a pair may lie in two stages"
-    if bound.propagates:
-        return "tokens leave between layers (`propagate:`), and the next stage computes all of them"
+        why = "layers are stored in pairs (`share:`), and those of a pair may lie in two stages"
+        return Obstacle(why, bound.program.share.when)
+    if bound.folded.propagate is not None:
+        why = "tokens leave between layers (`propagate:`), and the next stage computes all of them"
+        return Obstacle(why, bound.folded.propagate.tokens)
     culprit = next((x for x in _read(bound) if _looks(x) and not _compares_numbers(x)), None)
     culprit = culprit or next((x for x in nodes_of(_decoding(bound)) if _looks(x)), None)
     if culprit is not None:
-        return f"`{culprit.op}{brackets(culprit.axes)}` looks at layers that lie in other stages"
+        looks = f"`{culprit.op}{brackets(culprit.axes)}`"
+        return Obstacle(f"{looks} looks at layers that lie in other stages", culprit)
     numbers = deciding_numbers(keep_of(bound.lowered.prefill))
     if exchanged(bound) and (numbers is None or not all(map(_is_number, numbers))):
-        return "layers are compared, and only its own data say how many entries a layer keeps then"
+        why = "layers are compared, and only its own data say how many entries a layer keeps then"
+        return Obstacle(why, keep_of(bound.folded.prefill))
     return None
 
 

@@ -206,7 +206,7 @@ class Typer:
             code = "merge" if where == "merge" else "phase"
             raise self.error(code, f"`{builtin.name}` {reason}", expr.span, help)
         if builtin.unserved:
-            self.scope.unserved(f"`{builtin.name}`")
+            self.scope.note_unserved(f"`{builtin.name}`", self.span(expr))
         return self.at_dropped(self.leaf(builtin, self.span(expr)))
 
     def leaf(self, builtin: Builtin, span: Span) -> Node:

@@ -12,14 +12,11 @@ from kvpolicy.dsl.syntax.diagnostics import Diagnostic
 from kvpolicy.dsl.syntax.source import Source, Span
 
 
-def does_not_fit(
-    program: Program, source: Source | None, env: Mapping[str, Value]
-) -> list[Diagnostic]:
+def does_not_fit(program: Program, env: Mapping[str, Value]) -> list[Diagnostic]:
     """Diagnostics for every selection that takes more than its budget.
 
     Args:
         program: a checked policy.
-        source: its text, for the messages; None if it is unknown.
         env: as of `host.evaluate`. With `layers`, every layer is tested. Selections that depend on
             values it lacks are skipped.
     """
@@ -37,7 +34,7 @@ def does_not_fit(
         if budget is None or keep is None:
             continue
         for branch in _branches(keep):
-            problem = _problem(budget, branch, source, env)
+            problem = _problem(budget, branch, program.file, env)
             if problem is not None:
                 diagnostics.append(problem)
     return diagnostics

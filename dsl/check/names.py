@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 from kvpolicy.dsl.ir.graph import Graph
+from kvpolicy.dsl.ir.head_tables import has_head_table
 from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.syntax.diagnostics import Diagnostic, on_one_line
 from kvpolicy.dsl.syntax.mappings import Item
@@ -116,7 +117,7 @@ class Names(ABC):
     Attributes:
         uses: what uses say about each parameter, from earlier passes too.
         propagates: whether the file has the section `propagate`.
-        not_served: features that cannot be served yet, in order.
+        unserved: features that cannot be served yet, in order, each at its first place.
         whole_maps: nodes with a value for every query and every token of the prompt.
         widths: pooling widths, with their places.
         counts: numbers of queries or layers that must be at least one.
@@ -128,7 +129,7 @@ class Names(ABC):
         self.propagates = propagates
         self.diagnostics: list[Diagnostic] = []
         self.graph = Graph()
-        self.not_served: dict[str, None] = {}
+        self.unserved: dict[str, Diagnostic] = {}
         self.whole_maps: set[Node] = set()
         self.widths: list[tuple[Node, Span]] = []
         self.counts: list[Counted] = []
@@ -167,9 +168,17 @@ class Names(ABC):
         """The text at a place, on one line and not longer than 40 characters."""
         return on_one_line(self.source.text[span.start : span.end], 40)
 
-    def unserved(self, what: str) -> None:
+    def note_unserved(self, what: str, span: Span | None) -> None:
         """Notes that the policy uses something that the runtime does not serve yet."""
-        self.not_served[what] = None
+        diagnostic = Diagnostic("unserved", f"{what} cannot be served yet", span)
+        self.unserved.setdefault(what, diagnostic)
+
+    def note_unserved_nodes(self, nodes: Iterable[Node], where: str) -> None:
+        """Notes values that are not served in a section, unless the host has them in tables."""
+        for node in nodes:
+            if not has_head_table(node):
+                what = "[layer]" if "layer" in node.axes else node.op
+                self.note_unserved(f"`{what}` in {where}", node.span)
 
     # What uses say about parameters and numbers
 

@@ -25,8 +25,9 @@ from kvpolicy.dsl.ir.graph import MAX_DEPTH, MAX_NODES, TooLarge
 from kvpolicy.dsl.ir.host import NotStatic, Value, evaluate
 from kvpolicy.dsl.ir.nodes import Node, Param, Program, Rules, When
 from kvpolicy.dsl.ir.ranges import range_problem
+from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
 from kvpolicy.dsl.ops.operations import Kind
-from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order, refused
+from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, in_order
 from kvpolicy.dsl.syntax.library import read_source
 from kvpolicy.dsl.syntax.mappings import Item
 from kvpolicy.dsl.syntax.parse import parse
@@ -43,7 +44,7 @@ class Checked:
     source: Source
     program: Program | None  # None if there is an error
     diagnostics: tuple[Diagnostic, ...]  # by position; warnings included
-    unserved: tuple[str, ...] = ()  # one sentence per feature that cannot be served yet
+    unserved: tuple[Diagnostic, ...] = ()  # one per feature that cannot be served yet
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -60,7 +61,7 @@ class Checked:
         """The program; raises PolicyError if there is none or it cannot be served yet."""
         program = self.require()
         if self.unserved:
-            raise refused(self.source.name, "phase", "; ".join(self.unserved))
+            raise PolicyError(self.unserved, self.source)
         return program
 
 
@@ -86,8 +87,7 @@ def load(policy: str | Path | Source) -> Checked:
     if any(d.severity == "error" for d in all_diagnostics):
         all_diagnostics = [d for d in all_diagnostics if d.severity == "error"]
         program = None
-    sentences = tuple(f"{what} cannot be served yet" for what in scope.not_served)
-    return Checked(source, program, tuple(all_diagnostics), sentences)
+    return Checked(source, program, tuple(all_diagnostics), tuple(scope.unserved.values()))
 
 
 def _checked_program(scope: Scope, *, complete: bool) -> Program | None:
@@ -150,7 +150,9 @@ class _FileChecker:
         if self.file.get("decode") is None:
             return None
         rules = check_rules.RulesChecker(self.scope, "decode").rules()
-        check_rules.note_unserved(self.scope, rules)
+        nodes = nodes_of([rules.keep, rules.budget, *merge_roots(rules.merge)])
+        # A decode step decides layer by layer.
+        self.scope.note_unserved_nodes((x for x in nodes if x.across_layers), "`decode`")
         return rules
 
     def unused(self, reported_items: Mapping[str, Item]) -> None:
@@ -226,7 +228,7 @@ class _FileChecker:
             if node.origin is None and _static(node, env) is False and node.span:
                 message = f"`{scope.shown(node.span)}` does not hold for the defaults"
                 scope.error("range", message, node.span)
-        scope.diagnostics.extend(does_not_fit(program, scope.source, env))
+        scope.diagnostics.extend(does_not_fit(program, env))
         when = None if program.share is None else program.share.when
         if when is not None and _static(when, {**env, "layer": Fraction(0)}):
             message = "`share.when` holds at layer 0, but there is no layer below"

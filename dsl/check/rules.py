@@ -10,10 +10,9 @@ from kvpolicy.dsl.check.expressions import UNIT_WORDS, Typer
 from kvpolicy.dsl.check.names import Context, Wrong, sound
 from kvpolicy.dsl.check.scope import Scope
 from kvpolicy.dsl.check.selection import type_selection
-from kvpolicy.dsl.ir.head_tables import has_head_table
 from kvpolicy.dsl.ir.nodes import Merge, Node, Propagate, Rules, Share, State, When, brackets
 from kvpolicy.dsl.ir.ranges import shown
-from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of
+from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.mappings import Block, Item
 from kvpolicy.dsl.syntax.tree import Call, Expr, Name
 
@@ -358,11 +357,9 @@ def share(scope: Scope) -> Share | None:
     )
     if when is None or direction is None:
         return None
-    for node in nodes_of([direction, exceptions]):
-        if has_head_table(node):
-            continue
-        if node.across_layers or node.operation.gone_after_layer:
-            scope.unserved(f"`{'[layer]' if 'layer' in node.axes else node.op}` in `share`")
+    nodes = nodes_of([direction, exceptions])
+    gone = (x for x in nodes if x.across_layers or x.operation.gone_after_layer)
+    scope.note_unserved_nodes(gone, "`share`")
     return Share(when, direction, exceptions, _applied(block))
 
 
@@ -371,17 +368,6 @@ def read(scope: Scope) -> Node | None:
     item = scope.file.items.get("read")
     if item is None or not isinstance(item.value, Expr):
         return None
-    scope.unserved("`read`")
+    scope.note_unserved("`read`", item.key)
     typer = Typer(scope, Context("decode"))
     return sound(lambda: check_set(typer, typer.expr(item.value), item, "read", ("kv", "token")))
-
-
-def note_unserved(scope: Scope, decode: Rules) -> None:
-    """Notes rules that read other layers: a decode step decides layer by layer."""
-    for node in nodes_of([decode.keep, decode.budget, *merge_roots(decode.merge)]):
-        if has_head_table(node):
-            continue
-        if "layer" in node.axes:
-            scope.unserved("`[layer]` in `decode`")
-        elif node.across_layers:
-            scope.unserved(f"`{node.op}` in `decode`")

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from kvpolicy.dsl.check.expressions import Typer
 from kvpolicy.dsl.check.names import Context, Definition, Names, Wrong
-from kvpolicy.dsl.ir.head_tables import has_head_table
 from kvpolicy.dsl.ir.nodes import Node, State, Type
 from kvpolicy.dsl.ir.traverse import nodes_of
 from kvpolicy.dsl.syntax.mappings import Block
@@ -82,20 +81,15 @@ class States:
                 message = f"the state `{definition.name}` has the axis `{axis}`"
                 help = f"the next step has other {what}: reduce `{axis}`"
                 raise self.scope.error("axis", message, definition.item.key, help)
-        self._note_unserved([node for node, _ in pairs])
+        # A state advances at every step, layer by layer.
+        nodes = nodes_of([node for node, _ in pairs])
+        self.scope.note_unserved_nodes((x for x in nodes if x.across_layers), "a state")
         for node, expr in pairs:
             if node.type.absent:
                 raise typer.absent(node, expr, f"the state `{definition.name}`")
         type_ = Type("number", type_.axes, type_.unit)
         inherited = phase == "decode" and definition.section in ("", "merge")
         return State(definition.name, first, update, type_, inherited)
-
-    def _note_unserved(self, nodes: list[Node]) -> None:
-        """Notes what reads other layers: a state advances at every step, layer by layer."""
-        for node in nodes_of(nodes):
-            if node.across_layers and not has_head_table(node):
-                what = "[layer]" if "layer" in node.axes else node.op
-                self.scope.unserved(f"`{what}` in a state")
 
     @contextmanager
     def _opened(self, mark: tuple[str, str], type_: Type, lets: int) -> Iterator[None]:

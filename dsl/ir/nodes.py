@@ -353,8 +353,10 @@ class Program:
         delivered = {name: x for name, x in tensors.items() if name in self.data}
         return replace(self, delivered=delivered)
 
-    def refused(self, code: str, message: str, span: Span | None, help: str) -> PolicyError:
-        """The error to raise about it; `span` is its place in the file, if there is a file."""
+    def refused(
+        self, code: str, message: str, span: Span | None = None, help: str | None = None
+    ) -> PolicyError:
+        """The error to raise about it; `span` is its place in the file, if there is one."""
         diagnostic = Diagnostic(code, message, span if self.file else None, help)
         return PolicyError([diagnostic], self.file or Source(self.name, ""))
 

@@ -20,7 +20,7 @@ class Diagnostic:
     message: str
     span: Span | None = None
     help: str | None = None
-    severity: str = "error"  # or "warning"
+    severity: str = "error"  # "warning" or "note"
 
     def render(self, source: Source) -> str:
         """The message as `file:line:column: error[code]: message`, the line, a caret and help."""

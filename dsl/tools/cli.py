@@ -13,6 +13,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -116,8 +117,8 @@ def _check_policy(file: str, tried: Callable[[Checked], int] | None) -> int:
     if tried is not None and not checked.unserved:
         return tried(checked)
     print(f"{checked.source.name}: ok")
-    for sentence in checked.unserved:
-        print(f"{checked.source.name}: note: {sentence}")
+    for diagnostic in checked.unserved:
+        print(replace(diagnostic, severity="note").render(checked.source))
     return 0
 
 

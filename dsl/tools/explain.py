@@ -95,8 +95,8 @@ def explanation(
         f"heads of size {shape.head_dim}, {config.dtype}"
     )
     yield f"  prompt  {length:,} tokens"
-    for sentence in checked.unserved:
-        yield f"  note    {sentence}; what follows is the end of the prefill alone"
+    for diagnostic in checked.unserved:
+        yield f"  note    {diagnostic.message}; what follows is the end of the prefill alone"
     if config.unserved:
         yield f"  note    {config.unserved}: no server carries a policy out with it"
     for warning in checked.diagnostics:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from kvpolicy.dsl.bind.bind import Bound
 
 
-def unserved(bound: Bound) -> str | None:
-    """One sentence on why `share` would save nothing; None if it saves or the policy has none."""
-    if bound.folded.share is None:
-        return None
+def check_share(bound: Bound) -> None:
+    """Refuses `share` that would save nothing.
+
+    Raises:
+        PolicyError: says why, and what to do.
+    """
+    program, layers = bound.program, bound.shape.layers
+    if program.share is None:
+        return
     if not bound.upper_layers:
-        layers = bound.shape.layers
-        return (
-            f"`share.when` holds at none of the model's {layers} layers; nothing would be shared."
-        )
-    if set(bound.folded.share.apply) != {"key", "value"}:
-        return "`share.apply` leaves out keys or values; a server shares both or saves nothing."
-    return None
+        message = f"`share.when` holds at none of the model's {layers} layers: nothing is shared"
+        help = "choose some of them, for example `layer % 2 == 1`"
+        raise program.refused("unserved", message, program.share.when.span, help)
+    if {*program.share.apply} != {"key", "value"}:
+        message = "`share.apply` leaves out keys or values, and a server shares both or none"
+        raise program.refused("unserved", message, help="leave out `apply`")

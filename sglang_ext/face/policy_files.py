@@ -27,8 +27,9 @@ from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.cost_limit import check_cost
 from kvpolicy.experiments.definition.experiment import NO_POLICY
-from kvpolicy.sglang_ext.face import options, pairing
+from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.pairing import check_share
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +84,9 @@ class Policy:
         """
         try:
             bound = bind(self.program, shape, self.settings, fold_interval=options.fold_interval())
+            check_share(bound)
         except PolicyError as error:
             raise Refused(f"{self.option}: {error}") from None
-        sentence = pairing.unserved(bound)
-        if sentence:
-            raise Refused(f"{self.option}: {sentence}")
         return bound
 
 
@@ -194,14 +193,14 @@ def policy_of(name: str, text: str, settings: Mapping[str, str]) -> Policy:
     if not NAME.fullmatch(name):
         raise Refused(f"`{name[:70]}` cannot be a name; {OF_NAMES}")
     checked = load(Source(name, text))
-    if checked.program is None:
-        raise Refused(render_all(checked.errors, checked.source))
-    if checked.unserved:
-        raise Refused(f"{'; '.join(checked.unserved)}.")
+    try:
+        program = checked.executable()
+    except PolicyError as error:
+        raise Refused(str(error)) from None
     warnings = render_all(checked.diagnostics, checked.source)
     # Tensors come with the model, so a policy may read those of the server's start.
-    data = [x for x in options.DATA.values if x.partition("=")[0] in checked.program.data]
-    [program] = _with_data([checked.program], data)
+    data = [x for x in options.DATA.values if x.partition("=")[0] in program.data]
+    [program] = _with_data([program], data)
     return Policy(name, program, REQUEST, dict(settings), warnings)
 
 
@@ -219,8 +218,8 @@ def _checked(path: str) -> Checked:
         problem = error.diagnostics[0]
         text = problem.message if problem.help is None else f"{problem.message}; {problem.help}"
         raise Refused(f"--kv-policy {path}: {text}") from None
-    if checked.program is None:
-        raise Refused(f"--kv-policy {path}:\n{render_all(checked.errors, checked.source)}")
-    if checked.unserved:
-        raise Refused(f"--kv-policy {path}: {'; '.join(checked.unserved)}.")
+    try:
+        checked.executable()
+    except PolicyError as error:
+        raise Refused(f"--kv-policy {path}:\n{error}") from None
     return checked

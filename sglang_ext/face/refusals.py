@@ -282,11 +282,13 @@ def check_stages(policy: Policy, bound: Bound) -> None:
     """Refuse a policy that stages cannot carry out each for its layers alone.
 
     Raises:
-        Refused: names the policy and says what it does.
+        Refused: names the policy, says what it does and shows where.
     """
-    why = why_not_apart(bound)
-    if why is not None:
-        raise Refused(f"{policy.option}: `{policy.name}` cannot be served with --pp-size: {why}.")
+    obstacle = why_not_apart(bound)
+    if obstacle is not None:
+        message = f"`{policy.name}` cannot be served with --pp-size: {obstacle.why}"
+        error = bound.program.refused("unserved", message, obstacle.cause.span)
+        raise Refused(f"{policy.option}: {error}")
 
 
 def check_propagation(options: Any, names: Sequence[str]) -> None:

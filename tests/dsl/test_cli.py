@@ -53,7 +53,8 @@ def test_check_warns(file, capsys):
 def test_check_says_what_cannot_be_served(file, capsys):
     path = file(GOOD + "read: recent(4)\n")
     assert main(["check", path]) == 0
-    assert f"{path}: note: `read` cannot be served yet\n" in capsys.readouterr().out
+    note = f"{path}:4:1: note[unserved]: `read` cannot be served yet\n  |\n4 | read: recent(4)\n"
+    assert note in capsys.readouterr().out
 
 
 def test_check_shipped_by_name(capsys):
@@ -320,8 +321,9 @@ def test_check_tries(file, capsys):
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{files[0]}: ok, tried in \d+\.\d\d s", out[0])
     # What no server carries cannot be tried.
-    assert out[1:3] == [f"{files[1]}: ok", f"{files[1]}: note: `read` cannot be served yet"]
-    assert "error[name]" in out[3]
+    assert out[1] == f"{files[1]}: ok"
+    assert out[2] == f"{files[1]}:4:1: note[unserved]: `read` cannot be served yet"
+    assert "error[name]" in out[6]
 
 
 def test_check_says_what_a_trial_finds(file, capsys, monkeypatch):
@@ -341,7 +343,8 @@ def test_check_tries_for_a_model(file, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     path = file(GOOD + "require: [layers == 7]\n")
     assert main(["check", "--trial", path]) == 1
-    assert "requires `layers == 7`" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}:4:11: error[range]: policy `x` requires `layers == 7`\n")
     assert main(["check", "--trial", "--model", str(tmp_path), path]) == 0
     assert ": ok, tried in " in capsys.readouterr().out
     assert main(["check", "--trial", "--model", str(tmp_path / "none"), path]) == 2

@@ -101,7 +101,10 @@ def test_good_file(path):
 def test_unserved_sentences_name_the_feature(text, what):
     checked = load(Source("a-test.yaml", "policy: a-test\nlanguage: 1\nabout: a test\n" + text))
     assert render_all(checked.diagnostics, checked.source) == ""
-    assert checked.unserved == (f"{what} cannot be served yet",)
+    (diagnostic,) = checked.unserved
+    assert diagnostic.message == f"{what} cannot be served yet"
+    place = checked.source.text[diagnostic.span.start : diagnostic.span.end]
+    assert what.split("`")[1].strip("[]") in place
 
 
 @pytest.mark.parametrize(

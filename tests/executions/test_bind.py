@@ -58,7 +58,8 @@ def test_refused_values(name, value, message):
     with pytest.raises(PolicyError) as error:
         bind(shipped_program("snapkv"), SHAPE, {name: value})
     assert message in str(error.value)
-    assert str(error.value).startswith("snapkv: error[")
+    place = "policies/snapkv.yaml:11:11" if "requires" in str(error.value) else "snapkv"
+    assert str(error.value).startswith(f"{place}: error[")
 
 
 def test_policy_without_parameters():
@@ -70,8 +71,19 @@ def test_what_does_not_fit_is_refused():
     text = "params: {n: 4, budgeted: 8}\nbudget: budgeted\nscore: norm1[dim](key)\n"
     fits = program(text + "keep: recent(n) then sinks(2) then top(score)\n")
     bind(fits, SHAPE, {"n": "6"})
-    with pytest.raises(PolicyError, match="`keep` takes 9 entries, but the budget is 8"):
+    with pytest.raises(PolicyError) as error:
         bind(fits, SHAPE, {"n": "7"})
+    terms = "recent(n) then sinks(2)"
+    head, _, line, caret, _ = str(error.value).splitlines()
+    message = f"`{terms}` take 9 entries, but the budget is 8"
+    assert head == f"a-test.yaml:7:7: error[does-not-fit]: {message}"
+    assert line.index(terms) == caret.index("^")
+
+
+def test_a_default_that_a_model_puts_out_of_range_is_shown():
+    fits = program("params: {n: {default: layers, max: 3}}\nkeep: recent(n)\n")
+    with pytest.raises(PolicyError, match=r"^a-test.yaml:4:23: error\[range\]: `n` is 4"):
+        bind(fits, SHAPE)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 4), (2, 3, 2, 4), (2, 2, 1, 0)])

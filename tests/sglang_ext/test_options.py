@@ -339,11 +339,15 @@ def test_warnings_are_logged_once_for_a_file(files, tmp_path, caplog):
     assert line.startswith(f"--kv-policy {path}:\n{path}:4:9: warning[zero]: `budget` is 0")
 
 
-def test_what_is_not_served_yet_is_refused_in_one_sentence(tmp_path):
+def test_what_is_not_served_yet_is_refused_with_its_place(tmp_path):
     path = tmp_path / "read.yaml"
     path.write_text(POLICY.format(name="read") + "read: recent(8)\n")
-    with pytest.raises(Refused, match=r"`read` cannot be served yet\.$"):
+    with pytest.raises(Refused) as error:
         policy_files.load_policies([str(path)], [])
+    head, problem, _, line, caret = str(error.value).splitlines()
+    assert head == f"--kv-policy {path}:"
+    assert re.fullmatch(rf"{path}:\d+:1: error\[unserved\]: `read` cannot be served yet", problem)
+    assert line.index("read") == caret.index("^^^^")
 
 
 def test_the_fold_interval_reaches_the_policies(files, monkeypatch):

@@ -1,6 +1,7 @@
 """Options and models that cannot be combined with a policy: one sentence each."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ pytest.importorskip("sglang", reason="SGLang is an extra; authors check policies
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face import compat, refusals
 from kvpolicy.sglang_ext.face.errors import Refused
+from kvpolicy.sglang_ext.face.policy_files import load_policies
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.server_args import ServerArgs
 
@@ -117,6 +119,19 @@ def test_stages_serve_no_experiment(monkeypatch, tmp_path):
     monkeypatch.setenv("SGLANG_KV_POLICY_EXPERIMENT", str(tmp_path / "experiment.yaml"))
     refusals.check_options(options())
     assert refusal(pp_size=2).startswith("--pp-size and --kv-experiment cannot be combined")
+
+
+def test_stages_show_what_they_cannot_decide_apart():
+    [policy] = load_policies(["other=minicache"], [])
+    with pytest.raises(Refused) as error:
+        refusals.check_stages(policy, policy.bind(ModelShape(8, 4, 2, 8)))
+    head, _, line, caret = str(error.value).splitlines()
+    assert re.match(
+        r"--kv-policy other=minicache: policies/minicache\.yaml:\d+:9: error\[unserved\]: "
+        r"`other` cannot be served with --pp-size: layers are stored in pairs",
+        head,
+    )
+    assert line.index("layer > start") == caret.index("^")
 
 
 # A value with which each option is refused.
