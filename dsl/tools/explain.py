@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvpolicy.dsl.bind.bind import Bound, bind
-from kvpolicy.dsl.bind.bounds import Bounds, Size, max_entries
+from kvpolicy.dsl.bind.bounds import Bounds, Size
 from kvpolicy.dsl.bind.gpu import GPUS, USUAL_GPU, Gpu
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.bind.model_config import ModelConfig, read_config
@@ -113,12 +113,15 @@ def explanation(
         yield from ("", title, *lines)
     yield from ("", "Kernels, where a server has them generated (`kvpolicy show --triton`)")
     yield from _kernels(bound)
+    bounds = Bounds(bound, length)
+    # Whether the number of entries that stay does not depend on data.
+    exact = bounds.is_exact(keep_of(bound.lowered.prefill))
     yield from ("", "Entries kept per KV head")
-    yield from _entries(bound, length)
+    yield from _entries(bounds.kept, shape.kv_heads, length, exact=exact)
     yield from ("", "Memory")
-    yield from _memory(bound, config, length)
+    yield from _memory(bound, config, length, bounds.kept.total, exact=exact)
     yield from ("", "Exchanged between ranks, where the model is divided over them (--tp-size)")
-    yield from exchanged(bound, config, length)
+    yield from exchanged(bound, config, length, bounds.kept.head)
     yield from ("", "Cost of deciding, for all layers (generated kernels; see docs/operators.md)")
     yield from _cost(bound, config, length, gpu)
 
@@ -204,12 +207,10 @@ def _written(checked: Checked, node: Node) -> str:
     return on_one_line(checked.source.text[node.span.start : node.span.end], 72)
 
 
-def _entries(bound: Bound, length: int) -> Iterator[str]:
-    size, layers = Bounds(bound, length).kept, bound.shape.layers
-    mean = size.total / (layers * bound.shape.kv_heads)
+def _entries(size: Size, kv_heads: int, length: int, *, exact: bool) -> Iterator[str]:
+    mean = size.total / (len(size.layer) * kv_heads)
     # Where layers compete, the total is exact while `size.layer` is only a bound.
-    if _is_exact(bound, length) and sum(size.layer) == size.total:
-        kv_heads = bound.shape.kv_heads
+    if exact and sum(size.layer) == size.total:
         alike = kv_heads * sum(size.head) == size.total
         means = [n / kv_heads for n in size.layer]
         top = max(1, *means)
@@ -226,12 +227,7 @@ def _entries(bound: Bound, length: int) -> Iterator[str]:
         return
     yield "  The numbers depend on the prompt's content. Before it is seen, it is certain that"
     yield f"  - on average over layers and KV heads at most {mean:,.1f} stay ({mean / length:.2%})"
-    yield from _limits(size, bound.shape.kv_heads, length)
-
-
-def _is_exact(bound: Bound, length: int) -> bool:
-    """Whether the number of entries that stay does not depend on data."""
-    return Bounds(bound, length).is_exact(keep_of(bound.lowered.prefill))
+    yield from _limits(size, kv_heads, length)
 
 
 def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
@@ -244,10 +240,11 @@ def _limits(size: Size, kv_heads: int, length: int) -> Iterator[str]:
             yield f"  - {what} keeps at most {text}"
 
 
-def _memory(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
+def _memory(
+    bound: Bound, config: ModelConfig, length: int, kept: int, *, exact: bool
+) -> Iterator[str]:
     full = bound.shape.layers * bound.shape.kv_heads * length
-    kept = max_entries(bound, length)
-    note = "" if _is_exact(bound, length) else "at most "
+    note = "" if exact else "at most "
     yield f"  KV cache before  {size_text(config.kv_size(full)):>10}  {full:,} entries"
     share = kept / full if full else 1
     yield f"  KV cache after   {size_text(config.kv_size(kept)):>10}  {note}{kept:,} ({share:.2%})"

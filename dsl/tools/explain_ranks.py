@@ -9,10 +9,9 @@ If several ranks hold the same KV head, each also gets the queries of the others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvpolicy.dsl.bind.bind import Bound
-from kvpolicy.dsl.bind.bounds import Bounds
 from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.bind.kept import entries_compared, heads_differ
 from kvpolicy.dsl.bind.lengths import lengths
@@ -30,16 +29,20 @@ _SUMS = 2  # sums of hidden states that a model exchanges per layer
 _COLUMNS = 2  # numbers per list after a fold: entries before it, and entries that stay
 
 
-def exchanged(bound: Bound, config: ModelConfig, length: int) -> Iterator[str]:
-    """Lines on the bytes exchanged in a prefill, in a fold, and of queries."""
-    prompt = prefill_bytes(bound, length, config.element_bytes)
+def exchanged(bound: Bound, config: ModelConfig, length: int, kept: Sequence[int]) -> Iterator[str]:
+    """Lines on the bytes exchanged in a prefill, in a fold, and of queries.
+
+    Args:
+        kept: [L], the most entries that a KV head of each layer keeps.
+    """
+    prompt = _prefill_bytes(bound, length, config.element_bytes, kept)
     model = _SUMS * config.shape.layers * length * config.hidden * config.element_bytes
     yield f"  {'prefill':<10} {size_text(prompt):>10}  {_share(prompt, model)} a prefill"
     if bound.folded.decode is not None:
-        fold = fold_bytes(bound, length, config.element_bytes)
+        fold = _fold_bytes(bound, length, config.element_bytes, kept)
         model = _SUMS * config.shape.layers * config.hidden * config.element_bytes
         yield f"  {'fold':<10} {size_text(fold):>10}  {_share(fold, model)} a decode step"
-    prompt, step = query_bytes(bound, length, config.element_bytes)
+    prompt, step = _query_bytes(bound, length, config.element_bytes)
     if prompt or step:
         suffix = f", and {size_text(step)} of a decode step that it reads" if step else ""
         why = f"of a prefill besides, where there are more ranks than KV heads{suffix}"
@@ -50,12 +53,11 @@ def _share(policy: int, model: int) -> str:
     return f"{policy / model:.3%} of what the model itself exchanges in"
 
 
-def prefill_bytes(bound: Bound, length: int, element: int) -> int:
+def _prefill_bytes(bound: Bound, length: int, element: int, kept: Sequence[int]) -> int:
     """Bytes exchanged in a prefill; `element`: bytes of a number of queries, keys and values."""
     sections = heads_last(bound.lowered)
     rules = sections.prefill
     roots = [*rules_roots(rules), rules.budget, *propagate_roots(sections.propagate)]
-    kept = Bounds(bound, length).kept.head
     nodes, total = _across(roots), _known_to_hosts(bound, length, roots)
     total += bound.shape.layers * length * _columns(bound)
     for layer, (_, tokens) in enumerate(lengths(bound, length)):
@@ -75,14 +77,13 @@ def _known_to_hosts(bound: Bound, length: int, roots: list[Node | None]) -> int:
     return finite + shape.layers * shape.kv_heads * _NUMBER
 
 
-def fold_bytes(bound: Bound, length: int, element: int) -> int:
+def _fold_bytes(bound: Bound, length: int, element: int, kept: Sequence[int]) -> int:
     """Bytes exchanged in a fold of one request, for all layers."""
     rules = heads_last(bound.lowered).decode
     if rules is None:
         return 0
     nodes = _across(rules_roots(rules))
     candidates = _competing(bound, rules.keep, length)
-    kept = Bounds(bound, length).kept.head
     columns = _columns(bound)
     # Heads that hold different entries: a layer has at most so many times more columns.
     factor = bound.shape.kv_heads if columns else 1
@@ -121,7 +122,7 @@ def _competing(bound: Bound, keep: Node | None, length: int) -> dict[int, int]:
     return candidates
 
 
-def query_bytes(bound: Bound, length: int, element: int) -> tuple[int, int]:
+def _query_bytes(bound: Bound, length: int, element: int) -> tuple[int, int]:
     """Bytes of the queries of all heads that a policy reads, of a prompt and of a decode step."""
     shape = bound.shape
     query = shape.heads * shape.head_dim * element
