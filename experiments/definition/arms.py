@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from kvpolicy.dsl.bind.named import name_and_path, settings_by_policy
 from kvpolicy.dsl.bind.parameters import given_value, text_of
@@ -12,6 +13,36 @@ from kvpolicy.dsl.syntax.diagnostics import Diagnostic, PolicyError, refused
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.experiments.definition.experiment import NO_POLICY, Experiment
 from kvpolicy.experiments.definition.reading import Read
+
+
+def paths_by_name(values: Sequence[str], own_name: Callable[[str], str]) -> dict[str, str]:
+    """The paths of a server's policies, by the names that requests and arms give them.
+
+    Args:
+        values: values of --kv-policy.
+        own_name: reads the policy at a path, and gives the name that its file says.
+
+    Raises:
+        ValueError: a value is of another form, or its name cannot be one or is taken; the message
+            begins with the value.
+    """
+    paths: dict[str, str] = {}
+    for value in values:
+        try:
+            given_name, path = name_and_path(value)
+        except ValueError as error:
+            raise ValueError(f"{value}: {error}") from None
+        file_name = own_name(path)
+        name = given_name or file_name
+        if name == NO_POLICY:
+            raise ValueError(f"{value}: the name `{NO_POLICY}` stands for no policy")
+        if name in paths:
+            raise ValueError(
+                f"{value}: {paths[name]} is also called `{name}`; give one of them another name, "
+                f"as in --kv-policy {name}-2={path}"
+            )
+        paths[name] = path
+    return paths
 
 
 def given(values: Sequence[str], settings: Sequence[str]) -> dict[str, Program]:
@@ -24,20 +55,12 @@ def given(values: Sequence[str], settings: Sequence[str]) -> dict[str, Program]:
         PolicyError: a policy cannot be read or is wrong, two have one name, or a setting is for
             none of them or is not taken.
     """
-    programs: dict[str, Program] = {}
-    for value in values:
-        try:
-            name, path = name_and_path(value)
-        except ValueError as error:
-            raise refused(f"--kv-policy {value}", "arguments", str(error)) from None
-        program = load(path).executable()
-        name = name or program.name
-        if name in programs or name == NO_POLICY:
-            what = "no policy" if name == NO_POLICY else "another policy too"
-            message = f"the name `{name}` stands for {what}"
-            help = f"give it another name, as in --kv-policy {name}-2={path}"
-            raise refused(f"--kv-policy {value}", "arguments", message, help)
-        programs[name] = program
+    read = cache(lambda path: load(path).executable())
+    try:
+        paths = paths_by_name(values, lambda path: read(path).name)
+    except ValueError as error:
+        raise refused("--kv-policy", "arguments", str(error)) from None
+    programs = {name: read(path) for name, path in paths.items()}
     if settings and not programs:
         message = "there is no --kv-policy that it could be for"
         raise refused(f"--kv-policy-set {settings[0]}", "arguments", message)

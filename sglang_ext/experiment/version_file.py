@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.experiments.replica.put import Put
-
 logger = logging.getLogger(__name__)
 
 
@@ -30,7 +28,7 @@ class VersionFile:
         self.path = path
         self.in_use, self.problem = True, ""
         self._seen = _digest(path.read_bytes())
-        self._put: Put | None = None
+        self._put: dict[str, str] | None = None  # `text`, and `file`: the digest it was put over
         self._try_again = False  # whether to look at the content although it is as it was
 
     def restored(self, saved: Mapping[str, Any]) -> str | None:
@@ -42,16 +40,21 @@ class VersionFile:
         Raises:
             ValueError: this part of it is damaged.
         """
-        put = Put.restored(saved)
-        return None if put is None or put.file != self._seen else put.text
+        put = saved.get("put")
+        if put is None:
+            return None
+        text, file = (put.get("text"), put.get("file")) if isinstance(put, dict) else (None, None)
+        if not isinstance(text, str) or not isinstance(file, str):
+            raise ValueError("what it holds under `put` is damaged")
+        return text if file == self._seen else None
 
     def put(self, text: str) -> None:
         """Lets a text take the file's place until the file has another content."""
-        self._put = Put(text, self._seen)
+        self._put = {"text": text, "file": self._seen}
 
     def saved(self) -> dict[str, Any]:
         """The part of the state file that keeps the text that was put."""
-        return {} if self._put is None else self._put.saved()
+        return {} if self._put is None else {"put": self._put}
 
     def changed(self, content: bytes) -> str | None:
         """The file's text, if it is another than it was and is to be taken up."""
@@ -59,7 +62,7 @@ class VersionFile:
         if digest == self._seen and not self._try_again:
             return None
         self._seen, self._try_again = digest, False
-        if self._put is not None and self._put.file == digest:
+        if self._put is not None and self._put["file"] == digest:
             self.in_use, self.problem = True, ""
             return None
         try:

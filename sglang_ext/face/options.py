@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from kvpolicy.dsl.bind import named
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL, name_and_path
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.sglang_ext.face.errors import Refused
 
@@ -164,7 +164,10 @@ class _Extend(_StoreAction):
 
 def _absolute(value: str) -> str:
     """A value of --kv-policy that means the same in another folder."""
-    name, path = name_and_path(value)
+    try:
+        name, path = name_and_path(value)
+    except ValueError as error:
+        raise Refused(f"--kv-policy {value}: {error}") from None
     if os.path.exists(path) or os.sep in path or os.path.splitext(path)[1]:
         path = os.path.abspath(path)
     else:  # the name of a shipped policy, or of nothing
@@ -176,18 +179,6 @@ def _absolute_data(value: str) -> str:
     """A value of --kv-policy-data that means the same in another folder."""
     name, equals, path = value.partition("=")
     return f"{name}={os.path.abspath(path)}" if path else f"{name}{equals}"
-
-
-def name_and_path(value: str) -> tuple[str | None, str]:
-    """As `named.name_and_path`.
-
-    Raises:
-        Refused: there is no path, or the name cannot be one.
-    """
-    try:
-        return named.name_and_path(value)
-    except ValueError as error:
-        raise Refused(f"--kv-policy {value}: {error}") from None
 
 
 PATHS = ListOption(
@@ -236,7 +227,7 @@ INTERVAL = ValueOption(
     "--kv-policy-fold-interval",
     "SGLANG_KV_POLICY_FOLD_INTERVAL",
     "Decode steps between two folds, at which entries leave, for policies without "
-    f"`decode.when`. Default {named.FOLD_INTERVAL}.",
+    f"`decode.when`. Default {FOLD_INTERVAL}.",
     metavar="STEPS",
 )
 KERNEL_CHOICE = ValueOption(
@@ -420,7 +411,7 @@ def fold_interval() -> int:
         Refused: it is not a whole number from 1 on.
     """
     interval = INTERVAL.whole(1)
-    return named.FOLD_INTERVAL if interval is None else interval
+    return FOLD_INTERVAL if interval is None else interval
 
 
 @_reads(COST)

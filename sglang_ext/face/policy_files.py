@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from kvpolicy.dsl.bind.bind import Bound, bind
@@ -26,6 +27,7 @@ from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.dsl.syntax.diagnostics import PolicyError, render_all
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.dsl.tools.cost_limit import check_cost
+from kvpolicy.experiments.definition.arms import paths_by_name
 from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import options
 from kvpolicy.sglang_ext.face.errors import Refused
@@ -139,25 +141,16 @@ def load_policies(
     for option, given in ((options.SETTINGS, settings), (options.DATA, data)):
         if given and not values:
             raise Refused(f"{option.flag} {given[0]}: there is no --kv-policy")
-    files: dict[str, Checked] = {}
-    paths: dict[str, str] = {}
-    for value in values:
-        given_name, path = options.name_and_path(value)
-        if path not in files:
-            files[path] = _checked(path)
-        name = given_name or files[path].require().name
-        if name == NO_POLICY:
-            raise Refused(f"--kv-policy {value}: the name `{NO_POLICY}` stands for no policy")
-        if name in paths:
-            raise Refused(
-                f"--kv-policy {value}: {paths[name]} is also called `{name}`; give one of them "
-                f"another name, as in --kv-policy {name}-2={path}"
-            )
-        paths[name] = path
+    read = cache(_checked)
+    try:
+        paths = paths_by_name(values, lambda path: read(path).require().name)
+    except ValueError as error:
+        raise Refused(f"--kv-policy {error}") from None
     try:
         policy_settings = settings_by_policy(settings, list(paths))
     except ValueError as error:
         raise Refused(f"--kv-policy-set {error}") from None
+    files = {path: read(path) for path in paths.values()}
     programs = dict(
         zip(files, _with_data([x.require() for x in files.values()], data), strict=True)
     )

@@ -93,7 +93,7 @@ def test_check_without_policies_looks_at_those_that_are_shipped(capsys, file):
     [
         (("--kv-policy", "x="), "expected PATH or NAME=PATH"),
         (("--kv-policy", "nobody"), "no shipped policy of this name"),
-        (("--kv-policy", "lava", "lava"), "the name `lava` stands for another policy too"),
+        (("--kv-policy", "lava", "lava"), "lava is also called `lava`; give one of them another"),
         (("--kv-policy", f"none={SNAPKV}"), "the name `none` stands for no policy"),
         (("--kv-policy-set", "rate=1"), "there is no --kv-policy that it could be for"),
         (("--kv-policy", "lava", "--kv-policy-set", "x.rate=1"), "no policy is called `x`"),

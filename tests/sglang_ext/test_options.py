@@ -11,7 +11,7 @@ import pytest
 import torch
 from kvpolicy.dsl.bind import parameters
 from kvpolicy.dsl.bind.model_config import ModelConfig
-from kvpolicy.dsl.bind.named import FOLD_INTERVAL
+from kvpolicy.dsl.bind.named import FOLD_INTERVAL, name_and_path
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.dsl.syntax.diagnostics import refused
 from kvpolicy.kernels.launch import tuned
@@ -73,8 +73,8 @@ def test_a_shipped_policy_is_served_by_its_name(files, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     options.export(parse("--kv-policy", "snapkv", "small=tova", "--kv-policy-kernels", "torch"))
     paths = options.requested().policies
-    assert [name for name, _ in map(options.name_and_path, paths)] == [None, "small"]
-    assert all(os.path.isabs(path) for _, path in map(options.name_and_path, paths))
+    assert [name for name, _ in map(name_and_path, paths)] == [None, "small"]
+    assert all(os.path.isabs(path) for _, path in map(name_and_path, paths))
     found = policy_files.load_policies(paths, ["snapkv.capacity=100"])
     assert [(x.name, x.program.name) for x in found] == [("snapkv", "snapkv"), ("small", "tova")]
     (tmp_path / "tova").write_text(POLICY.format(name="own"))
