@@ -143,7 +143,12 @@ class Arena:
             layers: number of layers of the stage whose entries they are.
         """
         lists, page = layers * self.kv_heads, self.kv_heads
-        return -(-((entries + min(lists, entries) * (page - 1)) // page) // layers)
+        return slots_of((entries + min(lists, entries) * (page - 1)) // page, layers)
+
+
+def slots_of(pages: int, layers: int) -> int:
+    """Slots that hold some pages: a slot has one in each layer's rows."""
+    return -(-pages // layers)
 
 
 def create_arena(

@@ -52,22 +52,22 @@ class Growth:
         if entries >= len(layers) * self._bound.shape.kv_heads * prompt:
             # Nothing leaves the prompt yet: the cache may grow as large as that of a longer prompt.
             entries = self._kept(prompt + output).of(layers)
-        share = share_of_rank(entries, self._bound, self._arena, prompt + output)
-        return self._arena.most_slots(share, len(layers))
+        return slots_of_rank(entries, layers, self._bound, self._arena, prompt + output)
 
 
-def share_of_rank(entries: int, bound: Bound, arena: Arena, tokens: int) -> int:
-    """For how many of a request's `entries` one rank reserves slots.
+def slots_of_rank(entries: int, layers: range, bound: Bound, arena: Arena, tokens: int) -> int:
+    """Slots that one rank reserves for a request's entries in the layers of a stage.
 
-    An even share. If KV heads compete, a rank may come to hold more; it then takes these slots when
-    that is known, or the request is served in full. If tokens leave the prefill, the request cannot
-    be served in full: slots are reserved for the most that one rank may hold.
+    For an even share of them. If KV heads compete, a rank may come to hold more; it then takes
+    these slots when that is known, or the request is served in full. If tokens leave the prefill,
+    the request cannot be served in full: slots are reserved for the most that one rank may hold.
 
     Args:
+        entries: of all KV heads.
         tokens: number of the request's tokens.
     """
     total = bound.shape.kv_heads
     share = -(-entries * arena.kv_heads // total)
     if arena.kv_heads < total and bound.propagates:
-        return min(entries, arena.layers * arena.kv_heads * tokens)
-    return share
+        share = min(entries, len(layers) * arena.kv_heads * tokens)
+    return arena.most_slots(share, len(layers))

@@ -23,7 +23,7 @@ from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.kernels.entries.tables import Tables
 from kvpolicy.sglang_ext.face.host import to_device
 from kvpolicy.sglang_ext.face.streams import Streams
-from kvpolicy.sglang_ext.memory.arena import Arena
+from kvpolicy.sglang_ext.memory.arena import Arena, slots_of
 from kvpolicy.sglang_ext.memory.private import Layout, Private
 from kvpolicy.sglang_ext.memory.set_aside import Allocator, SetAside, whole_pages
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
@@ -160,16 +160,8 @@ class Store:
         return self._slots_for(counts.numpy())
 
     def _slots_for(self, counts: np.ndarray) -> int:
-        pages = self._of_ranks(counts).sum(axis=2)
-        spans = self.arena.spans
-        slots = max(
-            -(-int(pages[span.start : span.stop].sum(0).max()) // len(span)) for span in spans
-        )
-        return self.whole_pages(slots)
-
-    def _of_ranks(self, counts: np.ndarray) -> np.ndarray:
-        """int64 [L, R, g] pages that [L, G] entries take, by rank."""
-        return self._pages(counts).reshape(len(counts), -1, self.arena.kv_heads)
+        stages = self.ends_of_layers(counts)
+        return self.whole_pages(max(slots_of(int(ends[-1].max()), len(ends)) for ends in stages))
 
     def ends_of_layers(self, counts: np.ndarray) -> list[np.ndarray]:
         """Pages up to the end of each layer, if lists of [L, G] entries follow each other.
@@ -177,7 +169,8 @@ class Store:
         Returns:
             int64 [l, R] for each stage: of its layers, by rank.
         """
-        pages = self._of_ranks(counts).sum(axis=2)
+        lists = self._pages(counts).reshape(len(counts), -1, self.arena.kv_heads)
+        pages = lists.sum(axis=2)
         return [pages[span.start : span.stop].cumsum(axis=0) for span in self.arena.spans]
 
     def here(self, counts: torch.Tensor) -> torch.Tensor:
@@ -280,7 +273,7 @@ class Store:
                 first_page=device_first_page,
                 laid_out=model_counts.tolist(),
                 laid_out_here=here.tolist(),
-                room=-(-model_counts.numpy() // page) * page,
+                room=self._pages(model_counts.numpy()) * page,
                 layer_starts=host_first_page[:, 0].tolist(),
             )
             if self._tables is not None:

@@ -22,7 +22,7 @@ from kvpolicy.sglang_ext.face.asked import POLICY, not_served
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.policy_files import Policy
 from kvpolicy.sglang_ext.memory.arena import Arena
-from kvpolicy.sglang_ext.memory.growth import Growth, share_of_rank
+from kvpolicy.sglang_ext.memory.growth import Growth, slots_of_rank
 from kvpolicy.sglang_ext.memory.private import Private
 from kvpolicy.sglang_ext.request import propagation
 from kvpolicy.sglang_ext.request.pending_steps import PendingSteps, wanted
@@ -114,19 +114,17 @@ class Served:
     @once_at_most(PROMPTS)
     def most_slots(self, prompt: int) -> int | None:
         """Private slots that suffice for a prompt; None if compressing it saves nothing."""
-        if self.kept(prompt).total >= self._everything(prompt):
+        kept = self.kept(prompt)
+        if kept.total >= self._everything(prompt):
             return None if self._bounded or self.keeps_prompt else prompt
-        slots = max(self._most_slots_of(layers, prompt) for layers in self._arena.spans)
+        slots = max(
+            slots_of_rank(kept.of(layers), layers, self.bound, self._arena, prompt)
+            for layers in self._arena.spans
+        )
         # A policy that goes on after the prompt, or lets tokens leave the prefill, is applied even
         # where that saves no slots.
         goes_on = self.bound.folded.decode is not None or self.bound.propagates
         return slots if slots < prompt or goes_on else None
-
-    def _most_slots_of(self, layers: range, prompt: int) -> int:
-        """Private slots that suffice for the layers of one stage."""
-        entries = self.kept(prompt).of(layers)
-        share = share_of_rank(entries, self.bound, self._arena, prompt)
-        return self._arena.most_slots(share, len(layers))
 
     @property
     def keeps_prompt(self) -> bool:
