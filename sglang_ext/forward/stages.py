@@ -124,11 +124,10 @@ class Outcome:
             self._services.failures.take_up_failure(req, state, codes_by_id[id(req)])
 
     def _going_on(self) -> list[tuple[Any, RequestState]]:
-        """Requests that have been neither aborted nor retracted since."""
+        """Requests that have been neither aborted nor retracted since the forward."""
         return [
-            (req, state) for req, state, progress in self._concerned
-            if state.progress is progress and req.kv.holds_kv
-        ]  # fmt: skip
+            (req, state) for req, state, progress in self._concerned if state.is_at(progress, req)
+        ]
 
     def _carry_out_prompt(self, req: Any, state: RequestState, numbers: torch.Tensor) -> None:
         if self._prefill is None:

@@ -79,9 +79,8 @@ class Unconfirmed:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the request has been neither aborted nor retracted since."""
-        holds: bool = self.request.kv.holds_kv
-        return self.state.progress is self.progress and holds
+        """As `RequestState.is_at`, since the launch."""
+        return self.state.is_at(self.progress, self.request)
 
     def confirm(self, services: Services) -> None:
         """Wait for the device's numbers, and compare them with the room.

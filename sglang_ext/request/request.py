@@ -375,6 +375,11 @@ class RequestState:
         """Whether its earlier output has to be computed again under its policy."""
         return self.observed and self.was_compressed
 
+    def is_at(self, progress: Progress, request: Any) -> bool:
+        """Whether its request has been neither aborted nor retracted since it had `progress`."""
+        holds: bool = request.kv.holds_kv
+        return self.progress is progress and holds
+
     def leaves_at(self, step: int) -> bool:
         """Whether entries are to leave at a decode step, from 1."""
         return step not in self.skipped and self.served.bound.leaves_at(step, self._seen_prompt)
