@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from fractions import Fraction
 
 from kvpolicy.dsl.ir import counts
@@ -17,8 +18,8 @@ def does_not_fit(program: Program, env: Mapping[str, Value]) -> list[Diagnostic]
 
     Args:
         program: a checked policy.
-        env: as of `host.evaluate`. With `layers`, every layer is tested. Selections that depend on
-            values it lacks are skipped.
+        env: as of `host.evaluate`. With `layers`, every layer is tested. Budgets that depend on
+            values it lacks are skipped, and such terms are taken to take nothing.
     """
     first = program.prefill.keep
     pairs = [(program.prefill.budget, first)]
@@ -33,83 +34,74 @@ def does_not_fit(program: Program, env: Mapping[str, Value]) -> list[Diagnostic]
     for budget, keep in pairs:
         if budget is None or keep is None:
             continue
-        for branch in _branches(keep):
-            problem = _problem(budget, branch, program.file, env)
-            if problem is not None:
-                diagnostics.append(problem)
+        problem = _problem(budget, keep, program.file, env)
+        if problem is not None:
+            diagnostics.append(problem)
     return diagnostics
-
-
-def _branches(keep: Node) -> Iterator[Node]:
-    """The selections between which `where` chooses."""
-    if keep.op == "choose":
-        yield from _branches(keep.args[0])
-        yield from _branches(keep.args[2])
-    else:
-        yield keep
-
-
-def _sized(selection: Node) -> list[tuple[Node, Node]]:
-    """Terms that take a number of entries per KV head, each with that number."""
-    terms = selection.args if selection.op == "then" else (selection,)
-    return [
-        (term, term.args[1])
-        for term in terms
-        if term.op == "top" and term.axes == ("token",) and len(term.args) == 2
-    ]
 
 
 def _problem(
     budget: Node, selection: Node, source: Source | None, env: Mapping[str, Value]
 ) -> Diagnostic | None:
-    sized_terms = _sized(selection)
-    if not sized_terms:
-        return None
     for layer_env in _layers(env):
         try:
             limit = _count(evaluate(budget, layer_env))
-            term_env = {**layer_env, "budget": limit}
-            entries = _taken(sized_terms, selection, term_env)
         except NotStatic:
             continue
+        entries, terms = _taken(selection, {**layer_env, "budget": limit})
         if entries > limit:
-            span = _place([term for term, _ in sized_terms], selection) if source else None
+            span = _place(terms, selection) if source else None
             text = "keep"
             if source and span:
                 text = " ".join(source.text[span.start : span.end].split())
-            verb = "take" if source and len(sized_terms) > 1 else "takes"
+            verb = "take" if source and len(terms) > 1 else "takes"
             message = f"`{text}` {verb} {entries} entries, but the budget is {limit}"
-            if "layer" in layer_env and _uses_layer(budget, sized_terms):
+            if "layer" in layer_env and _uses_layer(budget, selection):
                 message += f" at layer {layer_env['layer']}"
             return Diagnostic("does-not-fit", message, span, "raise the budget, or keep less")
     return None
 
 
-def _taken(
-    sized_terms: list[tuple[Node, Node]], selection: Node, env: Mapping[str, Value]
-) -> Fraction | float:
-    """Fewest entries that a head with many takes; a named term may take entries taken before."""
-    first = selection.args[0] if selection.op == "then" else selection
+def _taken(selection: Node, env: Mapping[str, Value]) -> tuple[Fraction | float, list[Node]]:
+    """Fewest entries that a head with many takes, and the terms that take them.
+
+    Where data choose, of the branch that takes more. A term that is no `top` written in its place
+    may take entries taken before.
+    """
+    if selection.op == "top" and selection.axes == ("token",) and len(selection.args) == 2:
+        with suppress(NotStatic):
+            return _count(evaluate(selection.args[1], env)), [selection]
+    if selection.op == "choose":
+        branches = selection.args[::2]
+        with suppress(NotStatic):
+            branches = branches[:1] if evaluate(selection.args[1], env) else branches[1:]
+        return max((_taken(branch, env) for branch in branches), key=lambda taken: taken[0])
     entries: Fraction | float = Fraction(0)
-    for term, count in sized_terms:
-        number = _count(evaluate(count, env))
-        named = term.name is not None and term is not first
-        entries = max(entries, number) if named else entries + number
-    return entries
+    terms: list[Node] = []
+    for i, term in enumerate(selection.args if selection.op == "then" else ()):
+        number, of_term = _taken(term, env)
+        among_all = i > 0 and (term.op != "top" or term.name is not None)
+        entries = max(entries, number) if among_all else entries + number
+        terms += of_term
+    return entries, terms
 
 
 def _place(terms: list[Node], selection: Node) -> Span | None:
-    """The place of the terms, or of the whole selection if a `let` defines one of them."""
+    """The place of the terms, or of the whole selection if some are not written side by side."""
     spans = [term.span for term in terms if term.span]
     span = selection.span
+    if len(terms) > 1 and not {*terms} <= {*selection.args}:
+        return span
     if span is None or all(span.start <= x.start and x.end <= span.end for x in spans):
         return Span(spans[0].start, spans[-1].end) if spans else span
     return span
 
 
-def _uses_layer(budget: Node, sized_terms: list[tuple[Node, Node]]) -> bool:
-    nodes = [budget, *(count for _, count in sized_terms)]
-    return any(n.op == "size" and n.value == "layer" for node in nodes for n in node.walk())
+def _uses_layer(budget: Node, selection: Node) -> bool:
+    """Whether the budget, or what a selection counts and chooses by, differs between layers."""
+    nodes = selection.walk()
+    counts_of = [x.args[1] for x in nodes if x.op in ("top", "choose") and len(x.args) > 1]
+    return any(node.counts_layers for node in (budget, *counts_of))
 
 
 def _layers(env: Mapping[str, Value]) -> Iterator[Mapping[str, Value]]:

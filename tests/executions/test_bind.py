@@ -80,6 +80,35 @@ def test_what_does_not_fit_is_refused():
     assert line.index(terms) == caret.index("^")
 
 
+@pytest.mark.parametrize(
+    ("keep", "takes"),
+    [
+        ("(recent(7) where layer < 2 else recent(9)) then top(score)", 9),
+        ("recent(3) then (sinks(2) then recent(9)) then top(score)", 11),
+        ("(recent(3) then sinks(6)) then top(score)", 9),
+        ("recent(9) then top(score, prompt / 4) then top(score)", 9),
+        ("recent(9) where max[token](score) > 1 else recent(prompt)", 9),
+        # Nothing of what another set may have taken is counted twice.
+        ("recent(3) then (sinks(8) where layer < 2 else sinks(2)) then top(score)", None),
+        ("recent(9) where budget > 8 else recent(8)", None),
+    ],
+)
+def test_choices_and_sets_within_sets_have_to_fit(keep, takes):
+    text = f"score: norm1[dim](key)\nbudget: 8 + 0 * layers\nkeep: {keep}\n"
+    if takes is None:
+        bind(program(text), SHAPE)
+        return
+    with pytest.raises(PolicyError, match=rf"takes? {takes} entries, but the budget is 8"):
+        bind(program(text), SHAPE)
+
+
+def test_a_branch_has_to_fit_where_it_is_chosen():
+    text = "score: norm1[dim](key)\nbudget: 32 where layer < 2 else 4\nkeep: "
+    bind(program(text + "recent(32) where layer < 2 else recent(4)\n"), SHAPE)
+    with pytest.raises(PolicyError, match=r"takes 32 entries, but the budget is 4 at layer 2"):
+        bind(program(text + "recent(32) where layer < 3 else recent(4)\n"), SHAPE)
+
+
 def test_a_default_that_a_model_puts_out_of_range_is_shown():
     fits = program("params: {n: {default: layers, max: 3}}\nkeep: recent(n)\n")
     with pytest.raises(PolicyError, match=r"^a-test.yaml:4:23: error\[range\]: `n` is 4"):
