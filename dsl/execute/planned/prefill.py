@@ -20,7 +20,6 @@ from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.once import once
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, propagate_roots, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
-from kvpolicy.dsl.syntax.diagnostics import refused
 
 
 class Prefill:
@@ -121,11 +120,8 @@ class Prefill:
     def _check(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if not is_computed(node) and self.bound.static.needs(node) is None:
-                raise refused(
-                    self.bound.program.name,
-                    "phase",
-                    f"`{node.op}` is not available at the end of a layer's prefill",
-                )
+                message = f"`{node.op}` is not available at the end of a layer's prefill"
+                raise self.bound.program.refused("phase", message, node.span)
 
     def _layer_roots(self, roots: list[Node], merge: list[Node]) -> list[Node]:
         """The outermost nodes that need only their own layer and those before it."""

@@ -25,7 +25,6 @@ from kvpolicy.dsl.ir.nodes import Node, When
 from kvpolicy.dsl.ir.once import PROMPTS, once, once_at_most
 from kvpolicy.dsl.ir.traverse import merge_roots, nodes_of, state_roots
 from kvpolicy.dsl.ops.operations import Kind, Operation
-from kvpolicy.dsl.syntax.diagnostics import refused
 
 
 def _only_orders(node: Node) -> bool:
@@ -118,7 +117,7 @@ class Steps:
         heads: Heads = ALL,
         layers: range | None = None,
     ) -> None:
-        self.kernels, self.heads = kernels, heads
+        self._bound, self.kernels, self.heads = bound, kernels, heads
         self.layers = range(bound.shape.layers) if layers is None else layers
         rules = bound.lowered.decode
         if rules is None or rules.keep is None:
@@ -135,13 +134,13 @@ class Steps:
         self.advancing_roots = state_roots(self.updates)
         leaving_roots = [self.keep, *merge_roots(rules.merge), *self.report.values()]
         leaving_nodes = list(nodes_of(leaving_roots))
-        self._check(bound, [*state_nodes, *leaving_nodes])
+        self._check([*state_nodes, *leaving_nodes])
         self.columns_of_all_ranks = heads.divided and entries_compared(bound.lowered)
         sums = SumStates(bound.static)
         states = self.updates.values()
-        self.initial_values = self._initial_values(bound)
-        self.advances = any(state.next is not None for state in states)
-        self.advances |= any(map(math.isnan, self.initial_values.values()))
+        self.initial_values = self._initial_values()
+        initial_known = not any(map(math.isnan, self.initial_values.values()))
+        self.advances = not initial_known or any(state.next is not None for state in states)
         self.at_once = all(map(sums.state, states))
         self.advancing_reads = any(node.operation.reads_tensors for node in state_nodes)
         reads_tensors = any(node.operation.reads_tensors for node in leaving_nodes)
@@ -154,29 +153,27 @@ class Steps:
         )
         self.advancing, self.leaving = (Generated.of(fusion, kernels) for fusion in self.fusions)
         # What reads tensors needs the order of the entries, not their positions.
-        initial_known = not any(map(math.isnan, self.initial_values.values()))
         self.states_alike = (
             self.at_once
             and initial_known
-            and self._alike(bound, self.advancing_roots, lambda row: row.reads_tensors)
+            and (self.by_kernels or not self.advancing_reads)
+            and self._alike(self.advancing_roots, lambda row: row.reads_tensors)
         )
-        self.states_alike &= not self.advancing_reads or self.by_kernels
-        self.keep_alike = not report and self._alike(bound, [self.keep], _is_position)
+        self.keep_alike = not report and self._alike([self.keep], _is_position)
         self._places: torch.Tensor | None = None
-        self._bound = bound
 
     @property
     def by_kernels(self) -> bool:
         """Whether generated kernels do all reads that advance the states."""
         return self.advancing is not None and not self.advancing.fusion.reasons
 
-    def _initial_values(self, bound: Bound) -> dict[str, float]:
+    def _initial_values(self) -> dict[str, float]:
         """The attribute `initial_values`."""
         initial_values = {}
         for name, state in self.updates.items():
             value = 0.0
-            if state.start is not None and bound.static.needs(state.start) == frozenset():
-                value = float(bound.number(state.start, 1))
+            if state.start is not None and self._bound.static.needs(state.start) == frozenset():
+                value = float(self._bound.number(state.start, 1))
             elif state.start is not None:
                 value = math.nan
             initial_values[name] = value
@@ -350,18 +347,16 @@ class Steps:
                     (per_list if may_differ else shared)[argument] = None
         return list(shared), [node for node in per_list if node not in shared]
 
-    def _alike(self, bound: Bound, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
+    def _alike(self, roots: list[Node], reads: Callable[[Operation], bool]) -> bool:
         states = self.updates.values()
         each_head = all(state.type.axes[:1] == ("kv",) for state in states)
-        alike = like_heads(list(nodes_of(roots)), bound.static, reads)
-        return each_head and alike and not (states and bound.propagates)
+        alike = like_heads(list(nodes_of(roots)), self._bound.static, reads)
+        return each_head and alike and not (states and self._bound.propagates)
 
-    @staticmethod
-    def _check(bound: Bound, nodes: list[Node]) -> None:
+    def _check(self, nodes: list[Node]) -> None:
         for node in nodes:
             other_layers = node.across_layers and node.when > When.PROMPT
-            if bound.static.needs(node) is not None or (is_computed(node) and not other_layers):
-                continue
-            raise refused(
-                bound.program.name, "phase", f"`{node.op}` is not available at a decode step"
-            )
+            is_static = self._bound.static.needs(node) is not None
+            if not is_static and (other_layers or not is_computed(node)):
+                message = f"`{node.op}` is not available at a decode step"
+                raise self._bound.program.refused("phase", message, node.span)
