@@ -13,7 +13,7 @@ queries, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,7 +49,7 @@ class StepInputs:
 
     Attributes:
         block: with the entries of the steps; its states are at first those before the steps.
-        prompts: [B], tokens; generated: [B], decode steps so far, these included; number: T.
+        prompts: [B], tokens; generated: [B], decode steps so far, these included; step_count: T.
         k, v: of all lists; None where nothing reads them.
         q: [B * L * H, T, D], or the last of these, as far as they are read; None where none are.
         last_queries: the last queries, the steps' included; None where no step reads earlier ones.
@@ -61,7 +61,7 @@ class StepInputs:
     block: RequestBlock
     prompts: Sequence[int]
     generated: Sequence[int]
-    number: int
+    step_count: int
     k: Entries | None
     v: Entries | None
     q: torch.Tensor | None
@@ -105,21 +105,21 @@ class ListsAtOnce:
         layer: from 0, among the layers here; None: all lists of all requests.
 
     Attributes:
-        heads: rows of these lists in the block; first: their first column.
+        rows: of these lists in the block; first_column: theirs.
         cut: whether each list has been cut to at most the number of entries that its rule keeps.
         finite_checks: whether the model's tensors are finite, per list.
     """
 
     def __init__(self, inputs: StepInputs, request: int = 0, layer: int | None = None) -> None:
         self.inputs, self.request, self.layer = inputs, request, layer
-        self.heads, self.first = slice(0, len(inputs.block.held_mask)), 0
+        self.rows, self.first_column = slice(0, len(inputs.block.held_mask)), 0
         if layer is not None:
-            self.heads, self.first = inputs.block.rows_of(request, layer)
+            self.rows, self.first_column = inputs.block.rows_of(request, layer)
         self.cut = False
         self.finite_checks = FiniteChecks()
         # Sent with the next exchange.
         if inputs.heads.divided and inputs.block.finite is not None:
-            self.finite_checks.extend([inputs.block.finite[self.heads]])
+            self.finite_checks.extend([inputs.block.finite[self.rows]])
 
     @property
     def place(self) -> tuple[int, int | None]:
@@ -127,39 +127,37 @@ class ListsAtOnce:
         return self.request, self.layer
 
     @property
-    def number(self) -> int:
+    def count(self) -> int:
         """Number of lists."""
-        return self.heads.stop - self.heads.start
+        return self.rows.stop - self.rows.start
 
     @property
     def finite(self) -> torch.Tensor | None:
         """Bool per list, see `FiniteChecks`: whether what was read is finite; None: nothing was."""
         heads, total = self.inputs.heads, self.inputs.bound.shape.kv_heads
         if heads.divided and self.finite_checks.all_asked:
-            return self.finite_checks.everywhere(heads, self.number, total)
-        return self.finite_checks.here(self.number)
+            return self.finite_checks.everywhere(heads, self.count, total)
+        return self.finite_checks.here(self.count)
 
     def advanced(self) -> dict[str, Value]:
         """Name -> state after the steps."""
         inputs = self.inputs
-        steps, number = inputs.steps, inputs.number
+        steps, number = inputs.steps, inputs.step_count
         if steps.at_once:
-            evaluation = self._evaluation(self._frame(0, steps=number), steps.advancing)
-            evaluation.before = self._before()
+            frame = self._frame(0, steps=number)
+            evaluation = self._evaluation(frame, steps.advancing, self._before())
             return evaluation.states_of(steps.updates)
         states = self._before(number)
         for newer in reversed(range(number)):
-            evaluation = self._evaluation(self._frame(newer), steps.advancing)
-            evaluation.before = states
+            evaluation = self._evaluation(self._frame(newer), steps.advancing, states)
             states = evaluation.states_of(steps.updates)
         return states
 
     def deciding(self) -> Evaluation:
         """The evaluation of the last step, after its states have advanced."""
-        evaluation = self._evaluation(self._frame(0), self.inputs.steps.leaving)
-        evaluation.before = {name: self.part(x) for name, x in self.inputs.block.states.items()}
-        evaluation.after = dict(evaluation.before)
-        return evaluation
+        states = {name: self.part(x) for name, x in self.inputs.block.states.items()}
+        evaluation = self._evaluation(self._frame(0), self.inputs.steps.leaving, states)
+        return replace(evaluation, after=dict(states))
 
     def best(self, evaluation: Evaluation, rules: Sequence[Ends]) -> torch.Tensor:
         """The ends of lists and the best of the rest, bool [B * L * G, M].
@@ -188,7 +186,7 @@ class ListsAtOnce:
             return None
         selected = evaluation.tensor(stage.taken, PER_ENTRY)
         score, present = self._competing(stage.score, self._narrowed(stage, evaluation))
-        number = self._number(stage, evaluation)
+        number = self._number_of(stage, evaluation)
         kernel = self.inputs.steps.kernels["then"]
         return self._chosen(kernel(selected, score, present, held, number, in_all=stage.in_all))
 
@@ -214,7 +212,7 @@ class ListsAtOnce:
             return score, None
         return score, aligned(x.mask, x.mask_axes, PER_ENTRY).expand(score.shape)
 
-    def _number(self, stage: KeepStage, evaluation: Evaluation) -> torch.Tensor:
+    def _number_of(self, stage: KeepStage, evaluation: Evaluation) -> torch.Tensor:
         """float64 [N], the number of a stage; made once per block if steps do not change it."""
         node, ends, static = stage.number, self.inputs.block.ends, self.inputs.bound.static
         if node.op == "floor" and not stage.in_all and static.needs(node) is None:
@@ -284,9 +282,11 @@ class ListsAtOnce:
             return x
 
         def columns(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-            return tensor.narrow(dim, self.first, tensor.shape[dim] - self.first - newer)
+            return tensor.narrow(
+                dim, self.first_column, tensor.shape[dim] - self.first_column - newer
+            )
 
-        return x.along("kv", lambda tensor, dim: tensor[self.heads]).along("token", columns)
+        return x.along("kv", lambda tensor, dim: tensor[self.rows]).along("token", columns)
 
     def _before(self, newer: int = 0) -> dict[str, Value]:
         """The states before the steps; without new entries whose first value is not known.
@@ -297,16 +297,18 @@ class ListsAtOnce:
         inputs = self.inputs
         initial, states = inputs.steps.initial_values, inputs.block.states
         return {
-            name: self.part(x, max(newer, inputs.number if math.isnan(initial[name]) else 0))
+            name: self.part(x, max(newer, inputs.step_count if math.isnan(initial[name]) else 0))
             for name, x in states.items()
         }
 
-    def _evaluation(self, frame: Frame, generated: Generated | None) -> Evaluation:
+    def _evaluation(
+        self, frame: Frame, generated: Generated | None, before: Mapping[str, Value]
+    ) -> Evaluation:
         inputs = self.inputs
         block, of_all_lists = inputs.block, self.layer is None
         budget = None
         if block.budgets is not None:
-            budget = Value(block.budgets[self.heads], ("kv",))
+            budget = Value(block.budgets[self.rows], ("kv",))
         own_operations = {
             "position": self._position,
             "uniform": self._uniform,
@@ -316,7 +318,7 @@ class ListsAtOnce:
             "fill": self._then,
         }
         return Evaluation(
-            frame, inputs.steps.updates, budget=budget, generated=generated,
+            frame, inputs.steps.updates, before, budget=budget, generated=generated,
             known=dict(inputs.per_list_values) if of_all_lists else {},
             decided={name: self.part(x) for name, x in block.decided.items()},
             across_layers=alone if of_all_lists else known_before,
@@ -326,11 +328,11 @@ class ListsAtOnce:
     def _frame(self, newer: int, steps: int | None = None) -> Frame:
         """The frame of the step that `newer` steps follow, or of all `steps` at once."""
         inputs, block = self.inputs, self.inputs.block
-        columns = slice(self.first, block.width - newer)
+        columns = slice(self.first_column, block.width - newer)
         tokens = columns.stop - columns.start
         uncut = self.layer is None and not newer  # keeps the tensor: masks are told by identity
         whole = block.held_mask
-        held: torch.Tensor | None = whole if uncut else whole[self.heads, columns]
+        held: torch.Tensor | None = whole if uncut else whole[self.rows, columns]
         if self.layer is None:
             # Columns stand for positions: only the order of entries and queries matters.
             positions = inputs.steps.places(block.width, block.held_mask.device)[columns]
@@ -343,8 +345,8 @@ class ListsAtOnce:
         vectors: dict[str, Keys] = {
             name: Entries(
                 entries.pool,
-                entries.ids[self.heads, columns],
-                None if entries.scale is None else entries.scale[self.heads],
+                entries.ids[self.rows, columns],
+                None if entries.scale is None else entries.scale[self.rows],
             )
             for name, entries in (("key", inputs.k), ("value", inputs.v))
             if entries is not None
@@ -356,7 +358,7 @@ class ListsAtOnce:
             vectors["query"] = q
         places = positions[-number:] if places is None else places
         return Frame(
-            inputs.bound, tokens, block.held_mask.device, self.number, prompt,
+            inputs.bound, tokens, block.held_mask.device, self.count, prompt,
             layer=inputs.steps.layers[self.layer or 0], layered=self.layer is None,
             vectors=vectors, positions=positions, held_mask=held,
             step=Step(inputs.generated[self.request] - newer, places, steps or 1),
@@ -373,7 +375,7 @@ class ListsAtOnce:
         Args:
             steps: take the queries of these steps alone.
         """
-        q, last_queries, places, heads = self.inputs.q, self.inputs.last_queries, None, self.heads
+        q, last_queries, places = self.inputs.q, self.inputs.last_queries, None
         if q is None:
             return None, None
         first, end = 0, q.shape[1] - newer
@@ -388,7 +390,7 @@ class ListsAtOnce:
                 places = last_queries.positions[row, max(first, end - number) : end]
         if self.layer is not None:
             group = self.inputs.bound.shape.group
-            q = q[heads.start * group : heads.stop * group]
+            q = q[self.rows.start * group : self.rows.stop * group]
         return q[:, max(first, end - number) : end], places
 
     def _columns(self, positions: torch.Tensor) -> torch.Tensor:

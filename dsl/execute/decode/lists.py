@@ -189,13 +189,6 @@ class LastQueries:
             [min(n, window) for n in self.lengths],
         )  # fmt: skip
 
-    def select(
-        self, requests: int, places: Sequence[int], of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> LastQueries:
-        """As `RequestBlock.select`; `of` takes these requests from a tensor."""
-        lengths = _listed(self.lengths, requests, places)
-        return LastQueries(of(self.queries), of(self.positions), lengths)
-
     @staticmethod
     def joined(blocks: list[RequestBlock]) -> LastQueries | None:
         """The queries of several blocks; None if no block has any."""
@@ -313,22 +306,27 @@ class RequestBlock:
             by_request: torch.Tensor = x.unflatten(0, (self.requests, -1))
             return by_request.index_select(0, index).flatten(0, 1)
 
+        def of_host(per_layer: list[_Number]) -> list[_Number]:
+            starts = [place * self.layers for place in places]
+            return [x for start in starts for x in per_layer[start : start + self.layers]]
+
         queries = self.last_queries
+        if queries is not None:
+            lengths = of_host(queries.lengths)
+            queries = LastQueries(of(queries.queries), of(queries.positions), lengths)
 
         def maybe(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else of(x)
 
         return RequestBlock(
             len(places), self.kv,
-            _listed(self.lengths, self.requests, places),
-            _listed(self.alike, self.requests, places),
-            [self.widest[place] for place in places],
+            of_host(self.lengths), of_host(self.alike), [self.widest[place] for place in places],
             of(self.positions), of(self.held_mask),
             _each(self.states, of), _each(self.merge_states, of), _each(self.decided, of),
             budgets=maybe(self.budgets),
-            last_queries=None if queries is None else queries.select(self.requests, places, of),
-            finite=maybe(self.finite), numbers=maybe(self.numbers), used=maybe(self.used),
-            columns=maybe(self.columns), steps_since_cut=self.steps_since_cut,
+            last_queries=queries, finite=maybe(self.finite), numbers=maybe(self.numbers),
+            used=maybe(self.used), columns=maybe(self.columns),
+            steps_since_cut=self.steps_since_cut,
         )  # fmt: skip
 
 
@@ -369,12 +367,6 @@ class Folded:
 Remembered = RequestBlock | Folded
 
 
-def _listed(numbers: list[_Number], requests: int, places: Sequence[int]) -> list[_Number]:
-    """Numbers per layer, of the requests at `places`."""
-    size = len(numbers) // requests
-    return [number for place in places for number in numbers[place * size : (place + 1) * size]]
-
-
 def _each(values: dict[str, Value], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Value]:
     """Values per list, their tensors changed."""
     return {name: x.along("kv", lambda tensor, dim: of(tensor)) for name, x in values.items()}
@@ -397,7 +389,7 @@ def _joined(blocks: list[RequestBlock]) -> RequestBlock:
     lists = [len(block.held_mask) for block in blocks]
 
     def joined(parts: list[dict[str, Value]]) -> dict[str, Value]:
-        return {name: listed([part[name] for part in parts], lists, device) for name in parts[0]}
+        return {name: per_list([part[name] for part in parts], lists, device) for name in parts[0]}
 
     def concatenated(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
         present = [x for x in tensors if x is not None]
@@ -441,7 +433,7 @@ def padded(x: torch.Tensor, at: int, width: int, nothing: float) -> torch.Tensor
     return x if not missing else F.pad(x, (*[0] * trailing, missing, 0), value=nothing)
 
 
-def listed(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
+def per_list(parts: Sequence[Value], lists: Sequence[int], device: torch.device) -> Value:
     """Values of layers, or of groups of lists, as one value per list.
 
     Values per token end in the last column; shorter ones get zeros in front. One number of the host

@@ -19,8 +19,8 @@ from kvpolicy.dsl.execute.decode.lists import (
     LastQueries,
     Remembered,
     RequestBlock,
-    listed,
     padded,
+    per_list,
 )
 from kvpolicy.dsl.execute.layer.choice import Held
 from kvpolicy.dsl.execute.planned.steps import Steps
@@ -212,7 +212,7 @@ def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
     width = max(*lengths, 1)
 
     def all_layers(values: list[Value]) -> Value:
-        return listed(values, [kv] * len(values), device)
+        return per_list(values, [kv] * len(values), device)
 
     all_held = torch.cat([padded(mask, 1, width, False) for mask in held_masks])
     block = RequestBlock(

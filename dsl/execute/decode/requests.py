@@ -33,8 +33,8 @@ from kvpolicy.dsl.execute.decode.lists import (
     RequestBlock,
     Tallied,
     joined_block,
-    listed,
     padded,
+    per_list,
     tally_gathered_later,
 )
 from kvpolicy.dsl.execute.decode.memory import Memory
@@ -222,20 +222,20 @@ class _Following:
         leaves: bool,
     ) -> None:
         self.memories, self.newest = memories, newest
-        self.number, self.queries, self.read = len(positions[0]), queries, read
+        self.step_count, self.queries, self.read = len(positions[0]), queries, read
         first = memories[0]
         self.steps, self.bound, self.rule = first.steps, first.bound, first.steps.rule(first.prompt)
         active = not first.not_finite  # if not, nothing leaves any more
-        generated = first.generated + self.number
+        generated = first.generated + self.step_count
         self.leaves = active and leaves and self.bound.leaves_at(generated, first.prompt)
         self.advances = active and self.steps.advances
         self.heads = self.steps.heads.joined()
         windows = [self.bound.step_queries(memory.prompt) for memory in memories]
         self.window = max(windows) if active else 0
+        self.block = self._extended(joined_block([memory.block for memory in memories]))
 
     def go(self) -> Staying | None:
-        block = self._extended(joined_block([memory.block for memory in self.memories]))
-        inputs = self._inputs(block)
+        block, inputs = self.block, self._inputs()
         if inputs.last_queries is not None and min(inputs.last_queries.lengths) < self.window:
             self.rule = None  # some layers have fewer queries than the window
         if self.advances:
@@ -245,7 +245,7 @@ class _Following:
                 name: _together(all_lists, [values[name] for values in states])
                 for name in states[0]
             }
-            self._note(block, all_lists)
+            self._note(all_lists)
         if inputs.last_queries is not None:
             block.last_queries = inputs.last_queries.last(self.window)
         decisions: list[_Decision] = []
@@ -253,7 +253,7 @@ class _Following:
         if self.leaves:
             all_lists = self._lists(inputs, alike=self.rule is not None)
             decisions = [self._decided(lists) for lists in all_lists]
-            staying = self._staying(block, replace(block), decisions)
+            staying = self._staying(decisions, whole=replace(block))
         self.heads.agree()
         remembered = block if staying is None else staying.folded
         for place, memory in enumerate(self.memories):
@@ -262,12 +262,12 @@ class _Following:
                 if decision.lists.layer is not None and decision.lists.request == place:
                     for name, value in decision.reported.items():
                         reported[name][decision.lists.layer] = value
-            memory.followed(remembered, place, self.number, reported)
+            memory.followed(remembered, place, self.step_count, reported)
         return staying
 
     def _extended(self, block: RequestBlock) -> RequestBlock:
         """The block without the entries that have left, and with those of the steps."""
-        number = self.number
+        number = self.step_count
         followed = {name: x for name, x in block.states.items() if "token" in x.axes}
         positions, held, new_states = self.steps.kernels["carry"](
             block.held_mask, block.columns, block.positions, block.on_device, self.newest,
@@ -293,8 +293,9 @@ class _Following:
             else block.steps_since_cut + number,
         )
 
-    def _inputs(self, block: RequestBlock) -> StepInputs:
-        steps, k, v, q, last_queries = self.steps, None, None, None, None
+    def _inputs(self) -> StepInputs:
+        block, steps = self.block, self.steps
+        k, v, q, last_queries = None, None, None, None
         if (self.advances and steps.advancing_reads) or (self.leaves and steps.leaving_reads):
             k, v = self.read(block.held_mask)
         if (
@@ -308,8 +309,8 @@ class _Following:
             last_queries = earlier_queries.and_then(q, block.positions)
         return StepInputs(
             self.bound, steps, block, [memory.prompt for memory in self.memories],
-            [memory.generated + self.number for memory in self.memories], self.number, k, v, q,
-            last_queries, self.heads,
+            [memory.generated + self.step_count for memory in self.memories], self.step_count,
+            k, v, q, last_queries, self.heads,
         )  # fmt: skip
 
     def _lists(self, inputs: StepInputs, *, alike: bool) -> list[ListsAtOnce]:
@@ -356,46 +357,45 @@ class _Following:
         frame = replace(frame, vectors={**frame.vectors, **stored})
         return replace(evaluation, frame=frame, known=known)
 
-    def _note(self, block: RequestBlock, all_lists: list[ListsAtOnce]) -> None:
+    def _note(self, all_lists: list[ListsAtOnce]) -> None:
         """Adds the lists' checks for NaN and infinity to the block's, on the device."""
+        block = self.block
         checks = [lists.finite for lists in all_lists]
         if all(check is None for check in checks):
             return
         parts = [
-            block.held_mask.new_ones(lists.number) if check is None else check
+            block.held_mask.new_ones(lists.count) if check is None else check
             for lists, check in zip(all_lists, checks, strict=True)
         ]
         finite = parts[0] if len(parts) == 1 else torch.cat(parts)
         block.finite = finite if block.finite is None else finite & block.finite
 
-    def _staying(
-        self, block: RequestBlock, fallback: RequestBlock, decisions: list[_Decision]
-    ) -> Staying:
+    def _staying(self, decisions: list[_Decision], whole: RequestBlock) -> Staying:
         """What stays and what is added to it.
 
         Args:
-            fallback: see `Folded.whole`.
+            whole: as in `Folded`.
         """
-        all_lists = [decision.lists for decision in decisions]
+        block, all_lists = self.block, [decision.lists for decision in decisions]
         at_once, last_numbers = self.rule is not None, block.numbers
         parts = [padded(decision.kept, 1, block.width, False) for decision in decisions]
         kept = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tallied = self._tallied(block, last_numbers, kept, all_lists)
+        tallied = self._tallied(last_numbers, kept, all_lists)
         merges: list[Merges] = []
         if at_once:
             # The exchange of ranks for a merge of all lists takes the numbers along.
             check_counts = [len(lists.finite_checks.results) for lists in all_lists]
-            merges = self._merges(block, decisions, None)
+            merges = self._merges(decisions, None)
             if check_counts != [len(lists.finite_checks.results) for lists in all_lists]:
-                tallied = self._tallied(block, last_numbers, kept, all_lists)
+                tallied = self._tallied(last_numbers, kept, all_lists)
         numbers, good, columns = tallied()
         counts = ArrivingNumbers(numbers, block.requests, self.bound.shape.kv_heads)
         block.steps_since_cut = 0 if all(lists.cut for lists in all_lists) else None
         block.finite = None  # in `numbers` now; a request that is not finite loses nothing
-        folded = Folded(block, kept, counts, columns, fallback)
+        folded = Folded(block, kept, counts, columns, whole)
         if not at_once:
             # Merges layer by layer need the numbers: how many entries leave each layer.
-            merges = self._merges(block, decisions, counts)
+            merges = self._merges(decisions, counts)
         merge, checks_counts = self.steps.rules.merge, last_numbers is not None
         # Merged keys would be rounded twice, before they turn and after.
         turns = merge is not None and "key" in merge.apply and self.bound.positions == "slots"
@@ -404,7 +404,6 @@ class _Following:
 
     def _tallied(
         self,
-        block: RequestBlock,
         last_numbers: torch.Tensor | None,
         kept: torch.Tensor,
         all_lists: list[ListsAtOnce],
@@ -416,7 +415,8 @@ class _Following:
         Args:
             last_numbers: those of the last fold; None at the first.
         """
-        self._note(block, all_lists)
+        self._note(all_lists)
+        block = self.block
         arguments = (kept, block.held_mask, block.finite, last_numbers, block.kv)
         block.numbers, good = self.steps.kernels["tally"](*arguments)
         alike = self.steps.ranks_alike and all(lists.finite_checks.all_asked for lists in all_lists)
@@ -425,9 +425,7 @@ class _Following:
             columns = (kept & block.held_mask).unflatten(0, (-1, block.kv)).any(1)
         return tally_gathered_later(self.heads, block.numbers, good, columns, alike=alike)
 
-    def _merges(
-        self, block: RequestBlock, decisions: list[_Decision], counts: ArrivingNumbers | None
-    ) -> list[Merges]:
+    def _merges(self, decisions: list[_Decision], counts: ArrivingNumbers | None) -> list[Merges]:
         """What leaving entries add to others.
 
         Args:
@@ -435,33 +433,31 @@ class _Following:
         """
         if self.steps.rules.merge is None:
             return []
-        results = [self._merged(block, decision, counts) for decision in decisions]
+        results = [self._merged(decision, counts) for decision in decisions]
         merges = [result for result in results if result is not None]
-        self._take_up(block, decisions, merges)
+        self._take_up(decisions, merges)
         return merges
 
-    def _merged(
-        self, block: RequestBlock, decision: _Decision, counts: ArrivingNumbers | None
-    ) -> Merges | None:
+    def _merged(self, decision: _Decision, counts: ArrivingNumbers | None) -> Merges | None:
         """The merge of some lists; None if no entry leaves, or the policy merges none."""
         steps, lists, evaluation = self.steps, decision.lists, decision.evaluation
         merge = steps.rules.merge
-        most = self._most(block, lists, counts)
+        most = self._most(lists, counts)
         if merge is None or evaluation is None or most <= 0:
             return None
         frame = evaluation.frame
-        states = {name: lists.part(x) for name, x in block.merge_states.items()}
+        states = {name: lists.part(x) for name, x in self.block.merge_states.items()}
         # `most` is that of all ranks, whose lists may have more columns.
         arguments = (decision.kept, steps.merge_updates, states, min(most, decision.kept.shape[1]))
         merging = Merging.begun(merge, evaluation, *arguments).finished()
         vectors = [frame.vectors[name] for name in merge.apply]
         return Merges(merging, [x for x in vectors if isinstance(x, Entries)], lists)
 
-    def _most(self, block: RequestBlock, lists: ListsAtOnce, counts: ArrivingNumbers | None) -> int:
+    def _most(self, lists: ListsAtOnce, counts: ArrivingNumbers | None) -> int:
         """Upper bound of the entries that leave a list; for one layer the host reads the number."""
         if lists.layer is not None and counts is not None:
             return counts.read()[lists.request].dropped[lists.layer]
-        rule, fewest_kept = self.rule, 0
+        block, rule, fewest_kept = self.block, self.rule, 0
         if isinstance(rule, Ends) and rule.score is None:
             rows = [row for memory in self.memories for row in self.steps.rows(memory.prompt)]
             fewest_kept = min(map(sum, rows))
@@ -471,10 +467,9 @@ class _Following:
         # A list that was cut by this rule before loses no more entries than have come since.
         return min(block.steps_since_cut, most)
 
-    def _take_up(
-        self, block: RequestBlock, decisions: list[_Decision], merges: list[Merges]
-    ) -> None:
+    def _take_up(self, decisions: list[_Decision], merges: list[Merges]) -> None:
         """Takes over the merge's states of the layers that have merged."""
+        block = self.block
         states_before, all_lists = block.merge_states, [decision.lists for decision in decisions]
         by_place = {result.lists.place: result for result in merges}
         if not states_before or not by_place:
@@ -495,8 +490,8 @@ def _together(all_lists: list[ListsAtOnce], values: list[Value]) -> Value:
     values = [replace(x, mask=None, mask_axes=()) for x in values]
     if len(all_lists) == 1 and all_lists[0].layer is None:
         return values[0]
-    return listed(
-        values, [lists.number for lists in all_lists], all_lists[0].inputs.block.held_mask.device
+    return per_list(
+        values, [lists.count for lists in all_lists], all_lists[0].inputs.block.held_mask.device
     )
 
 
