@@ -229,12 +229,11 @@ class Run:
             self._scored_values = values
         for index, layer in enumerate(layers):
             frame = self._frame(layer, k.device, k.shape[1], positions, {})
-            evaluation = replace(
-                self._evaluation(frame), unheld_nodes=frozenset(), across_layers=alone
-            )
-            evaluation.known.update({node: of_layer(x, index) for node, x in values.items()})
-            evaluation.after.update({name: of_layer(x, index) for name, x in states.items()})
-            self._evaluations[layer] = evaluation
+            self._evaluations[layer] = replace(
+                self._evaluation(frame), unheld_nodes=frozenset(), across_layers=alone,
+                known={node: of_layer(x, index) for node, x in values.items()},
+                after={name: of_layer(x, index) for name, x in states.items()},
+            )  # fmt: skip
         self._remember_queries(layers, waiting.queries)
 
     def _hands_all_on(self, layer: int, tokens: int) -> bool:
@@ -370,10 +369,10 @@ class Run:
             )
             chosen = evaluation.tensor(propagate.tokens, ("token",))
         for node, numbers in prefill.read_before_scoring.items():
-            self._history.record(node, evaluation, _read(numbers, evaluation))
+            self._history.record(node, evaluation, _layers_read_later(numbers, evaluation))
         if chosen is None:
             return None
-        number = self._number(chosen)
+        number = self._number_chosen(chosen)
         if number is None:
             return None
         # An empty selection drops nothing.
@@ -386,7 +385,7 @@ class Run:
         self.restarted = self.program.bound.restarts
         return deeper if self.restarted or len(deeper) < frame.tokens else None
 
-    def _number(self, chosen: torch.Tensor) -> int | None:
+    def _number_chosen(self, chosen: torch.Tensor) -> int | None:
         """Number of chosen tokens; None if tensors are not finite, so that all go deeper.
 
         The host waits for the device, once.
@@ -413,7 +412,7 @@ class Run:
         known = {node: evaluation.value(node) for node in prefill.layer_roots}
         evaluation.states_of(self.program.bound.lowered.prefill.states)
         for node, numbers in prefill.read_later.items():
-            self._history.record(node, evaluation, _read(numbers, evaluation))
+            self._history.record(node, evaluation, _layers_read_later(numbers, evaluation))
         frame.vectors = {}  # the frame is this layer's alone
         self._evaluations[frame.layer] = replace(
             evaluation, known=known, unheld_nodes=frozenset(), across_layers=alone
@@ -424,7 +423,7 @@ class Run:
 
         Only where numbers are `exchanged`, once all of these layers have been observed.
         """
-        return encoded(self.program.exchanged, self._here())
+        return encoded(self.program.exchanged, self._evaluations_here())
 
     def take_layer_numbers(self, numbers: torch.Tensor) -> None:
         """Takes the `layer_numbers` of all layers of the model, before `finish`.
@@ -432,7 +431,7 @@ class Run:
         Args:
             numbers: int64 [L, S, 3], S numbers of each layer in parts, see exchange.py.
         """
-        evaluations = self._here()
+        evaluations = self._evaluations_here()
         self._compare(evaluations, decoded(self.program.exchanged, numbers, evaluations[0]))
 
     def entries_kept(self) -> list[int]:
@@ -484,7 +483,7 @@ class Run:
         """Takes the value that `finite` held, after `finish` without waiting."""
         self.not_finite |= not finite
 
-    def _here(self) -> list[Evaluation]:
+    def _evaluations_here(self) -> list[Evaluation]:
         """The evaluation of each layer that is here, once all have been observed."""
         device = next((x.frame.device for x in self._evaluations.values()), torch.device("cpu"))
         for layer in self.program.layers:
@@ -502,9 +501,10 @@ class Run:
         prefill, model = self._prefill, None
         if known:
             frame = replace(evaluations[0].frame, vectors={})
-            model_layers = [self._evaluation(replace(frame, layer=i)) for i in range(len(known))]
-            for evaluation, numbers in zip(model_layers, known, strict=True):
-                evaluation.known.update(numbers)
+            model_layers = [
+                replace(self._evaluation(replace(frame, layer=layer)), known=dict(numbers))
+                for layer, numbers in enumerate(known)
+            ]
             later = prefill.later - {*self.program.exchanged}
             model = Layers(model_layers, self.size, later, prefill.unheld_nodes)
         self._layers = Layers(evaluations, self.size, prefill.later, prefill.unheld_nodes, model)
@@ -513,7 +513,7 @@ class Run:
     def _finish(self, wait: bool) -> list[torch.Tensor]:
         bound = self.program.bound
         self._history.values.clear()
-        evaluations = self._here()
+        evaluations = self._evaluations_here()
         device, layers = evaluations[0].frame.device, bound.shape.layers
         if self._layers is None:
             if self.program.exchanged:
@@ -730,7 +730,7 @@ def _vectors(
     return {name: x for name, x in vectors.items() if x is not None}
 
 
-def _read(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
+def _layers_read_later(numbers: list[Node] | None, evaluation: Evaluation) -> int | None:
     """How many layers, this one included, are read later; None: any."""
     if numbers is None:
         return None
