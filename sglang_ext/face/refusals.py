@@ -102,7 +102,7 @@ def check_options(options: Any) -> None:
     _check_cache_dtype(options)
     _check_attention(options)
     if options.pp_size != 1:
-        _check_with_stages(options)
+        _check_with_stages()
     kernels_in_use.check(kernels(), options.device)
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"
@@ -174,22 +174,13 @@ def _check_attention(options: Any) -> None:
         )
 
 
-def _check_with_stages(options: Any) -> None:
+def _check_with_stages() -> None:
     """Refuse what stages (`--pp-size`) cannot be combined with."""
-    for present, what, why in (
-        (
-            experiment_file() is not None,
-            "--kv-experiment",
-            "one scheduler scores its requests again",
-        ),
-        (
-            options.enable_hierarchical_cache,
-            "--enable-hierarchical-cache",
-            "each stage would load entries at another moment",
-        ),
-    ):
-        if present:
-            raise Refused(f"--pp-size and {what} cannot be combined with --kv-policy: {why}.")
+    if experiment_file() is not None:
+        raise Refused(
+            "--pp-size and --kv-experiment cannot be combined with --kv-policy: one scheduler "
+            "scores its requests again."
+        )
 
 
 def _refusal(name: str, value: Any, why: str) -> Refused:

@@ -12,21 +12,10 @@ import os
 import time
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 VARIABLE = "KVPOLICY_TEST_FAULTS"
-_HERE = Path(__file__).resolve()
 _FAILING = ExitStack()  # open as long as the process lives
-
-
-def installed(folder: Path) -> str:
-    """A PYTHONPATH with which SGLang finds this plugin as an installed package."""
-    own = folder / "faults_of_process-0.dist-info"
-    own.mkdir()
-    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: faults-of-process\nVersion: 0\n")
-    (own / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nfaults = {_HERE.stem}:register\n")
-    return os.pathsep.join([str(folder), str(_HERE.parent)])
 
 
 def register() -> None:

@@ -4,11 +4,14 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from copies_of_process import copied
 from counted import assert_counted_once
-from faults_of_process import VARIABLE, installed
+from faults_of_process import VARIABLE
+from plugins_of_process import installed
 from random_tokens import prompt
 from served_policies import GROWING
 
@@ -47,6 +50,10 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+HOST = {
+    "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+}  # fmt: skip
 SET = {"kv_policy_allow_set": ["snapkv.capacity"]}
 ADMIN = {"Authorization": "Bearer secret"}
 FLAGS = {
@@ -263,6 +270,46 @@ def test_stages_evict_alike_when_folds_take_what_is_cached(model, tmp_path):
         assert "Rank consensus checker is enabled" in server.log_text()
 
 
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}  # SGLang's own, of what stages decide
+
+
+@pytest.mark.thorough(besides=["write-through"])
+@pytest.mark.skipif(version("sglang") == "0.5.22", reason="tried with 0.5.23 only")
+@pytest.mark.parametrize(
+    ("number", "environment", "flags"),
+    [
+        (2, {}, {"hicache_write_policy": "write_through"}),
+        (3, RETRACT, {"hicache_write_policy": "write_back", "page_size": 4}),
+        (2, RETRACT | CHECKED, {"hicache_write_policy": "write_through"}),
+    ],
+    ids=["write-through", "write-back-retracted", "checked"],
+)
+def test_prompts_go_to_the_host_and_come_back(
+    server, model, files, tmp_path, number, environment, flags
+):
+    """SGLang's copies end late, at other moments on each stage; prompts do not all fit the pool."""
+    storing = stages(number)
+    path = installed(tmp_path, "copies_of_process")
+    storing["env"] |= environment | {"PYTHONPATH": path}
+    flags = HOST | {"max_total_tokens": 3000} | flags
+    order = longer_than(90, range(len(list(requests()))))
+    expected = answers(server, order, alone=False)[0]
+    with start(model, files, **storing, **flags) as hierarchical:
+        for _ in range(2):
+            found = answers(hierarchical, order, alone=False)[0]
+            # For want of slots some folds are skipped: copies not ended keep prompts in the pool.
+            whole = {i: own for i, own in found.items() if not found_no_room(own[2])}
+            assert len(whole) >= len(found) - 8, str(sorted(set(found) - set(whole)))
+            others = {i: (own, expected[i]) for i, own in whole.items() if own != expected[i]}
+            assert not others, str(others)
+        assert_nothing_is_left(hierarchical)
+        copies = list(copied(hierarchical.log_text()).values())
+    assert copies == copies[:1] * number
+    assert copies[0]["saved"] > 4000
+    assert copies[0]["loaded"] > 500
+
+
 # Of a prompt: scoring, choosing, taking slots, copying, remembering. While decoding: reading, the
 # policy's steps, writing what stays in place and elsewhere.
 POINTS = {
@@ -278,7 +325,8 @@ def test_what_fails_in_one_process_fails_for_one_request(model, files, expected,
     """With stages of two ranks: others answer as alone, and the server goes on without leaks."""
     faulty = stages(2, 2) | {"enable_mixed_chunk": mixed}
     faults = {"stage": 1, "rank": 0, "points": POINTS}
-    faulty["env"] |= {"PYTHONPATH": installed(tmp_path), VARIABLE: json.dumps(faults)}
+    path = installed(tmp_path, "faults_of_process")
+    faulty["env"] |= {"PYTHONPATH": path, VARIABLE: json.dumps(faults)}
     listed = list(requests())
 
     def answer(i):

@@ -14,7 +14,8 @@ import forked
 import numpy as np
 import pytest
 import requests
-from faults_of_process import VARIABLE, installed
+from faults_of_process import VARIABLE
+from plugins_of_process import installed
 from random_tokens import prompt
 
 pytestmark = pytest.mark.server
@@ -598,7 +599,7 @@ def workers(model, tmp_path_factory):
         "kv-policy-allow-set: more.heavy\n" + "detokenizer-worker-num: 2\n" * (number - 1)
     )
     slow = {"stage": 0, "rank": 0, "delays": {"variant": SECONDS}}
-    env = {"PYTHONPATH": installed(config.parent), VARIABLE: json.dumps(slow)}
+    env = {"PYTHONPATH": installed(config.parent, "faults_of_process"), VARIABLE: json.dumps(slow)}
     with serve(model, arguments=["--config", str(config)], env=env) as server:
         yield server
 
