@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
@@ -28,13 +31,22 @@ class Background:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, make: Callable[[], Made]) -> Future[Made]:
-        """Begin to make something; the future has it, or the error."""
+        """Begin to make something; the future has it, or the error.
+
+        It never raises: other ranks, which have begun it, wait to hear how this one fares.
+        """
 
         def run() -> Made:
             with self._turn(), self._side_stream():
                 return make()
 
-        return self._thread.submit(run)
+        try:
+            return self._thread.submit(run)
+        except Exception as error:  # as when no thread can be started
+            logger.exception("What a policy needs cannot be made in the background.")
+            failed: Future[Made] = Future()
+            failed.set_exception(error)
+            return failed
 
     def pause(self) -> None:
         """Wait until nothing is being made, and begin nothing until `resume`."""

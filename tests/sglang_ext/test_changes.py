@@ -167,6 +167,22 @@ def test_what_one_stage_cannot_compile_no_stage_serves(stages, stage):
     assert [each.served() for each in schedulers] == before
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_one_stage_cannot_begin_to_prepare_no_stage_serves(stages, monkeypatch, stage):
+    """Each hears that of the other, and waits for nothing that was never begun."""
+
+    def submit(run):
+        raise RuntimeError("can't start new thread")
+
+    catalog, schedulers = stages
+    before = [each.served() for each in schedulers]
+    monkeypatch.setattr(schedulers[stage].changes._background._thread, "submit", submit)
+    said = "can't start new thread" if stage == 0 else "another rank or stage could not prepare it"
+    with pytest.raises(Refused, match=said):
+        put(catalog, "third")
+    assert [each.served() for each in schedulers] == before
+
+
 def test_a_policy_that_comes_has_all_series_and_one_that_goes_has_not_failed(unregistered):
     metrics = Metrics({"model_name": "m"}, ["first"])
     made = [SimpleNamespace(name=name, standing=Standing()) for name in ("first", "second")]
