@@ -81,7 +81,7 @@ class Bounds:
     def is_exact(self, node: Node) -> bool:
         """Whether `size` of a token set is exactly its number of entries: no data decide it.
 
-        That holds for tops with static counts, and for what fills a static budget that no KV head
+        That holds for tops with known counts, and for what fills a known budget that no KV head
         exceeds before. What heads or layers compete for is known in total only, so nothing is known
         of a top after it.
         """
@@ -89,26 +89,37 @@ class Bounds:
             return False
         if node.op == "fill":
             score, taken_set, budget = filling(node)
-            is_known = self._numbers.is_static(budget) and self._total(budget) < math.inf
+            is_known = self.is_known(budget) and self._total(budget) < math.inf
             holds = self._holds(self.size(taken_set), budget)
             return is_known and holds and present_outside(score, taken_set)
         if node.op == "choose":
             if self._numbers.is_constant(node.args[1]):
                 return all(map(self.is_exact, node.args[::2]))
-            is_known = self._numbers.is_static(node.args[1]) or _differs_by_head(node)
+            is_known = self.is_known(node.args[1])
             return is_known and all(map(self._is_exact_per_head, node.args[::2]))
         if node.op == "or":
             first, second = node.args
             is_known = self._is_exact_per_head(first) and self.is_exact(second)
-            return is_known and chooses_after(first, second)
+            return is_known and chooses_after(first, second) and self._adds_up(first, second)
         if node.op == "top":
             x, number = node.args
             taken_set = x.args[1].args[0] if x.left_over else node
-            is_known = self._numbers.is_static(number) and present_outside(x, taken_set)
+            is_known = self.is_known(number) and present_outside(x, taken_set)
             return is_known and ("layer" not in node.axes or self._numbers.is_constant(number))
         if node.op == "not":
             return self._is_exact_per_head(node.args[0])
         return node.op in ("all", "truth")
+
+    def _adds_up(self, *sets: Node) -> bool:
+        """Whether each head has room for what the sets take, or heads that are alike are full."""
+        sizes, tokens = [self.size(part) for part in sets], [high for _, high in self._lengths]
+        heads = zip(*(size.head for size in sizes), tokens, strict=True)
+        fits = all(sum(numbers) <= high for *numbers, high in heads)
+        return fits or all(self._kv * sum(size.head) == size.total for size in sizes)
+
+    def is_known(self, node: Node) -> bool:
+        """Whether a number or condition per layer or KV head is known before the prefill."""
+        return self._numbers.is_static(node) or _differs_by_head(node)
 
     def _holds(self, taken: Size, budget: Node) -> bool:
         """Whether each KV head keeps its budget, which is never less than what it has taken."""
@@ -175,7 +186,7 @@ class Bounds:
             layer_sizes = list(zip(layer, chosen, strict=True))
             sums = ((x.total, sum(n for n, size in layer_sizes if size is x)) for x in (a, b))
             return self._bounded(head, layer, sum(map(min, sums)))
-        if _differs_by_head(node):
+        if _differs_by_head(node.args[1]):
             return self._by_head(node.args[1], a, b)
         # If the condition differs between tokens or heads, some take one set, some the other.
         axes, union = node.args[1].type.axes, self._union(a, b)
@@ -208,7 +219,23 @@ class Bounds:
             return self._bounded(counts, counts, sum(counts))
         number = node.args[1]
         total = self._total(number) if self._positive(number) else math.inf
-        return self._bounded(counts, [self._kv * n for n in counts], total)
+        return self._bounded(counts, self._each([0] * self._layers, number, counts), total)
+
+    def _each(self, taken: Sequence[int], number: Node, most: Sequence[Number]) -> list[Number]:
+        """[L] bounds on entries summed over KV heads, each of which has `number` or has taken more.
+
+        Args:
+            taken: [L] entries that one KV head has taken at most.
+            most: [L] bounds on the entries of one KV head in the end.
+        """
+        if not _differs_by_head(number):
+            return [self._kv * n for n in most]
+        tokens = [high for _, high in self._lengths]
+        heads = [self._numbers.of_heads(number, layer) for layer in range(self._layers)]
+        return [
+            sum(max(least, whole(n, high)) for n in own)
+            for least, own, high in zip(taken, heads, tokens, strict=True)
+        ]
 
     def _winners(self, node: Node, counts: Sequence[Number]) -> Size:
         """Bounds on a `top` in which heads or layers, not tokens, compete."""
@@ -235,8 +262,11 @@ class Bounds:
             # One layer may win the budgets of all layers.
             total = min(total, sum(sums))
             return self._bounded([math.inf] * self._layers, [total] * self._layers, total)
-        sums = [min(sums[i], self._kv * head[i]) for i in layers]
-        return self._bounded([math.inf] * self._layers if "kv" in node.axes else head, sums, total)
+        if "kv" in node.axes:
+            sums = [min(sums[i], self._kv * head[i]) for i in layers]
+            return self._bounded([math.inf] * self._layers, sums, total)
+        sums = [*map(min, sums, self._each(taken_size.head, budget, head))]
+        return self._bounded(head, sums, total)
 
     # Sums of numbers over KV heads and layers.
 
@@ -354,10 +384,9 @@ class Bounds:
         return math.inf
 
 
-def _differs_by_head(choose: Node) -> bool:
-    """Whether a head table says which set of a choice a KV head takes."""
-    condition = choose.args[1]
-    return condition.op == "head_table" and condition.type.axes == ("kv",)
+def _differs_by_head(node: Node) -> bool:
+    """Whether a head table says what each KV head takes."""
+    return node.op == "head_table" and node.type.axes == ("kv",)
 
 
 def max_entries(bound: Bound, prompt: int) -> int:

@@ -28,6 +28,7 @@ from enum import IntEnum
 from fractions import Fraction
 from functools import cache
 
+from kvpolicy.dsl.ir.counts import floored
 from kvpolicy.dsl.ir.graph import union
 from kvpolicy.dsl.ir.head_tables import HeadTables, has_head_table
 from kvpolicy.dsl.ir.host import Value, evaluator
@@ -283,6 +284,10 @@ class _Lowering:
         """A count, floored where it is used: exactly if it is known before the prefill."""
         if node.op == "budget":  # whole numbers already
             return self._share(node)
+        if node.op == "head_table":
+            axes, layers = node.head_table.axes, node.head_table.layers
+            floors = tuple(tuple(None if x is None else floored(x) for x in own) for own in layers)
+            return self._share(replace(node, value=HeadTable(axes, floors)))
         return self._share(Node("floor", (node,), type=node.type, when=node.when))
 
     def whole_budget(self, name: str | None) -> Node:

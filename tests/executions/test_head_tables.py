@@ -148,6 +148,32 @@ def test_memory_is_reserved_for_what_each_head_keeps():
     assert max_entries(budget, 100) == 90 + 10 + 20 + 50 + 200
 
 
+@pytest.mark.parametrize(
+    ("rules", "number"),
+    [
+        ("keep: top(score)", 26),
+        ("keep: recent(1) then top(score)", 26),
+        ("keep: recent(2) then top(score)", None),  # a head of budget 1 keeps both
+        ("keep: recent(budget)", 26),
+        ("keep: recent(1) then top(score, min(floor(gate), 7))", 30),
+        ("keep: recent(1) then top(score, budget)", None),  # one head has too few tokens for both
+        ("keep: not recent(budget)", 28),
+        ("keep: top[kv, token](score)", 33),  # one head takes what the other lacks tokens for
+    ],
+)
+def test_numbers_of_each_head_are_known_before_a_prompt(rules, number):
+    """Budgets are 17, 2, 3, 1, 5 and 6; the prompt has 9 tokens."""
+    text = f"{DATA}score: norm1[dim](key)\nbudget: floor(gate)\n{rules}\n"
+    gate = [[17.5, 2.9], [3, 1], [5, 6.9]]
+    bound = bound_to(text, gate=gate, part=[0, 0, 0], weight=[[1, 2, 3], [4, 5, 6]])
+    kept = sum(int(x.sum()) for x in interpret(bound, *prompt(SHAPE, 9)[:3]).kept)
+    bounds = Bounds(bound, 9)
+    assert bounds.is_exact(bound.lowered.prefill.keep) == (number is not None)
+    assert number in (None, kept)
+    assert bounds.kept.total == sum(bounds.kept.layer) >= kept
+    assert number in (None, bounds.kept.total)
+
+
 def test_what_heads_leave_over_is_bounded():
     text = f"{DATA}keep: not (all where gate > 0.5 else recent(2))\n"
     for gate in ([[0.9, 0.1], [0.2, 0.5], [1, 1]], [[0, 0], [0, 0], [0, 0]]):
