@@ -60,7 +60,7 @@ def kept(bound: Bound, prompt: int) -> tuple[int, bool]:
 def thins_some(bound: Bound, prompt: int) -> bool:
     """Whether data decide which layers are thinned, so that `kept` may be exceeded."""
     bounds, keep = Bounds(bound, prompt), _keep(bound)
-    return keep.op == "choose" and _size(bounds, keep) < bounds.size(keep).total
+    return _size(bounds, keep) < bounds.size(keep).total and _data_choose(bounds, keep)
 
 
 def _keep(bound: Bound) -> Node:
@@ -70,9 +70,14 @@ def _keep(bound: Bound) -> Node:
     return keep
 
 
+def _data_choose(bounds: Bounds, keep: Node) -> bool:
+    """Whether data of the prompt choose between two selections."""
+    return keep.op == "choose" and not bounds.is_known(keep.args[1])
+
+
 def _size(bounds: Bounds, keep: Node) -> int:
     size = bounds.size(keep).total
-    if keep.op == "choose":
+    if _data_choose(bounds, keep):
         return min(size, *(_size(bounds, branch) for branch in keep.args[::2]))
     return min(size, bounds.total_budget(keep)) if keep.op == "fill" else size
 

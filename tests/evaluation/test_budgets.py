@@ -6,7 +6,7 @@ from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.bounds import max_entries
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.interpret.interpreter import interpret
-from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.ir.nodes import Delivered, ModelShape
 from kvpolicy.dsl.syntax.diagnostics import PolicyError
 from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.dsl.syntax.source import Source
@@ -116,6 +116,25 @@ def test_layers_that_data_choose():
         assert notes == [
             f"data decide which layers {name} thins; the share is what it keeps of those"
         ]
+
+
+@pytest.mark.parametrize("whole", ["layer < 2", "gate > 0.66"])
+def test_layers_and_heads_that_are_known_to_be_whole(whole):
+    """A third is whole whatever the rate, so that a quarter cannot be kept."""
+    text = (
+        "policy: mine\nlanguage: 1\nparams: {rate: {default: 0.9, unit: ratio}}\n"
+        "data: {gate: {axes: [layer, kv]}}\n"
+        f"keep: all where {whole} else recent(rate * prompt)\n"
+    )
+    gate = [[(4 * i + j) / 23 for j in range(4)] for i in range(6)]
+    program = load(Source("mine.yaml", text)).require()
+    program = program.given({"gate": Delivered(gate, "a test")})
+    parameter, solved = solve(program, SHAPE, {}, [0.5, 0.25], [1000])
+    [(share, [found])] = solved.items()
+    assert (parameter, share, found.value, found.predicted) == ("rate", 0.5, "0.25", {1000: 0.5})
+    bound = bind(program, SHAPE, {"rate": "0.25"})
+    assert kept(bound, 1000) == (max_entries(bound, 1000), True)
+    assert not thins_some(bound, 1000)
 
 
 def test_a_policy_of_ones_own():
