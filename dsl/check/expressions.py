@@ -171,7 +171,10 @@ class Typer:
         if kind == "truth":
             help = "a comparison such as `x > 0` makes one"
         elif "token" in node.type.axes:
-            help = "`count[token](...)` counts a set; `x where set` restricts numbers to it"
+            help = (
+                "`count[token](...)` counts a set; `x where set` restricts numbers to it; "
+                "`or` joins two sets, `and not` takes one away"
+            )
         raise self.error("type", message, expr.span, help)
 
     def name(self, expr: Name) -> Node:
