@@ -64,6 +64,7 @@ ACROSS_LAYERS = (
 REDUCED = ("sum", "mean", "max", "min", "var")
 LITERALS = ("0", "1", "2", "0.5", "3", "0.1", "layers", "kv_heads", "(layer * 1)", "prompt", "7")
 COUNTS = ("1", "2", "3", "5", "9", "0", "budget // 2", "0.3 * prompt", "layer * 2 + 1")
+BY_LAYER = ("layer * 3", "4 - layer * 4", "1 * layer", "5 where layer == 1 else 0", "3 + layer")
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 WINDOWS = ("recent(3)", "recent(2)", "recent(1)", "recent(2 + 1)", "recent(near)", "new")
 BUDGETS = (
@@ -81,6 +82,12 @@ BUDGETS = (
     "1 + 6 * normalize[layer](abs({number}))", "max[past](past({number}, 2)) + 1",
     "rank[layer]({number}) + 2",
 )  # fmt: skip
+# Of winners at all layers, each of which has a number of its own.
+WINNERS = (
+    "1 * {most}[token](count[layer](top{axes}(score, {by_layer})))",
+    "1 * {most}[kv, token](count[layer](top{axes}(score, {by_layer})))",
+    "{most}[layer](count[token](top{axes}(score, {by_layer})))",
+)
 TOPS = (
     "top(score)", "top[kv, token](score)", "top[token, kv](score)", "top[layer, kv, token](score)",
     "top[layer, token](score)",
@@ -227,9 +234,9 @@ class _File:
         params = "params:\n  near: {default: 4, min: 1}\n  flag: false\n"
         if random.random() < 0.07:
             return f"{HEADER}{params}{self._share()}"
-        self.layers = random.random() < 0.4
+        self.layers = random.random() < 0.5
         decodes = random.random() < 0.7
-        if decodes and random.random() < 0.8:
+        if decodes and random.random() < 0.7:
             self.layers = False  # a decode step cannot look at other layers
         data = DATA if random.random() < 0.25 else ""
         if data:
@@ -281,6 +288,8 @@ class _File:
         return f"  born:\n    start: |\n      {start}\n{update}"
 
     def _budget(self) -> str:
+        if self.layers and self.random.random() < 0.3:
+            return self._filled(self.random.choice(WINNERS))
         looks = ("layer]", "past", "[layer")
         choices = BUDGETS if self.layers else [x for x in BUDGETS if not any(y in x for y in looks)]
         return self._filled(self.random.choice(choices))
@@ -290,6 +299,8 @@ class _File:
         random, made = self.random, form
         parts: dict[str, Callable[[], str]] = {
             "{count}": lambda: random.choice((*COUNTS, "near", f"({self.number(SCALAR, 1)})")),
+            "{by_layer}": lambda: random.choice(BY_LAYER),
+            "{most}": lambda: random.choice(("max", "max", "sum")),
             "{axes}": lambda: random.choice(("", "[kv]", "[kv, token]", "[layer, token]")),
             "{axis}": lambda: random.choice(("kv", "group")),
             "{other}": lambda: random.choice(
