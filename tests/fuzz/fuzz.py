@@ -28,15 +28,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import torch
+
 # For helpers that compare executions.
-sys.path += [str(Path(__file__).parents[1] / x) for x in ("", "fuzz", "executions", "sglang_ext")]
+sys.path += [
+    str(Path(__file__).parents[1] / x) for x in ("", "forks", "fuzz", "executions", "sglang_ext")
+]
+# Read when kernels are declared.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 import every_execution
 import judge
-import kvpolicy.dsl
 import mutants
+import quicker
 import shrink
-import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
@@ -189,8 +194,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _digest() -> str:
     """Digest of the code under test; counts of different code are not added up."""
-    folders = (Path(kvpolicy.dsl.__file__).parent, Path(__file__).parent)
-    paths = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    folders = (ROOT / x for x in ("dsl", "kernels", "tests/executions", "tests/fuzz"))
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
@@ -314,5 +319,6 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
+    quicker.kernels()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes end too
     sys.exit(main())

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
+import every_execution
 import fuzz
 import judge
 import mutants
 import pytest
+import shrink
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.layer.generated import Generated
 from kvpolicy.dsl.syntax import fmt, parse
 from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.kernels.table import REFERENCE
@@ -67,6 +71,39 @@ def test_an_execution_that_selects_otherwise_is_found():
     assert len(found["text"]) < len(POLICY)
 
 
+@pytest.mark.interpreted
+def test_a_kernel_that_computes_otherwise_is_found(monkeypatch):
+    """Planted: of the values that generated kernels compute, each has the other sign."""
+    monkeypatch.setattr(every_execution, "BY_KERNELS", 1)
+    assert failures(POLICY) == []
+    values = Generated.values
+
+    def others(*arguments, **options):
+        made = values(*arguments, **options)
+        return {node: replace(x, data=-x.tensor) for node, x in made.items()}
+
+    monkeypatch.setattr(shrink, "shrunk", lambda text, wrong: text)  # takes a minute
+    with patch.object(Generated, "values", others):
+        (found,) = failures(POLICY)
+    assert "by_kernels" in found["error"]
+
+
+def test_rounding_to_float32_keeps_ties():
+    program = load(Source("any.yaml", POLICY)).require()
+    for seed in range(4):
+        case = every_execution.Case((2, 4, 2, 4), 9, 1, {}, seed, ties=True)
+        bound = case.bound(program)
+        assert not every_execution._is_unstable_in_float32(bound, case, case.tensors())
+
+
+def test_rounding_to_float32_decides_where_its_last_bits_do():
+    """Sums over keys that differ by less than an addition in float32 may round away."""
+    near = POLICY.replace("norm1[dim](key)", "sum[dim](key + 1e6)")
+    program = load(Source("any.yaml", near)).require()
+    case = every_execution.Case((2, 4, 2, 4), 9, 1, {}, 0, ties=False)
+    assert every_execution._is_unstable_in_float32(case.bound(program), case, case.tensors())
+
+
 def test_a_comment_that_fmt_loses_is_found():
     def without(source: Source) -> str:
         return plain(source).replace("  # of the fuzzer", "")
@@ -118,6 +155,16 @@ def test_a_run_goes_on(tmp_path, capsys):
     assert "| all | 15 | 0 | 0 | 12 | 0 | 0 | 0 | 3 |" in capsys.readouterr().out
     written = (tmp_path / "failures" / "7-0.yaml").read_text()
     assert written == "# made 7:0\n# wrong\na text\n"
+
+
+def test_a_run_of_changed_code_is_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+    path = tmp_path / "dsl" / "bind" / "bounds.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("one = 1\n")
+    before = fuzz._digest()
+    path.write_text("one = 2\n")
+    assert fuzz._digest() != before
 
 
 def test_texts_are_mostly_policies_where_they_are_meant_to_be():

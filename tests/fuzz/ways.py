@@ -5,10 +5,15 @@ Dimensions: L layers, H query heads, G KV heads, N tokens of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import moments
@@ -23,12 +28,14 @@ from kvpolicy.dsl.execute.planned.steps import Steps
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.values import aligned
 from kvpolicy.dsl.interpret.interpreter import interpret
+from kvpolicy.kernels.scoring.generated import generated
 from ranks import Ranks, kept_by_ranks
 from recordings import assert_same, in_chunks, tensors
 from stages import Stage
-from stores import Store, groups, together
+from stores import TABLE, Store, groups, together
 
 OTHERS = (1, 11)  # tokens of the requests beside one
+FLOAT32_TOLERANCE = 1e-3  # of vectors that are merged by weights in float32
 
 
 @dataclass(frozen=True)
@@ -150,23 +157,65 @@ def _scores(run) -> list[np.ndarray]:
 
 def beside_others(it: Executed) -> None:
     """Where requests fold together, in any order, each with as many steps as it has taken."""
+    with patch.object(Steps, "by_kernels", True):  # all layers at once where that is possible
+        for store, request in _folded_together(it, TorchProgram(it.bound)):
+            assert_stored(store, request.result)
+
+
+def _folded_together(it: Executed, program: TorchProgram) -> Iterator[tuple[Store, Executed]]:
+    """Each request's store after each fold of a program that all requests share."""
     if it.bound.folded.decode is None:
         return
     requests = [it, *it.others]
-    with patch.object(Steps, "by_kernels", True):  # all layers at once where that is possible
-        program = TorchProgram(it.bound)
-        stores = [Store(it.bound, x.prompt, x.steps, program=program) for x in requests]
-        taken, last = 0, len(it.steps[0])
-        for step in range(1, last + 1):
-            leaves = any(it.bound.leaves_at(step, x.tokens) for x in requests)
-            if leaves or step in (1, last):
-                for group in groups(it.random.sample(stores, len(stores)), step - taken):
-                    together(group, step - taken)
-                taken = step
-                for store, request in zip(stores, requests, strict=True):
-                    assert_stored(store, request.result)
+    stores = [Store(it.bound, x.prompt, x.steps, program=program) for x in requests]
+    taken, last = 0, len(it.steps[0])
+    for step in range(1, last + 1):
+        leaves = any(it.bound.leaves_at(step, x.tokens) for x in requests)
+        if leaves or step in (1, last):
+            for group in groups(it.random.sample(stores, len(stores)), step - taken):
+                together(group, step - taken)
+            taken = step
+            yield from zip(stores, requests, strict=True)
 
 
-WAYS: tuple[Callable[[Executed], None], ...] = (
+Way = Callable[[Executed], None]
+WAYS: tuple[Way, ...] = (
     in_blocks, layer_by_layer, on_ranks, in_stages, chunked, beside_others,
 )  # fmt: skip
+
+
+# By Triton's kernels, those generated for the policy among them, which compute in float32.
+
+
+def by_kernels(it: Executed) -> None:
+    """Where kernels score several layers of a prompt together, from pools, and decode."""
+    with _generated_apart():
+        program = TorchProgram(it.bound, kernels=TABLE, keys_stay=True)
+        found = moments.kept(it.bound, it.prompt, it.steps, program)
+    moments.assert_same_moments(found, it.expected, FLOAT32_TOLERANCE)
+
+
+def beside_others_by_kernels(it: Executed) -> None:
+    """As `beside_others`, with each layer of a prompt by itself."""
+    with _generated_apart():
+        for store, request in _folded_together(it, TorchProgram(it.bound, kernels=TABLE)):
+            kept = request.result.steps[store.done - 1].kept
+            assert store.held() == kept, f"step {store.done}: {store.held()} instead of {kept}"
+
+
+@contextmanager
+def _generated_apart() -> Iterator[None]:
+    """A block whose generated files are not in the user's cache, and are forgotten after it."""
+    with TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        before = set(sys.modules)
+        try:
+            yield
+        finally:
+            generated.cache_clear()
+            linecache.clearcache()
+            for name in {*sys.modules} - before:
+                if name.startswith("kvpolicy_generated_"):
+                    del sys.modules[name]
+
+
+WAYS_BY_KERNELS: tuple[Way, ...] = (by_kernels, beside_others_by_kernels)
