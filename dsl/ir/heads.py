@@ -3,7 +3,7 @@
     sum[kv, a](x)    sum[kv](sum[a](x))
     mean[kv, a](x)   sum[kv](sum[a](x)) / sum[kv](count[a](x)); over dropped entries sum[a](x) is
                      mean[a](x) * count[a](x), as there is a kernel for that
-    var[kv, a](x)    mean[kv, a]((x - mean[kv, a](x))^2)
+    var[kv, a](x)    v * (v / v) with v = mean[kv, a]((x - mean[kv, a](x))^2): of infinite values 0
 
 and so on: a value is reduced over KV heads after all other axes. Where the heads lie on several
 ranks, only these reduced values are gathered.
@@ -54,7 +54,9 @@ class _Rewriting:
         two = self._share(
             Node("number", value=Fraction(2), type=Type("number", exact=True), when=x.when)
         )
-        return self._mean(node, self._elementwise("power", node, deviation, two))
+        variance = self._mean(node, self._elementwise("power", node, deviation, two))
+        is_finite = self._elementwise("divide", node, variance, variance)
+        return self._elementwise("multiply", node, variance, is_finite)
 
     def _mean(self, node: Node, x: Node) -> Node:
         number = self._reduced("count", node, x)

@@ -236,6 +236,18 @@ score: {op}[{axes}]({x})
         assert_same(bound, 19, number, number)
 
 
+@pytest.mark.parametrize("axes", ["kv, token", "kv, group", "kv"])
+def test_a_variance_with_an_infinite_value_is_none(axes):
+    """As by one process, whichever rank holds it."""
+    x = "max[query](attn(recent(3))) where position > 2 or mean[dim](key) < 0 else 1 / 0"
+    x = x if "group" in axes else f"max[group]({x})"
+    text = f"keep: top(position, 4 + 2 * min(1, {{}}))\nlet:\n  spread: var[{axes}]({x})\n"
+    spread = "spread" if "token" in axes else "max[token](spread)"
+    bound = bind(load(Source("a.yaml", HEADER + text.format(spread))).require(), ModelShape(*SHAPE))
+    for number in (2, 4):
+        assert_same(bound, 19, number, number)
+
+
 @pytest.mark.parametrize("axes", ["kv", "head", "kv, token"])
 def test_entropies_across_heads(axes):
     x = "sum[query](attn(recent(3)))" if axes == "head" else "sum[query, group](attn(recent(3)))"
