@@ -20,6 +20,7 @@ class Statistic:
 
     Attributes:
         one_tile: whether one tile holds all queries.
+        in_parts: whether other programs reduce other queries.
         parts: part of the result -> its tile, after `end`.
         state: names of the values that are carried from tile to tile and to `end`.
     """
@@ -27,6 +28,7 @@ class Statistic:
     reduction: Reduction
     writer: Writer
     one_tile: bool
+    in_parts: bool
 
     def __post_init__(self) -> None:
         node = self.reduction.node
@@ -127,7 +129,8 @@ class Statistic:
         if op == "mean":
             self._mean(writer, bool(rest))
             return
-        if row.keeps_finite and not row.always_finite:
+        # What is added to this part may be infinite too.
+        if row.keeps_finite and not (row.always_finite or rest or self.in_parts):
             self._clean(writer)
         truth = row.result == "truth" and not self.one_tile
         self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
@@ -201,7 +204,7 @@ def vector_parts(writer: Writer, made: Parts, each: Reduction) -> dict[str, Tile
     else:
         term = of_each(row, x.text, node.args[0].type.kind == "truth")
         writer.line(f"{name} = {folded(node.op, term)}")
-    if not finite(node.args[0]) and not row.always_finite:
+    if not (finite(node.args[0]) or row.always_finite or each.rest):
         writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
     text = f"({_wide(name)} > 0)" if row.result == "truth" else _wide(name)
     return {"value": Tile(text, axes)}

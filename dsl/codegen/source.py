@@ -235,7 +235,7 @@ class Generator(Parts):
         statistics: list[tuple[Reduction, Statistic]] = []
         for reduction in self.columns:
             writer.comment(reduction.node)
-            statistic = Statistic(reduction, writer, one_tile=self.one_tile)
+            statistic = Statistic(reduction, writer, self.one_tile, self.in_parts)
             statistic.start(start)
             statistic.add(writer)
             statistics.append((reduction, statistic))

@@ -873,6 +873,28 @@ def test_what_is_added_up_over_few_dimensions(score, size):
 
 
 @pytest.mark.parametrize(
+    "score",
+    [
+        "sum[kv, group, query, token]((attn(recent(3)) - 0.02) / 0)",  # torch adds what is left
+        "max[query, group](sum[token]((attn(recent(3)) - 0.02) / 0))",  # splits of a row
+        "sum[query, group](sum[token]((attn(recent(3)) - 0.02) / 0))",
+        "sum[group, query]((attn(all) - 0.004) / 0)",  # programs share the queries
+        "sum[token, dim](key / 0)",
+        "sum[kv, dim](value / 0)",
+    ],
+)
+@pytest.mark.parametrize("tokens", [9, 300])
+def test_infinities_of_both_signs_add_up_to_none(score, tokens):
+    """Wherever they meet: in a part of a sum, or where parts are put together."""
+    case = Case(2, 4, 2, 4, tokens)
+    bound = inline(f"({score}) + 0 * norm1[dim](key)", case.shape)
+    runs = [prefill(TorchProgram(bound, report=True, kernels=t), *case.tensors(5)) for t in TABLES]
+    assert runs[1].program.generated is not None
+    for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
+        assert torch.equal(torch.as_tensor(a.data), torch.as_tensor(b.data))
+
+
+@pytest.mark.parametrize(
     ("score", "reason"),
     [
         ("sum[group](sum[query](floor(9 * attn(recent(5)))))", "`floor` has no kernel"),

@@ -233,13 +233,15 @@ def _completed(
     bundle: Bundle, results: tuple[Output, ...], tensors: tuple[torch.Tensor, ...], frame: Frame
 ) -> dict[Node, Value]:
     parts: dict[Node, dict[str, torch.Tensor]] = {}
+    reductions = {reduction.node: reduction for reduction in bundle.reductions}
     for result, data in zip(results, tensors, strict=True):
         data = data.view(torch.bool) if result.truth else data
         if result.splits:
             data = _joined(result.node.operation, data)
+            if not (result.node in bundle.finite or reductions[result.node].rest):
+                data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
         parts.setdefault(result.node, {})[result.part] = data
     axes = {result.node: result.axes for result in results}
-    reductions = {reduction.node: reduction for reduction in bundle.reductions}
     values = {}
     for node in bundle.outputs:
         node_parts = parts[node]
