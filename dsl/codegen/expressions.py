@@ -100,8 +100,8 @@ class Writer(Leaves):
         self.comment(node)
         tile = self.reduced(node.op, x, ("group",), node)
         name = self.named(node.name or f"{node.op}_of_group", tile.text)
-        row = node.operation
-        if not finite(node.args[0]) and row.keeps_finite and not row.always_finite:
+        row, is_part = node.operation, node.value == "part"
+        if row.keeps_finite and not (row.always_finite or is_part or finite(node.args[0])):
             self.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)  # no NaN")
         return replace(tile, text=name)
 

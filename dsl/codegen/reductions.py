@@ -129,8 +129,9 @@ class Statistic:
         if op == "mean":
             self._mean(writer, bool(rest))
             return
-        # What is added to this part may be infinite too.
-        if row.keeps_finite and not (row.always_finite or rest or self.in_parts):
+        # What is added to a part may be infinite too.
+        is_part = rest or self.in_parts or self.node.value == "part"
+        if row.keeps_finite and not (row.always_finite or is_part):
             self._clean(writer)
         truth = row.result == "truth" and not self.one_tile
         self.parts["value"] = Tile(f"({self.name} > 0)" if truth else self.name, self.axes)
@@ -204,7 +205,8 @@ def vector_parts(writer: Writer, made: Parts, each: Reduction) -> dict[str, Tile
     else:
         term = of_each(row, x.text, node.args[0].type.kind == "truth")
         writer.line(f"{name} = {folded(node.op, term)}")
-    if not (finite(node.args[0]) or row.always_finite or each.rest):
+    is_part = each.rest or node.value == "part"
+    if not (finite(node.args[0]) or row.always_finite or is_part):
         writer.line(f"{name} = tl.where({name} == {name}, {name}, 0.0)")
     text = f"({_wide(name)} > 0)" if row.result == "truth" else _wide(name)
     return {"value": Tile(text, axes)}

@@ -6,7 +6,8 @@
     var[kv, a](x)    v * (v / v) with v = mean[kv, a]((x - mean[kv, a](x))^2): of infinite values 0
 
 and so on: a value is reduced over KV heads after all other axes. Where the heads lie on several
-ranks, only these reduced values are gathered.
+ranks, only these reduced values are gathered. A sum to which other heads are added is named "part":
+where infinities of both signs meet it is NaN, so that the whole sum is 0.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class _Rewriting:
         window = x.type.window if "query" in axes else None
         reach = x.type.reach if "past" in axes else None
         type_ = replace(node.type, axes=axes, window=window, reach=reach)
-        return self._share(Node(op, (x,), over, type=type_, when=node.when, span=node.span))
+        value = "part" if op == "sum" else None
+        return self._share(Node(op, (x,), over, value, type=type_, when=node.when, span=node.span))
 
     def _of_heads(self, op: str, x: Node, node: Node) -> Node:
         return self._share(replace(node, op=op, args=(x,), axes=_HEADS))

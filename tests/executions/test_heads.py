@@ -248,6 +248,27 @@ def test_a_variance_with_an_infinite_value_is_none(axes):
         assert_same(bound, 19, number, number)
 
 
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("axes", ["kv, token", "kv, group", "kv, group, query, token", "kv, dim"])
+@pytest.mark.parametrize("kernels", [{}, {"generated": TRITON["generated"]}])
+def test_infinities_of_both_signs_add_up_to_none(op, axes, kernels, monkeypatch, tmp_path):
+    """As by one process, where one rank holds them and others hold finite values."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x = "key" if "dim" in axes else "logits(recent(3))"
+    for axis in () if "dim" in axes else ("group", "query"):
+        x = x if axis in axes else f"mean[{axis}]({x})"
+    text = (
+        "keep: top(position, 6 + 2 * clamp({}, -1, 1))\nlet:\n  most: |\n"
+        f"    {op}[{axes}]({x} / 0 where abs({x}) > 1 else {x})\n"
+    )
+    whole = "most" if "token" in axes else "max[token](most)"
+    bound = bind(load(Source("a.yaml", HEADER + text.format(whole))).require(), ModelShape(*SHAPE))
+    for seed in range(4):
+        assert_same(bound, 19, 2, seed, kernels=REFERENCE | kernels)
+
+
 @pytest.mark.parametrize("axes", ["kv", "head", "kv, token"])
 def test_entropies_across_heads(axes):
     x = "sum[query](attn(recent(3)))" if axes == "head" else "sum[query, group](attn(recent(3)))"

@@ -238,7 +238,8 @@ def _completed(
         data = data.view(torch.bool) if result.truth else data
         if result.splits:
             data = _joined(result.node.operation, data)
-            if not (result.node in bundle.finite or reductions[result.node].rest):
+            is_part = reductions[result.node].rest or result.node.value == "part"
+            if not (result.node in bundle.finite or is_part):
                 data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
         parts.setdefault(result.node, {})[result.part] = data
     axes = {result.node: result.axes for result in results}

@@ -141,10 +141,10 @@ def in_blocks(
             partial = _Partial.of(node, block, x).of_all(frame.tokens)
             joined = partial if joined is None else joined.with_more(partial)
         if joined is not None and "kv" not in node.axes:
-            parts.append(joined.result())
+            parts.append(joined.result(node))
             joined = None
     if joined is not None:
-        return joined.result()
+        return joined.result(node)
     first, *others = parts
     if not others:
         return first
@@ -286,12 +286,12 @@ class _Partial:
         data = self.data + difference * share
         return replace(self, data=data, finite=finite, number=number, spread=spread)
 
-    def result(self) -> Value:
-        """The reduction of all values."""
+    def result(self, node: Node) -> Value:
+        """The reduction of all values, for the node that is computed."""
         data = self.data
         if self.number is not None:
             data = (self.data if self.spread is None else self.spread) / self.number
-        if self.number is not None or not self.finite:
+        if self.number is not None or not (self.finite or node.value == "part"):
             data = torch.nan_to_num(data, nan=0.0, posinf=math.inf, neginf=-math.inf)
         return Value(data, self.axes, finite=self.finite)
 

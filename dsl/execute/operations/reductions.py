@@ -20,9 +20,10 @@ from kvpolicy.dsl.ir.nodes import Node
 
 
 def total(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
-    """The sum; 0 where infinities of both signs meet."""
+    """The sum; where infinities of both signs meet 0, or NaN of a part (`ir/heads.py`)."""
     data = filled(x, 0.0).sum(dims)
-    return data if x.finite else data.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    may_stay = x.finite or node.value == "part"
+    return data if may_stay else data.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 def averaged(node: Node, frame: Frame, x: Value, dims: list[int]) -> torch.Tensor:
