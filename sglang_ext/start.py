@@ -84,7 +84,7 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     compile_variant = partial(_warm_variant, queries=runner.dtype)
     make_variant = _within(services, make, compile_variant)
     runtime.background = background = Background(services.arena.storage.device)
-    variants = Variants(shape, make_variant, services.ranks, background)
+    variants = Variants(shape, make_variant, services.ranks, services.stages, background)
     runtime.policies = ServedPolicies(served_policies, variants, metrics)
     captured_requests = compat.captured_requests(server_options)
     make_served = _within(services, make, partial(warm, queries=runner.dtype))

@@ -17,6 +17,7 @@ one stage process a result at the same point, and may meet there.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -173,3 +174,29 @@ class PipelineStages(Stages):
         greatest = torch.distributed.ReduceOp.MAX
         work = torch.distributed.all_reduce(numbers, greatest, group=self._group, async_op=True)
         return Sent(numbers, work)
+
+
+class Told:
+    """What all ranks tell each other at the same messages of a front end.
+
+    The ranks of one stage meet there. Stages handle a message at different times and must not wait
+    for each other, so each sends at every message, and hears what all had sent at an earlier one.
+    """
+
+    def __init__(self, ranks: Ranks, stages: Stages) -> None:
+        self._ranks, self._stages = ranks, stages
+        self._sent: deque[Sent] = deque()
+
+    def worst(self, numbers: Sequence[bool], unheard: Sequence[bool]) -> list[int]:
+        """Whether each holds on any rank; with stages, on any of them as far as is known here.
+
+        Args:
+            unheard: what holds as long as not all have been heard once.
+        """
+        if len(self._stages.spans) == 1:
+            return self._ranks.worst(numbers)
+        self._sent.append(self._stages.send(torch.tensor(numbers, dtype=torch.int64)))
+        while len(self._sent) > 1 and self._sent[1].arrived():
+            self._sent.popleft()
+        latest = self._sent[0]
+        return latest.read().tolist() if latest.arrived() else list(unheard)

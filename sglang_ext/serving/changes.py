@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
 from kvpolicy.dsl.bind.bind import Bound
 from kvpolicy.dsl.ir.nodes import ModelShape, Program
 from kvpolicy.sglang_ext.face import compat, options
 from kvpolicy.sglang_ext.face.errors import Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, policy_of
-from kvpolicy.sglang_ext.face.ranks import Sent
+from kvpolicy.sglang_ext.face.ranks import Told
 from kvpolicy.sglang_ext.forward.rotary import of_model
 from kvpolicy.sglang_ext.forward.services import Services
 from kvpolicy.sglang_ext.memory.tables import DeviceTables
@@ -75,7 +73,7 @@ class Changes:
         self._make, self._captured, self._background = make, captured, background
         self._ticket: str | None = None
         self._begun: Future[Served] | None = None
-        self._sent: deque[Sent] = deque()  # with stages, of the change that has begun
+        self._told = Told(services.ranks, services.stages)  # of the change that has begun
         self._done: tuple[str, str] | None = None  # ticket and policy of the latest change
 
     def handle(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,8 +98,6 @@ class Changes:
 
     def _vary(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make a policy with a request's own parameters, before the request comes."""
-        if self._services.in_stages:  # they handle this message at different times
-            return {"state": READY}
         try:
             arguments = (body["name"], body["values"], body["front_end"])
             ready = self._policies.has_variant(*arguments)
@@ -128,25 +124,15 @@ class Changes:
         done = future is not None and future.done()
         error = future.exception() if future is not None and done else None
         # A thread of each rank prepares the policy.
-        preparing, failed = self._worst([not done, error is not None])
+        preparing, failed = self._told.worst([not done, error is not None], [True, False])
         if failed:
             elsewhere = "another rank or stage could not prepare it; its log says why"
             return {"state": FAILED, "problem": elsewhere if error is None else str(error)}
         return {"state": PREPARING if preparing else READY}
 
-    def _worst(self, numbers: list[bool]) -> list[int]:
-        """Whether each holds on any rank; with stages, on any of them as far as is known here."""
-        if not self._services.in_stages:  # every rank is asked at the same moment
-            return self._services.ranks.worst(numbers)
-        self._sent.append(self._services.stages.send(torch.tensor(numbers, dtype=torch.int64)))
-        while len(self._sent) > 1 and self._sent[1].arrived():
-            self._sent.popleft()
-        latest = self._sent[0]
-        return latest.read().tolist() if latest.arrived() else [True, False]
-
     def _prepare(self, body: Mapping[str, Any]) -> None:
         self._ticket = body["ticket"]
-        self._sent.clear()
+        self._told = Told(self._services.ranks, self._services.stages)
         arguments = (body["name"], body["text"], body["settings"])
         self._begun = self._background.begin(partial(self._build, *arguments))
 

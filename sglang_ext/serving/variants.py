@@ -3,8 +3,10 @@
 The front end has checked the values, and asks all schedulers for the variant before it sends them
 the first request that needs it (prepared.py): it is bound, and its kernels compiled, while the
 scheduler's loop goes on. A request whose variant is not there makes everybody wait for it. That
-happens if its policy has been replaced since the front end looked, and in stages, which handle a
-message at different times.
+happens if its policy has been replaced since the front end looked.
+
+Stages handle a message at different times. All keep a variant from the first request with it on,
+when all have made it.
 
 A scheduler keeps twice as many variants for each front end as that one takes to be there, so that
 an order that differs a little between them does not matter.
@@ -20,13 +22,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpolicy.dsl.ir.nodes import ModelShape
 from kvpolicy.sglang_ext.face.asked import SET
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, Texts, texts_of
-from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
+from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks, Stages, Told
 from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.messages import MOST_PENDING, MOST_VARIANTS
@@ -41,6 +43,11 @@ _MOST_BEGUN = 8 * MOST_PENDING  # and not asked for again yet
 VariantKey = tuple[str, Texts]
 
 
+class _Begun(NamedTuple):
+    future: Future[Served]
+    told: Told  # whether it is still being made
+
+
 class Variants:
     """The variants of a scheduler's policies; those that front ends asked for last are kept."""
 
@@ -49,22 +56,23 @@ class Variants:
         shape: ModelShape,
         make: Callable[[Policy, Any], Served],
         ranks: Ranks,
+        stages: Stages,
         background: Background,
     ) -> None:
         """
         Args:
             shape: of the model.
             make: from a policy and its binding to a `Served`.
-            ranks: of which all keep the same variants.
+            ranks, stages: of which all keep the same variants.
             background: where variants are made that no request waits for yet.
         """
-        self._shape, self._make, self._ranks = shape, make, ranks
+        self._shape, self._make, self._ranks, self._stages = shape, make, ranks, stages
         self._background = background
         self._kept: dict[VariantKey, Served] = {}
         self._wanted: OrderedDict[str, OrderedDict[VariantKey, None]] = (
             OrderedDict()
         )  # by front end
-        self._begun: OrderedDict[VariantKey, Future[Served]] = OrderedDict()
+        self._begun: OrderedDict[VariantKey, _Begun] = OrderedDict()
 
     def of(self, base: Served, values: Mapping[str, Any]) -> Served:
         """A policy with other values of some parameters; made now if it is not there.
@@ -82,7 +90,8 @@ class Variants:
     def is_ready(self, base: Served, values: Mapping[str, Any], front_end: str) -> bool:
         """Begin to make a variant in the background, if that has not begun; whether it is there.
 
-        All ranks ask at the same point, and it is there on all of them or on none.
+        All ranks ask at the same point, and it is there on all of them or on none. Stages ask at
+        different times: it is there when all have said that it is made.
 
         Args:
             front_end: name of the front end that asks.
@@ -95,21 +104,32 @@ class Variants:
             self._want(key, front_end)
             return True
         if key not in self._begun:
-            self._begun[key] = self._background.begin(partial(self._variant, base, key[1]))
+            future = self._background.begin(partial(self._variant, base, key[1]))
+            self._begun[key] = _Begun(future, Told(self._ranks, self._stages))
             while len(self._begun) > _MOST_BEGUN:
-                self._begun.popitem(last=False)[1].cancel()
-        (waits,) = self._ranks.worst([not self._begun[key].done()])
-        if not waits:
-            self._keep(base, values, front_end)
+                self._begun.popitem(last=False)[1].future.cancel()
+        begun = self._begun[key]
+        done = begun.future.done()
+        failed = done and begun.future.exception() is not None
+        waits, has_failed = begun.told.worst([not done, failed], [True, False])
+        if len(self._stages.spans) == 1:
+            if not waits:
+                self._keep(base, values, front_end)
+        elif has_failed:
+            del self._begun[key]
+            if failed:
+                _made(base, begun.future.result)
+            raise _failed(base)
         return not waits
 
     def _keep(self, base: Served, values: Mapping[str, Any], front_end: str) -> None:
         key = (base.name, texts_of(values))
-        future = self._begun.pop(key, None)
+        begun = self._begun.pop(key, None)
         # What waits behind other variants in the background is made here and now instead.
-        begun = future is not None and not future.cancel()
-        make = future.result if future and begun else partial(self._variant, base, key[1])
-        variant = self._on_all_ranks(base, make)
+        if begun is None or begun.future.cancel():
+            variant = self._on_all_ranks(base, partial(self._variant, base, key[1]))
+        else:
+            variant = self._on_all_ranks(base, begun.future.result)
         variant.standing = base.standing
         variant.set = dict(values)
         self._kept[key] = variant
@@ -130,24 +150,16 @@ class Variants:
 
     def _on_all_ranks(self, base: Served, make: Callable[[], Served]) -> Served:
         """The variant, if every rank can make it: otherwise one of them would serve another."""
-        outcome: Served | ValueError
         try:
-            outcome = make()
-        except NotCompiled:
-            outcome = _failed(base)
-        except Refused as error:
-            problem = base.policy.reason(error)
-            outcome = ValueError(f"custom_params.{SET} of `{base.name}`: {problem}")
-        except Exception:
-            logger.exception("A variant of KV-cache policy %s cannot be served.", base.name)
-            outcome = _failed(base)
+            variant = _made(base, make)
+        except ValueError:
+            self._ranks.meet(failed=True)
+            raise
         try:
-            self._ranks.meet(failed=isinstance(outcome, ValueError))
+            self._ranks.meet()
         except FailedElsewhere:
-            outcome = _failed(base)
-        if isinstance(outcome, ValueError):
-            raise outcome
-        return outcome
+            raise _failed(base) from None
+        return variant
 
     def _variant(self, base: Served, texts: Texts) -> Served:
         policy = base.policy.with_settings(texts)
@@ -156,11 +168,29 @@ class Variants:
     def forget(self, name: str) -> None:
         """Drop the variants of a policy that has changed or is gone."""
         for key in [key for key in self._begun if key[0] == name]:
-            self._begun.pop(key).cancel()
+            self._begun.pop(key).future.cancel()
         for key in [key for key in self._kept if key[0] == name]:
             del self._kept[key]
             for keys in self._wanted.values():
                 keys.pop(key, None)
+
+
+def _made(base: Served, make: Callable[[], Served]) -> Served:
+    """The variant.
+
+    Raises:
+        ValueError: it cannot be made; the message is for the client.
+    """
+    try:
+        return make()
+    except NotCompiled:
+        raise _failed(base) from None
+    except Refused as error:
+        problem = base.policy.reason(error)
+        raise ValueError(f"custom_params.{SET} of `{base.name}`: {problem}") from None
+    except Exception:
+        logger.exception("A variant of KV-cache policy %s cannot be served.", base.name)
+        raise _failed(base) from None
 
 
 def _failed(base: Served) -> ValueError:

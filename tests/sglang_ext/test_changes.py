@@ -22,7 +22,7 @@ from kvpolicy.sglang_ext.clients.traffic import Traffic
 from kvpolicy.sglang_ext.experiment.live import Live
 from kvpolicy.sglang_ext.face import compat, policy_files
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.ranks import Ranks
+from kvpolicy.sglang_ext.face.ranks import Ranks, Stages
 from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
 from kvpolicy.sglang_ext.serving.background import Background
@@ -53,8 +53,7 @@ class Scheduler:
             arena=SimpleNamespace(storage=torch.empty(0)),
             queries=SimpleNamespace(needed=False),
             ranks=Ranks(),
-            stages=stages,
-            in_stages=stages is not None,
+            stages=stages or Stages(range(4)),
         )
         given = (runner, SHAPE, self.make, 0, Background(torch.device("cpu")))
         self.changes = Changes(services, self.policies, *given)
@@ -132,7 +131,7 @@ class Meeting:
                 read=lambda: torch.stack([each[place] for each in self.sent.values()]).amax(0),
             )
 
-        return SimpleNamespace(send=send)
+        return SimpleNamespace(send=send, spans=(range(2), range(2, 4)))
 
 
 @pytest.fixture

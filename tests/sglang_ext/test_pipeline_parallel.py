@@ -46,6 +46,7 @@ keep: sinks(2) then recent(12) where mean[head, query](looked) > 0.35 else sinks
 """
 GIVEN = [f"{name}.{each}" for name, own in SETTINGS.items() for each in own]
 PATIENCE = 120  # seconds; a machine may be busy
+SECONDS = 6  # for which parameters of requests' own are compiled
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
@@ -132,9 +133,14 @@ def expected(model, files):
 
 
 @pytest.fixture(scope="module")
-def server(model, files):
+def server(model, files, tmp_path_factory):
+    """Two stages, of which the second compiles kernels of requests' own parameters slowly."""
     more = {"admin_api_key": "secret", "enable_metrics": True}
-    with start(model, files, **stages(2), **more, **SET) as server:
+    two = stages(2)
+    slow = {"stage": 1, "rank": 0, "delays": {"variant": SECONDS}}
+    path = installed(tmp_path_factory.mktemp("plugin"), "faults_of_process")
+    two["env"] |= {"PYTHONPATH": path, VARIABLE: json.dumps(slow)}
+    with start(model, files, **two, **more, **SET) as server:
         yield server
 
 
@@ -179,6 +185,20 @@ def test_what_requests_ask_besides(server):
     assert found["output_ids"] == output
     assert found["meta_info"]["kv_policy"]["entries_kept"] == 4 * 2 * 30
     assert found["meta_info"]["kv_policy"]["set"] == {"capacity": 30}
+
+
+def test_nobody_waits_for_the_kernels_of_anothers_parameters(server):
+    own = {"kv_policy_set": {"capacity": 28}}
+    with ThreadPoolExecutor() as pool:
+        given = (ask, server, prompt(5, 60), "snapkv", 1)
+        waiting = [pool.submit(*given, **own) for _ in range(3)]
+        others = 0
+        while not any(each.done() for each in waiting):
+            assert ask(server, prompt(6, 20), "snapkv", 1).ok
+            others += 1
+    assert others > 3
+    facts = [each.result().json()["meta_info"]["kv_policy"] for each in waiting]
+    assert [each["set"] for each in facts] == [{"capacity": 28}] * 3
 
 
 @pytest.mark.parametrize("name", COMPARING)

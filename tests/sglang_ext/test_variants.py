@@ -20,7 +20,7 @@ from kvpolicy.sglang_ext.clients.prepared import Prepared
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.errors import NotCompiled, Refused
 from kvpolicy.sglang_ext.face.policy_files import Policy, texts_of
-from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks
+from kvpolicy.sglang_ext.face.ranks import FailedElsewhere, Ranks, Stages
 from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.request.request import Served
 from kvpolicy.sglang_ext.serving.background import Background
@@ -34,6 +34,7 @@ from kvpolicy.sglang_ext.serving.messages import (
 )
 from kvpolicy.sglang_ext.serving.variants import Variants
 from shipped_policies import shipped_program
+from test_changes import Meeting
 
 FAILURE = "`snapkv` failed with these values; the server"
 
@@ -69,8 +70,9 @@ def base(name="snapkv"):
     return SimpleNamespace(name=name, policy=policy, standing="standing")
 
 
-def variants_of(make, ranks=None):
-    return Variants(None, make, ranks or Ranks(), Background(torch.device("cpu")))
+def variants_of(make, ranks=None, stages=None):
+    given = (ranks or Ranks(), stages or Stages(range(4)), Background(torch.device("cpu")))
+    return Variants(None, make, *given)
 
 
 def until(happens):
@@ -104,6 +106,59 @@ def test_no_rank_serves_a_variant_that_another_cannot_make(here, elsewhere, ahea
             assert variants.of(base(), {"window": 24}).standing == "standing"
             assert ranks.met == 1  # it is kept
     assert ("no space left" in caplog.text) == here
+
+
+def test_a_variant_is_there_when_all_stages_have_made_it():
+    """Of which the second handles each message later, and makes variants later."""
+    meeting, goes_on, made = Meeting(2), threading.Event(), []
+
+    def make(policy, bound):
+        made.append(bound)
+        return SimpleNamespace()
+
+    def make_late(policy, bound):
+        goes_on.wait(10)
+        return make(policy, bound)
+
+    stages = [variants_of(each, stages=meeting.of(i)) for i, each in enumerate((make, make_late))]
+    asked = (base(), {"window": 24}, "")
+    for _ in range(3):
+        assert [each.is_ready(*asked) for each in stages] == [False, False]
+    goes_on.set()
+    # Each message reaches both.
+    until(lambda: [each.is_ready(*asked) for each in stages] == [True, True])
+    for each in stages:
+        assert each.of(*asked[:2]).set == asked[1]
+        assert each.is_ready(*asked)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_request_is_not_sent_if_a_stage_cannot_make_its_variant(stage):
+    """The next one asks anew."""
+    meeting, fails = Meeting(2), [stage]
+
+    def make(number, policy, bound):
+        if number in fails:
+            raise OSError("no space left on device")
+        return SimpleNamespace()
+
+    stages = [variants_of(partial(make, i), stages=meeting.of(i)) for i in range(2)]
+    asked = (base(), {"window": 24}, "")
+
+    def answers():
+        """What each says to a message: whether the variant is there, or the problem."""
+        found = []
+        for each in stages:
+            try:
+                found.append(each.is_ready(*asked))
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    until(lambda: FAILURE in str(answers()[0]))
+    fails.clear()
+    until(lambda: answers() == [True, True])
 
 
 def test_nobody_waits_for_what_is_made_in_the_background():
@@ -172,7 +227,7 @@ def test_a_variant_is_there_when_the_slowest_rank_has_it():
     asked = 0
     while not variants.is_ready(base(), {"window": 24}, "worker"):
         asked += 1
-        until(lambda: all(each.done() for each in variants._begun.values()))
+        until(lambda: all(each.future.done() for each in variants._begun.values()))
     assert asked == 3
 
 
