@@ -112,15 +112,16 @@ class Variants:
         done = begun.future.done()
         failed = done and begun.future.exception() is not None
         waits, has_failed = begun.told.worst([not done, failed], [True, False])
+        if waits:
+            return False
         if len(self._stages.spans) == 1:
-            if not waits:
-                self._keep(base, values, front_end)
+            self._keep(base, values, front_end)
         elif has_failed:
             del self._begun[key]
             if failed:
                 _made(base, begun.future.result)
             raise _failed(base)
-        return not waits
+        return True
 
     def _keep(self, base: Served, values: Mapping[str, Any], front_end: str) -> None:
         key = (base.name, texts_of(values))
