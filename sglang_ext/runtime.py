@@ -162,7 +162,7 @@ class Runtime:
             estimate: SGLang's number, as if all output stayed in memory.
         """
         state, needs = state_of(req), estimate
-        if state is None or state.decoding is None:
+        if state is None or not state.continues_anywhere:
             return estimate
         with self.services.failures.contained(req, ADMISSION):
             needs = admission.still_needs(req, state, estimate)
@@ -375,7 +375,7 @@ class Runtime:
         if state.detached or state.progress.barred:
             req.skip_radix_cache_insert = False
         state.progress = Progress()
-        if state.decoding is not None or (state.private is not None and state.private.ready):
+        if state.continues_anywhere or (state.private is not None and state.private.ready):
             state.was_compressed = len(req.output_ids) > 0
         state.private = state.decoding = None
         state.published = state.detached = state.in_place = False

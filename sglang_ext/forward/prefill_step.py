@@ -371,14 +371,14 @@ class PrefillStep:
                 state.remember(scored.run, chosen[1])
         if state.broken:
             self._keep_pace(request, state, counts, finite=finite)
-        if state.broken or counts is None:
-            return
-        with failures.contained(request, COMPACTION, whole=False):
-            positions = part.positions(model_numbers)
-            if positions is not None and state.private is not None and not state.reported.counted:
-                state.reported.kept = described(positions, None, state.prompt)
-            self._note(scored, int(counts.sum()))
-        if state.resumes and state.decoding is not None:
+        elif counts is not None:
+            with failures.contained(request, COMPACTION, whole=False):
+                positions = part.positions(model_numbers)
+                is_new = state.private is not None and not state.reported.counted
+                if positions is not None and is_new:
+                    state.reported.kept = described(positions, None, state.prompt)
+                self._note(scored, int(counts.sum()))
+        if state.resumes and state.continues_anywhere:
             # Keep what it computes next from the radix cache, which might put other slots in its
             # place before all stages know what stays.
             request.skip_radix_cache_insert = state.progress.barred = True

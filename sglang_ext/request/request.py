@@ -360,6 +360,14 @@ class RequestState:
         return self.failure_code > 0 and self.decoding is None and self.folds
 
     @property
+    def continues_anywhere(self) -> bool:
+        """Whether its policy continues after the prompt, here or on other stages.
+
+        What schedulers decide by it they decide alike.
+        """
+        return self.decoding is not None or self.goes_on_elsewhere
+
+    @property
     def _required_decoding(self) -> Decoding:
         if self.decoding is None:
             raise RuntimeError("the request's policy does not go on")

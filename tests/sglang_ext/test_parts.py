@@ -21,6 +21,7 @@ from kvpolicy.sglang_ext.memory.arena import create_arena
 from kvpolicy.sglang_ext.memory.lists import Lists
 from kvpolicy.sglang_ext.memory.store import Store
 from kvpolicy.sglang_ext.request.request import RequestState
+from kvpolicy.sglang_ext.runtime import Runtime
 from shipped_policies import shipped_program
 
 SHAPE = ModelShape(5, 4, 2, 8)
@@ -41,10 +42,13 @@ class Stage:
         served = SimpleNamespace(
             name=name, bound=bound, program=program, kernels=in_use(torch.device("cpu")),
             upper_layers=frozenset(), in_stages=True, standing=SimpleNamespace(failures=0),
+            growth=SimpleNamespace(most=lambda prompt, output: prompt + 2 * output),
         )  # fmt: skip
         self.state = RequestState(served, PROMPT, SLOTS, folds=bound.folded.decode is not None)
         self.request = SimpleNamespace(rid="r", kv=SimpleNamespace(req_pool_idx=ROW))
-        self.request.kv.cache_protected_len = PROMPT
+        self.request.kv.cache_protected_len = self.request.kv.kv_allocated_len = PROMPT
+        self.request.sampling_params = SimpleNamespace(max_new_tokens=30)
+        self.request.skip_radix_cache_insert = False
         self.request.kv_policy_state = self.state
         self.slots = self.store.allocator.alloc(PROMPT).long()
         self.table = table = torch.zeros(ROW + 1, PROMPT, dtype=torch.int32)
@@ -188,7 +192,24 @@ def test_a_stage_that_fails_to_copy_holds_as_many_slots_as_the_others(name, give
     assert all(each.state.private.ready for each in stages)  # so all leave the prompt to others
     assert int(stages[1].state.private.counts.sum()) == 0
     assert stages[1].state.failure_code % 2 == 0
-    assert stages[1].state.goes_on_elsewhere == (stages[0].state.decoding is not None)
+    goes_on = stages[0].state.decoding is not None
+    assert stages[1].state.goes_on_elsewhere == goes_on
+    # Until then, all admit the same requests beside it.
+    runtimes = [SimpleNamespace(services=each.step._services) for each in stages]
+    pairs = zip(runtimes, stages, strict=True)
+    needs = {Runtime.still_needs(runtime, each.request, 300) for runtime, each in pairs}
+    assert (len(needs), needs == {300}) == (1, not goes_on)
+
+
+def test_a_stage_that_fails_to_copy_keeps_a_resumed_request_from_the_cache_like_the_others():
+    def fail(stages):
+        for each in stages:
+            each.state.was_compressed = True
+        object.__setattr__(stages[1].state, "remember", lambda *given: 1 / 0)
+
+    stages = carried_out("h2o", before=fail, heavy="5", window="6")
+    assert [bool(each.state.failure_code) for each in stages] == [False, True, False]
+    assert all(each.request.skip_radix_cache_insert for each in stages)
 
 
 def once(first, then):
