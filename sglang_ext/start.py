@@ -47,6 +47,8 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     verify(runtime, scheduler, targets)
     services, runner = runtime.services, scheduler.tp_worker.model_runner
     services.streams.bind(scheduler)
+    if services.in_stages and services.arena.stage == 0:
+        compat.receive_outputs(runner, runtime.raw)
     shape = refusals.model_shape(scheduler.model_config)
     refusals.check_added_heads(runner.model_config, shape, services.ranks.size)
     attention = compat.attention_layers(runner.model)

@@ -3,13 +3,14 @@
 What SGLang reports of an output token is scaled by the temperature and follows logit bias,
 penalties and grammar. A comparison with full KV needs the logits as the model computed them. For
 sampled requests only, the top K candidates of every output token are taken, copied to the host with
-the rest of the step's result, and sent with the answer's last tokens.
+the rest of the step's result, and sent with the answer's last tokens. With several stages, the last
+one has the logits, and SGLang sends what is taken to the first one, which answers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,18 +41,18 @@ class Recorded:
     whole: bool = True
 
     def add(self, index: int, logprobs: np.ndarray, ids: np.ndarray) -> None:
-        """Take the candidates of output token `index`, from 0."""
-        self.whole = self.whole and index == len(self.ids)
+        """Take the candidates of output token `index`, from 0; ids below 0 are `missing`."""
+        self.whole = self.whole and index == len(self.ids) and bool((ids >= 0).all())
         self.logprobs.append(logprobs)
         self.ids.append(ids)
 
 
 @dataclass(frozen=True)
 class CandidateRows:
-    """Rows of one forward whose candidates are taken, and K of each."""
+    """Rows of one forward whose candidates are taken, and the largest K of them."""
 
     rows: list[int]
-    tops: list[int]
+    top: int
 
 
 class Raw:
@@ -75,7 +76,7 @@ class Raw:
             if getattr(request, RAW, None) is not None
         ]
         rows = (
-            CandidateRows([row for row, _ in row_tops], [top for _, top in row_tops])
+            CandidateRows([row for row, _ in row_tops], max(top for _, top in row_tops))
             if row_tops
             else None
         )
@@ -92,15 +93,19 @@ class Raw:
         rows = getattr(sampling, _ROWS, None)
         if rows is None:
             return run()
-        candidates = None
+        logits = logits_output.next_token_logits
         try:
-            candidates = take(logits_output.next_token_logits, rows)
+            candidates = take(logits, rows)
         except Exception:  # then these requests are not compared
             logger.exception("The distributions of sampled requests were not taken.")
+            candidates = missing(logits, rows)
         result = run()
-        if candidates is not None:
-            compat.add_output(logits_output, candidates)
+        compat.add_output(logits_output, candidates)
         return result
+
+    def from_pp_tensors(self, tensors: Mapping[str, torch.Tensor]) -> OnDevice:
+        """Called by SGLang on the first stage, with the `to_pp_tensors` of the last one."""
+        return OnDevice(**tensors)
 
 
 @dataclass(frozen=True)
@@ -108,38 +113,44 @@ class OnDevice:
     """Candidates of some rows of a batch, R of them; copied by SGLang with the step's result.
 
     Attributes:
+        rows: [R] int64.
         logprobs: [R, K] float32.
         ids: [R, K] int32.
     """
 
-    rows: CandidateRows
+    rows: torch.Tensor
     logprobs: torch.Tensor
     ids: torch.Tensor
 
     def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> OnHost:
         """Called by SGLang after the forward."""
-        return OnHost(self.rows, copy_tensor(self.logprobs), copy_tensor(self.ids))
+        return OnHost(**{name: copy_tensor(tensor) for name, tensor in vars(self).items()})
+
+    def to_pp_tensors(self) -> dict[str, torch.Tensor]:
+        """Called by SGLang on the last stage, to send them to the first one."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class OnHost:
     """`OnDevice` on the host, once the copy is done."""
 
-    rows: CandidateRows
+    rows: torch.Tensor
     logprobs: torch.Tensor
     ids: torch.Tensor
 
     def consume(self, batch: Any, commits: Sequence[Any]) -> None:
         """Called by SGLang when the requests have the step's tokens, before these are sent."""
         logprobs, ids = self.logprobs.numpy(), self.ids.numpy()
-        for place, (row, top) in enumerate(zip(self.rows.rows, self.rows.tops, strict=True)):
+        for place, row in enumerate(self.rows.tolist()):
             request, commit = batch.reqs[row], commits[row]
             recorded = getattr(request, RAW, None)
             if recorded is None or commit is None:
                 continue
             try:
+                place_top = np.s_[place, : recorded.top]
                 # The batch's tensors are not kept alive by what one request records.
-                candidates = logprobs[place, :top].copy(), ids[place, :top].copy()
+                candidates = logprobs[place_top].copy(), ids[place_top].copy()
                 recorded.add(commit.output_index, *candidates)
                 if request.finished():
                     _send(request, recorded)
@@ -151,11 +162,25 @@ class OnHost:
 
 def take(logits: torch.Tensor, rows: CandidateRows) -> OnDevice:
     """The most probable candidates of some rows of logits [B, vocabulary]."""
-    index = torch.tensor(rows.rows, device="cpu").to(logits.device, non_blocking=True)
+    index = _on_device(rows, logits)
     # As SGLang computes logprobs of the input, so that equal logits give equal values.
     logprobs = torch.log_softmax(logits[index].float(), dim=-1)
-    top = logprobs.topk(min(max(rows.tops), logprobs.shape[-1]), dim=-1)
-    return OnDevice(rows, top.values, top.indices.to(torch.int32))
+    top = logprobs.topk(min(rows.top, logprobs.shape[-1]), dim=-1)
+    return OnDevice(index, top.values, top.indices.to(torch.int32))
+
+
+def missing(logits: torch.Tensor, rows: CandidateRows) -> OnDevice:
+    """In place of what `take` could not give, of the same shapes, with ids of -1.
+
+    Each rank of the last stage sends a part; without it the first stage would wait for ever.
+    """
+    size = (len(rows.rows), min(rows.top, logits.shape[-1]))
+    ids = torch.full(size, -1, dtype=torch.int32, device=logits.device)
+    return OnDevice(_on_device(rows, logits), ids.float(), ids)
+
+
+def _on_device(rows: CandidateRows, logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(rows.rows, device="cpu").to(logits.device, non_blocking=True)
 
 
 def _send(request: Any, recorded: Recorded) -> None:

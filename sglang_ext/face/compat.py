@@ -775,6 +775,14 @@ def add_output(logits_output: Any, output: Any) -> None:
     )
 
 
+def receive_outputs(runner: Any, receiver: Any) -> None:
+    """On the first stage: have `receiver.from_pp_tensors` make outputs that the last stage sends.
+
+    SGLang asks the observer of samples for that, which only the last stage would call otherwise.
+    """
+    runner.sampling_observer = receiver
+
+
 def leave_out_of_metrics(request: Any) -> None:
     """In the scheduler: observe no times of a request, and cache nothing that it computes."""
     request.time_stats.enable_metrics = False

@@ -16,7 +16,7 @@ from kvpolicy.experiments.definition.experiment import NO_POLICY
 from kvpolicy.sglang_ext.face import compat, kernels_in_use
 from kvpolicy.sglang_ext.face.asked import POLICY, PREFIX, SET, not_served, shown
 from kvpolicy.sglang_ext.face.errors import Refused
-from kvpolicy.sglang_ext.face.options import attention, experiment_file, kernels
+from kvpolicy.sglang_ext.face.options import attention, kernels
 from kvpolicy.sglang_ext.face.policy_files import Policy
 
 # Attention backends for prefills and decode steps, in any combination; see attention/backend.py.
@@ -101,8 +101,6 @@ def check_options(options: Any) -> None:
             raise _refusal(name, value, why)
     _check_cache_dtype(options)
     _check_attention(options)
-    if options.pp_size != 1:
-        _check_with_stages()
     kernels_in_use.check(kernels(), options.device)
     if compat.captures_whole_prefills(options):
         why = "a policy looks at each layer of a prompt, and there is nothing between them"
@@ -171,15 +169,6 @@ def _check_attention(options: Any) -> None:
             f"--kv-policy-attention flashinfer: tails are read by SGLang's own backend, and it "
             f"decodes by {decode_backend}; add --attention-backend flashinfer, or leave the option "
             f"out."
-        )
-
-
-def _check_with_stages() -> None:
-    """Refuse what stages (`--pp-size`) cannot be combined with."""
-    if experiment_file() is not None:
-        raise Refused(
-            "--pp-size and --kv-experiment cannot be combined with --kv-policy: one scheduler "
-            "scores its requests again."
         )
 
 

@@ -73,6 +73,7 @@ POINTS = {
     "resumed reader": ("sglang_ext.forward.reader", "EntryReader.of"),
     "resumed attention": ("sglang_ext.forward.resume", "attend"),
     "resumed following": ("sglang_ext.forward.resume", "Group"),
+    "candidates": ("sglang_ext.experiment.raw", "take"),
 }
 AFTERWARDS = ("planned view",)  # points that raise after the function has done its work
 

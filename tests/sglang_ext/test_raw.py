@@ -25,16 +25,19 @@ def commit(index):
 
 def test_the_most_probable_of_the_sampled_rows():
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    taken = take(logits, CandidateRows([3, 1], [4, 9]))
+    taken = take(logits, CandidateRows([3, 1], 9))
     wanted = torch.log_softmax(logits[[3, 1]].float(), dim=-1).topk(9)
     assert torch.equal(taken.logprobs, wanted.values)
     assert torch.equal(taken.ids.long(), wanted.indices)
-    assert take(logits, CandidateRows([0], [1000])).ids.shape == (1, V)
+    assert taken.rows.tolist() == [3, 1]
+    assert take(logits, CandidateRows([0], 1000)).ids.shape == (1, V)
 
 
-def test_a_request_leaves_with_what_was_recorded():
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_a_request_leaves_with_what_was_recorded(in_stages):
     raw, requests = Raw(), [req("a"), req("b", [9, 8], True), req("c")]
     raw.note(requests[1], 3)
+    raw.note(requests[2], 5)
     batch = SimpleNamespace(reqs=requests, sampling_info=SimpleNamespace())
     raw.prepare(batch)
     output = SimpleNamespace(next_token_logits=torch.randn(3, V), auxiliary_device_output=None)
@@ -45,7 +48,10 @@ def test_a_request_leaves_with_what_was_recorded():
         return "ids"
 
     assert raw.sample(run, output, batch.sampling_info) == "ids"
-    host = output.auxiliary_device_output.copy_to_host(lambda tensor: tensor.clone())
+    taken = output.auxiliary_device_output
+    if in_stages:
+        taken = Raw().from_pp_tensors(taken.to_pp_tensors())
+    host = taken.copy_to_host(lambda tensor: tensor.clone())
     first = OnHost(host.rows, host.logprobs, host.ids)
     requests[1].finished = lambda: False
     first.consume(batch, [commit(0), commit(0), commit(0)])
@@ -72,7 +78,7 @@ def test_what_is_not_whole_is_not_sent(wrong, caplog):
         ids = ids[:0]
     else:
         request.finished = None
-    host = OnHost(CandidateRows([0], [3]), logprobs, ids)
+    host = OnHost(torch.tensor([0]), logprobs, ids)
     if wrong == "a step is missing":
         request.finished = lambda: False
         host.consume(SimpleNamespace(reqs=[request]), [commit(2)])
@@ -82,12 +88,19 @@ def test_what_is_not_whole_is_not_sent(wrong, caplog):
     assert ("A sampled request is not compared" in caplog.text) == (wrong != "a step is missing")
 
 
-def test_logits_that_cannot_be_read_stop_nobody(caplog):
-    raw, request = Raw(), req("a")
+def test_logits_that_cannot_be_read_stop_nobody(monkeypatch, caplog):
+    """What other ranks have read has the same shapes, as parts of it are sent by each."""
+    raw, request = Raw(), req("a", [9], True)
     raw.note(request, 3)
     batch = SimpleNamespace(reqs=[request], sampling_info=SimpleNamespace())
     raw.prepare(batch)
-    output = SimpleNamespace(next_token_logits=None, auxiliary_device_output=None)
+    output = SimpleNamespace(next_token_logits=torch.randn(1, V), auxiliary_device_output=None)
+    elsewhere = take(output.next_token_logits, CandidateRows([0], 3)).to_pp_tensors()
+    monkeypatch.setattr("kvpolicy.sglang_ext.experiment.raw.take", lambda *_: 1 / 0)
     assert raw.sample(lambda: "ids", output, batch.sampling_info) == "ids"
-    assert output.auxiliary_device_output is None
     assert "were not taken" in caplog.text
+    taken = output.auxiliary_device_output
+    for name, tensor in taken.to_pp_tensors().items():
+        assert (tensor.shape, tensor.dtype) == (elsewhere[name].shape, elsewhere[name].dtype)
+    taken.copy_to_host(lambda tensor: tensor).consume(batch, [commit(0)])
+    assert request.customized_info is None

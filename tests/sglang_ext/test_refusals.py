@@ -106,15 +106,6 @@ def test_harmless_options_are_served():
     refusals.check_options(options(disaggregation_mode=None))
 
 
-def test_stages_serve_no_experiment(monkeypatch, tmp_path):
-    monkeypatch.setenv("SGLANG_KV_POLICY_EXPERIMENT", str(tmp_path / "experiment.yaml"))
-    refusals.check_options(options())
-    said = refusal(pp_size=2)
-    assert said.startswith("--pp-size and --kv-experiment cannot be combined with --kv-policy: ")
-    assert said.endswith(".")
-    assert said.count(". ") == 0
-
-
 def test_stages_show_what_they_cannot_decide_apart():
     [policy] = load_policies(["other=minicache"], [])
     with pytest.raises(Refused) as error:
