@@ -1118,12 +1118,13 @@ def front_end_labels(manager: Any) -> dict[str, str] | None:
 def is_idle(manager: Any, most_used: float) -> bool:
     """Whether no request waits for admission, and under `most_used` (a share) of each pool is.
 
-    A paused server is not idle.
+    A paused server is not idle. With `--pp-size`, there is a running batch per stage, and a load
+    says how many requests one of them has.
     """
-    loads = manager.load_snapshot_reader.read_all()
+    loads, stages = manager.load_snapshot_reader.read_all(), manager.server_args.pp_size
     free = all(
         load.num_waiting_reqs == 0
-        and load.num_running_reqs < load.max_running_requests
+        and load.num_running_reqs < max(load.max_running_requests // stages, 1)
         and load.token_usage < most_used
         for load in loads
     )
