@@ -46,6 +46,7 @@ _LONG = (
     "test_sm90.py",
     "test_folds.py",
     "test_experiment.py",
+    "test_experiment_in_stages.py",
     "test_agreement.py",
     "test_kernels_served.py",
     "test_server.py",

@@ -127,7 +127,11 @@ def test_attributes_that_are_read_or_written_exist():
     requests = importlib.import_module("sglang.srt.managers.io_struct")
     assert "routed_dp_rank" in requests.GenerateReqInput.__dataclass_fields__
     manager = importlib.import_module(compat.TOKENIZER_MODULE).TokenizerManager
-    assert "self.preferred_sampling_params = " in inspect.getsource(manager)
+    for name in ("preferred_sampling_params", "server_args"):
+        assert f"self.{name} = " in inspect.getsource(manager), name
+    if compat.has_step_outputs():
+        runner = importlib.import_module("sglang.srt.model_executor.model_runner").ModelRunner
+        assert hasattr(runner, "sampling_observer")
     slots = {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}
     assert slots <= set(batch.ReqKvInfo.__slots__)
     adder = importlib.import_module("sglang.srt.managers.schedule_policy").PrefillAdder

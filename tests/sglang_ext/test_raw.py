@@ -50,7 +50,11 @@ def test_a_request_leaves_with_what_was_recorded(in_stages):
     assert raw.sample(run, output, batch.sampling_info) == "ids"
     taken = output.auxiliary_device_output
     if in_stages:
-        taken = Raw().from_pp_tensors(taken.to_pp_tensors())
+        from sglang.srt.sampling import sampling_observer_pp as pipeline
+
+        sent = {}
+        pipeline.add_auxiliary_output_to_pp_tensors(sent, taken)
+        taken = pipeline.pop_auxiliary_output_from_pp_tensors(sent, Raw())
     host = taken.copy_to_host(lambda tensor: tensor.clone())
     first = OnHost(host.rows, host.logprobs, host.ids)
     requests[1].finished = lambda: False
