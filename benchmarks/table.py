@@ -66,6 +66,7 @@ _ASL, _LAVA = arxiv("ASL", "2601.07667"), arxiv("LAVa", "2509.09754")
 
 METHODS = (
     Method("snapkv", arxiv("SnapKV", "2404.14469"), "entries by head", f"{_CODE}, kvpress"),
+    Method("chunkkv", arxiv("ChunkKV", "2502.00299"), "whole chunks", "the formula, by hand"),
     Method("adakv", _ADAKV, "entries, heads compete", _CODE),
     Method("pyramidkv", arxiv("PyramidKV", "2406.02069"), "a budget for each layer", _CODE),
     Method("ada-pyramidkv", _ADAKV, "both of the above", _CODE),
@@ -88,6 +89,9 @@ METHODS = (
     Method("vatp", _VATP, "the same, weighed by values", _CODE),
     Method("vatp-snapkv", _VATP, "SnapKV, weighed by values", "the formula, by hand"),
     Method("tova", arxiv("TOVA", "2401.06104"), "what the newest token sees", f"{_CODE}, kvpress"),
+    Method(
+        "keydiff", arxiv("KeyDiff", "2504.15364"), "keys unlike the others", "the formula, by hand"
+    ),
     Method("roco", arxiv("RoCo", "2402.06262"), "which generated entries leave", _CODE),
     Method("simlayerkv", _SIMLAYER, "lazy layers, at the first new token", _CODE),
     Method("simlayerkv-prefill", _SIMLAYER, "lazy layers, at prefill end", f"{_CODE}, kvpress"),

@@ -197,3 +197,37 @@ def simlayerkv(q, k, v, *, threshold, queries, start, reach, window):
         ends = [i for i in range(tokens) if i < start or i >= tokens - window]
         result.append([ends if lazy else list(range(tokens))] * k.shape[1])
     return result
+
+
+def chunkkv(q, k, v, *, capacity, window, chunk, reuse):
+    """Chunks of the tokens before the window, in order of the attention that they sum up to."""
+    layers, group, tokens = len(q), q.shape[1] // k.shape[1], q.shape[2]
+    rest = max(0, tokens - window)
+    spans = [range(first, min(first + chunk, rest)) for first in range(0, rest, chunk)]
+    kept = []
+    for layer in range(layers):
+        source = layer - layer % reuse
+        votes = _prefix(q[source], k[source], window).sum(1).reshape(-1, group, rest).sum(1)
+        heads = []
+        for own in votes:
+            sums = np.array([math.fsum(own[span]) for span in spans], np.float32)
+            order = sorted(range(len(spans)), key=lambda i: (-sums[i], i))
+            chosen = [position for i in order for position in spans[i]][: max(0, capacity - window)]
+            heads.append(_with_window(sorted(chosen), tokens, window))
+        kept.append(heads)
+    return kept
+
+
+def keydiff(q, k, v, *, capacity, newest):
+    """The keys with the smallest cosine with the mean of all keys, each of length 1."""
+    tokens, kept = k.shape[2], []
+    rest = max(0, tokens - newest)
+    for layer in k.astype(np.float64):
+        heads = []
+        for own in layer:
+            directions = own / np.linalg.norm(own, axis=1, keepdims=True)
+            anchor = directions.mean(0)
+            alike = directions @ anchor / np.linalg.norm(anchor)
+            heads.append(_with_window(best(-alike[:rest], capacity - newest), tokens, newest))
+        kept.append(heads)
+    return kept

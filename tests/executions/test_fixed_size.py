@@ -24,7 +24,7 @@ SETTINGS = {
     "start": "1",
     "newest": "2",
 }
-FIXED = {"h2o": 3, "tova": 0, "cake": 4, "vatp": 7}
+FIXED = {"h2o": 3, "tova": 0, "keydiff": 2, "cake": 4, "vatp": 7}
 HEAT = "state:\n  heat: heat + sum[group, query](attn(new))\n"
 
 

@@ -431,8 +431,8 @@ TOGETHER = [
 
 def test_policies_that_score_layers_together():
     assert TOGETHER == [
-        "ada-pyramidkv", "adakv", "cake", "cam", "d2o-code", "d2o", "dynamickv", "h2o", "lava",
-        "pyramidkv", "simlayerkv-prefill", "snapkv", "tova", "vatp-snapkv", "vatp",
+        "ada-pyramidkv", "adakv", "cake", "cam", "chunkkv", "d2o-code", "d2o", "dynamickv", "h2o",
+        "lava", "pyramidkv", "simlayerkv-prefill", "snapkv", "tova", "vatp-snapkv", "vatp",
     ]  # fmt: skip
 
 

@@ -21,6 +21,10 @@ METHODS = {
     "adakv": (paper_methods.adakv, {**BASE, "alpha": 0.2, "strongest": False}),
     "adakv-strongest": (paper_methods.adakv, {**BASE, "alpha": 0.5, "strongest": True}),
     "ada-pyramidkv": (paper_methods.adakv, {**BASE, "alpha": 0.2, "strongest": False, "beta": 3}),
+    "chunkkv": (paper_methods.chunkkv, {"capacity": 9, "window": 3, "chunk": 4, "reuse": 1}),
+    "chunkkv-reuse": (paper_methods.chunkkv, {"capacity": 11, "window": 2, "chunk": 3, "reuse": 2}),
+    "keydiff": (paper_methods.keydiff, {"capacity": 9, "newest": 0}),
+    "keydiff-newest": (paper_methods.keydiff, {"capacity": 9, "newest": 3}),
     "lava": (paper_methods.lava, {**BASE, "alpha": 0}),
     "lava-code": (paper_methods.lava, {**BASE, "alpha": 0.2}),
     "simlayerkv-prefill": (
@@ -32,6 +36,8 @@ POLICY = {
     "snapkv-average": "snapkv",
     "pyramidkv-strongest": "pyramidkv",
     "adakv-strongest": "adakv",
+    "chunkkv-reuse": "chunkkv",
+    "keydiff-newest": "keydiff",
     "lava-code": "lava",
 }
 
