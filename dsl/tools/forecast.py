@@ -31,8 +31,8 @@ MEMORY_SHARE, LAYER_KERNELS, STEP_HOST = 0.87, 10, 1.5e-3
 # Seconds of the host per operation, view, launch and transfer: of a prefill, as measured beside an
 # H200 (docs/performance/kernels.md: 3.2 ms for the 189 of snapkv's), and of a fold, fitted to
 # benchmarks/host_model.py; in a fold also per request, per layer and per list of one.
-PREFILL_ASK, FOLD_ASK = 16e-6, 20e-6
-FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 80e-6, 4e-6, 0.5e-6
+PREFILL_ASK, FOLD_ASK = 16e-6, 30e-6
+FOLD_REQUEST, FOLD_LAYER, FOLD_LIST = 60e-6, 1e-6, 0.12e-6
 _HELD = "the size is held"
 _UNCOUNTED = "how many is not counted: more requests may fit, and TPOT may be lower"
 
