@@ -4,7 +4,6 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -295,7 +294,6 @@ CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}  # SGLang's own, of what
 
 
 @pytest.mark.thorough(besides=["write-through"])
-@pytest.mark.skipif(version("sglang") == "0.5.22", reason="tried with 0.5.23 only")
 @pytest.mark.parametrize(
     ("number", "environment", "flags"),
     [
