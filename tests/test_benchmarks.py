@@ -191,7 +191,7 @@ def test_propagation():
 
 def test_architectures():
     [row] = rows(run("benchmarks/architectures.py", "ernie-4.5", "--each", "1"))
-    assert row[:4] == ["`ernie-4.5`", "`Ernie4_5ForCausalLM`", "20", "23"]
+    assert row[:4] == ["`ernie-4.5`", "`Ernie4_5ForCausalLM`", "22", "25"]
     assert (row[4], row[-1]) == ("0", "0")
 
 

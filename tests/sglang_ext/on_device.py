@@ -150,7 +150,7 @@ def made_up(shape: ModelShape) -> Iterator[None]:
     program = partial(TorchProgram, deferred_bytes=DEFERRED)
     with (
         mock.patch.object(block.ArrivingNumbers, "__init__", counts),
-        mock.patch.object(Run, "_number", lambda self, chosen: max(len(chosen) // 2, 1)),
+        mock.patch.object(Run, "_number_chosen", lambda self, chosen: max(len(chosen) // 2, 1)),
         mock.patch.object(request_module, "TorchProgram", program),
         mock.patch.object(request_module, "in_use", return_value=chosen_for("triton", "cuda")),
         mock.patch.object(share, "paired", paired),
