@@ -245,7 +245,7 @@ def test_what_else_waits_is_what_is_documented(scenario):
         lengths=[100, 70],
     )
     (fastkv,), (minicache,) = (seen[name]["forwards"] for name in ("fastkv", "minicache"))
-    assert sorted(fastkv["waits"]) == [WAIT, *["run.py:_number tolist"] * 2]
+    assert sorted(fastkv["waits"]) == [WAIT, *["run.py:_number_chosen tolist"] * 2]
     assert minicache["waits"] == [WAIT] * (1 + 2 * 2)  # two pairs of each prompt
 
 
