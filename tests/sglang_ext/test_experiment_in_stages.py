@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from faults_of_process import VARIABLE, installed
+from faults_of_process import VARIABLE
+from plugins_of_process import installed
 from random_tokens import prompt
 from test_pipeline_parallel import ADMIN, PATIENCE, assert_nothing_is_left, stages
 
@@ -168,7 +169,8 @@ def test_what_goes_wrong_is_not_compared_and_leaves_nothing(model, tmp_path, ran
     """Policies fail, requests are retracted, clients go away, caches are flushed, slots are few."""
     faulty = stages(2, ranks)
     faults = {"stage": 1, "rank": 0, "points": FAULTS}
-    faulty["env"] |= {"PYTHONPATH": installed(tmp_path), VARIABLE: json.dumps(faults)}
+    path = installed(tmp_path, "faults_of_process")
+    faulty["env"] |= {"PYTHONPATH": path, VARIABLE: json.dumps(faults)}
     faulty["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "17"}
     few = {"max_total_tokens": 1500, "kv_experiment_slots": 60, "enable_mixed_chunk": True}
 
