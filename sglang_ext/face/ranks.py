@@ -144,6 +144,11 @@ class Stages:
         self.spans: tuple[range, ...] = (layers,)
         self.span = layers
 
+    @property
+    def several(self) -> bool:
+        """Whether other stages have other layers."""
+        return len(self.spans) > 1
+
     def send(self, numbers: torch.Tensor) -> Sent:
         """Send numbers, as all ranks of all stages do at the same point of their work.
 
@@ -193,7 +198,7 @@ class Told:
         Args:
             unheard: what holds as long as not all have been heard once.
         """
-        if len(self._stages.spans) == 1:
+        if not self._stages.several:
             return self._ranks.worst(numbers)
         self._sent.append(self._stages.send(torch.tensor(numbers, dtype=torch.int64)))
         while len(self._sent) > 1 and self._sent[1].arrived():

@@ -96,7 +96,7 @@ class Services:
     @property
     def in_stages(self) -> bool:
         """Whether other stages have other layers (`--pp`)."""
-        return len(self.stages.spans) > 1
+        return self.stages.several
 
     def join(self, group: TensorGroup, kv_heads: int) -> None:
         """Set this rank's share of the model's `kv_heads` KV heads."""

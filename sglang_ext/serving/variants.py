@@ -114,7 +114,7 @@ class Variants:
         waits, has_failed = begun.told.worst([not done, failed], [True, False])
         if waits:
             return False
-        if len(self._stages.spans) == 1:
+        if not self._stages.several:
             self._keep(base, values, front_end)
         elif has_failed:
             del self._begun[key]
