@@ -219,12 +219,12 @@ class Crowd:
         for row, prompt in enumerate(self.case.prompts, 1):
             if prompt not in memories:
                 q = tensors[:prompt].permute(1, 2, 0, 3).numpy()
-                run = prefilled(plain, q, *[q[:, : shape.kv_heads]] * 2).run
+                finished = prefilled(plain, q, *[q[:, : shape.kv_heads]] * 2).finished
                 memory = None
                 if self.goes_on:
-                    block, _ = Memory.after(run).block
+                    block, _ = Memory.after(finished).block
                     memory = Memory(self.bound, prompt, block, program.steps)
-                memories[prompt] = (run.finish(), memory)
+                memories[prompt] = (finished.kept, memory)
             kept, memory = memories[prompt]
             state = RequestState(served, prompt, 0)
             if memory is not None:

@@ -43,10 +43,10 @@ def prefill_seconds(bound: Bound, rounds: int) -> list[float]:
     for turn in range(rounds + 1):
         watch.observed = timed = Timed()
         started = time.thread_time()
-        kept = drive(program, PROMPT, shown).run.finish(wait=False)
+        finished = drive(program, PROMPT, shown).run.finish(wait=False)
         if turn:
             made.append(time.thread_time() - started - timed.seconds)
-        if torch.stack(kept).all():
+        if torch.stack(finished.kept).all():
             raise SystemExit(f"host_model: {bound.program.name} lets nothing leave")
     return made
 

@@ -90,8 +90,8 @@ def _recording(tokens: int) -> list[np.ndarray]:
 
 def _kept(program: TorchProgram, recording: Sequence[np.ndarray]) -> list[list[list[int]]]:
     """Kept positions per layer and KV head."""
-    run = prefilled(program, *recording).run
-    return [[own.nonzero()[:, 0].tolist() for own in layer] for layer in run.finish()]
+    kept = prefilled(program, *recording).finished.kept
+    return [[own.nonzero()[:, 0].tolist() for own in layer] for layer in kept]
 
 
 def _rank(rank: int, ranks: int, port: int, tokens: int, rounds: int, folder: str) -> None:

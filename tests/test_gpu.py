@@ -60,7 +60,7 @@ def test_programs_keep_the_same_entries(name, tokens, kernels):
         run = TorchProgram(bound, kernels=table).start(tokens)
         for layer in range(3):
             run.observe(layer, *(x[layer].to(device) for x in (q, k, v)))
-        kept[device] = torch.stack(list(run.finish())).cpu()
+        kept[device] = torch.stack(run.finish().kept).cpu()
     assert torch.equal(kept["cpu"], kept["cuda"])
 
 
@@ -74,13 +74,13 @@ def _kept_while_decoding(bound, prompt, device: str, kernels) -> list:
         rows = (x[layer][:, there] for x in (q, k, v))
         deeper = run.observe(layer, *rows, None if len(there) == tokens else there)
         there = there if deeper is None or run.restarted else there[deeper]
-    run.finish()
+    finished = run.finish()
     if bound.folded.prefill.merge is not None:
         for layer in range(3):
-            run.merged(layer, k[layer], v[layer])
-    memory = Memory.after(run)
+            finished.merged(layer, k[layer], v[layer])
+    memory = Memory.after(finished)
     if memory is None:
-        return [layer.cpu().tolist() for layer in run.finish()]
+        return [layer.cpu().tolist() for layer in finished.kept]
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(2, 2, 2 * tokens, 64, generator=generator).to(device)
     for step in range(12):

@@ -105,8 +105,7 @@ def _sums(bench: Bench, tokens: int) -> Case:
         for given in (None, lse):
             run = with_kernels(watched := Watched(), report=True, lse=given)()
             assert watched.asked, "no kernel was generated for these sums"
-            run.finish()
-            error = (scores(run, 0)[last] - exact).abs()
+            error = (scores(run.finish(), 0)[last] - exact).abs()
             assert bool((error <= share * exact).all()), "column sums are off"
             worst = max(worst, float((error / (share * exact)).max()))
         return f"sums of one KV head at most {100 * worst:.0f} % of the bound off float64"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from kvpolicy.dsl.bind.bind import Bound, bind
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Kernels, Slots
@@ -152,9 +153,9 @@ def off(prompt: Prompt, layer: int, dtype: torch.dtype) -> float:
     return 2 * logit + single * (prompt.tokens / 32 + 32) + 3 * torch.finfo(dtype).eps
 
 
-def scores(run: Run, layer: int) -> torch.Tensor:
-    """Scores float64 [G, N] of a finished run with `report`; absent ones are 0."""
-    value = run.result(run.program.bound.lowered.prefill.score)[layer]
+def scores(finished: FinishedPrefill, layer: int) -> torch.Tensor:
+    """Scores float64 [G, N] of a prefill with `report`; absent ones are 0."""
+    value = finished.result(finished.program.bound.lowered.prefill.score)[layer]
     assert value.axes == ("kv", "token"), value.axes
     if value.mask is None:
         return value.data
@@ -186,18 +187,18 @@ def _checked(
     attended: bool = False,
 ) -> str:
     """Compares scores and, if `made` is given, the kept sets that it returns with float64."""
-    runs = {}
+    prefills = {}
     for kernels in (watched := Watched(), REFERENCE):
         program = TorchProgram(policy, report=True, kernels=kernels, keys_stay=True)
         given = attended and kernels is not REFERENCE
-        runs[kernels is REFERENCE] = observed(program, prompt, policy.shape.layers, attended=given)
+        run = observed(program, prompt, policy.shape.layers, attended=given)
+        prefills[kernels is REFERENCE] = run.finish()
     assert watched.asked, "no kernel was generated for these scores"
-    kept, sets = runs[True].finish(), made() if made else []
-    runs[False].finish()
+    kept, sets = prefills[True].kept, made() if made else []
     worst, different = 0.0, 0
     for layer in layers:
         share = off(prompt, layer, torch.float32)
-        exact, mine = scores(runs[True], layer), scores(runs[False], layer)
+        exact, mine = scores(prefills[True], layer), scores(prefills[False], layer)
         error = (mine - exact).abs()
         assert bool((error <= share * exact).all()), f"scores of layer {layer} are off"
         assert bool((exact > 0).any(-1).all()), f"layer {layer} has no scores"
@@ -231,9 +232,8 @@ def _one_layer(bench: Bench, tokens: int, window: int) -> Case:
         whole = bound(model, tokens, window, later=False, layers=1)
         _checked(prompt, policy, [0], None, attended=True)
         said = _checked(prompt, policy, [0], None)
-        run = observed(TorchProgram(whole, report=True), prompt, 1)
-        run.finish()
-        exact, other = scores(run, 0), plain(prompt.q[0], dense).double()
+        finished = observed(TorchProgram(whole, report=True), prompt, 1).finish()
+        exact, other = scores(finished, 0), plain(prompt.q[0], dense).double()
         share = off(prompt, 0, model.dtype)
         # The window has no score here; `plain` pools its neighbours' scores into it.
         far = slice(None, -window)
@@ -257,7 +257,7 @@ def _all_layers(bench: Bench, tokens: int, window: int) -> Case:
         kernels: Kernels, *, attended: bool = False
     ) -> Callable[[], list[torch.Tensor]]:
         program = TorchProgram(policy, kernels=kernels, keys_stay=True)
-        return lambda: observed(program, prompt, layers, attended=attended).finish(wait=False)
+        return lambda: observed(program, prompt, layers, attended=attended).finish(wait=False).kept
 
     assert prompt.lse  # made before anything is timed
     # ATTENDED: as served by a backend that returns the log-sum-exp.

@@ -183,14 +183,12 @@ def _scoring(bench: Bench, tokens: int, window: int, toy: bool) -> Case:
         return TorchProgram(policy, report=report, kernels=table)
 
     def check(calls: dict[str, Callable]) -> str:
-        exact = observed(TorchProgram(policy, report=True), prompt, 1)
-        exact.finish()
+        exact = observed(TorchProgram(policy, report=True), prompt, 1).finish()
         wanted, worst = scores(exact, 0), off(prompt, 0, torch.float32)
         held = Checked()
         for name in calls:
-            run = observed(program(report=True, **given[name]), prompt, 1)
-            run.finish()
-            held.within(scores(run, 0), wanted, worst * wanted, name)
+            finished = observed(program(report=True, **given[name]), prompt, 1).finish()
+            held.within(scores(finished, 0), wanted, worst * wanted, name)
         return f"{held} (scores in float64)"
 
     blocks = (32,) if toy else (16, 32, 64, 128)

@@ -20,6 +20,7 @@ from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import drive
 from kvpolicy.dsl.execute.layer.share import Shared
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Entries
@@ -51,17 +52,17 @@ def apply(
     """
     tokens = k.shape[2]
     prefill = prefilled(TorchProgram(bound, report=report), q, k, v, inv_freq)
-    run, chosen = prefill.run, prefill.chosen
-    if prefill.first_run.not_finite or run.not_finite:
+    finished, chosen = prefill.finished, prefill.chosen
+    if prefill.first_run.not_finite or finished.not_finite:
         raise refused(bound.program.name, "data", "the tensors hold NaN or infinity")
-    result = Result([x.numpy() for x in run.finish()], None, None)
+    result = Result([x.numpy() for x in finished.kept], None, None)
     if tokens:
-        result = _result(run, chosen, prefill.vectors, tokens)
+        result = _result(finished, chosen, prefill.vectors, tokens)
         result = _propagated(result, prefill.first_run, len(chosen))
     if steps is not None:
         if not all(np.isfinite(x).all() for x in steps):
             raise refused(bound.program.name, "data", "a decode step holds NaN or infinity")
-        cache = _Cache(run, prefill.vectors, torch.tensor(k[:0]).dtype)
+        cache = _Cache(finished, prefill.vectors, torch.tensor(k[:0]).dtype)
         names = torch.cat([chosen, torch.arange(tokens, tokens + len(steps[0]))])
         result = replace(result, steps=_decode(cache, steps, inv_freq, names))
     return result
@@ -72,13 +73,13 @@ class Prefilled:
     """A finished prefill of recorded tensors.
 
     Attributes:
-        run: the last prefill, whose entries are cached.
-        first_run: the prefill before a restart; without one, `run`.
-        chosen: int64 [n], positions in the recording of the tokens of `run`.
+        finished: the last prefill, whose entries are cached.
+        first_run: the prefill before a restart; without one, the same.
+        chosen: int64 [n], positions in the recording of the last prefill's tokens.
         vectors: per layer float64 keys and values [G, n, D], as they are cached.
     """
 
-    run: Run
+    finished: FinishedPrefill
     first_run: Run
     chosen: torch.Tensor
     vectors: Vectors
@@ -98,10 +99,10 @@ def prefilled(
     """
     recording = _Recording(program, *(torch.tensor(x) for x in (q, k, v)))
     prefill = drive(program, k.shape[2], recording)
-    prefill.run.finish()
+    finished = prefill.run.finish()
     keys, values = (x[:, :, prefill.tokens] for x in (recording.k, recording.v))
-    vectors = _stored(prefill.run, keys, values, inv_freq)
-    return Prefilled(prefill.run, prefill.first_run, prefill.tokens, vectors)
+    vectors = _stored(finished, keys, values, inv_freq)
+    return Prefilled(finished, prefill.first_run, prefill.tokens, vectors)
 
 
 @dataclass(frozen=True)
@@ -140,24 +141,27 @@ def turned(keys: torch.Tensor, shift: torch.Tensor, inv_freq: np.ndarray) -> tor
 
 
 def _stored(
-    run: Run, k_of_all: torch.Tensor, v_of_all: torch.Tensor, inv_freq: np.ndarray | None
+    finished: FinishedPrefill,
+    k_of_all: torch.Tensor,
+    v_of_all: torch.Tensor,
+    inv_freq: np.ndarray | None,
 ) -> Vectors:
     """Keys and values as they are cached, float64 [G, n, D] per layer, from [L, G, n, D]."""
     stored: Vectors = []
-    layers = list(zip(run.program.layers, k_of_all, v_of_all, strict=True))
-    if run.merges_need_ranks:
+    layers = list(zip(finished.program.layers, k_of_all, v_of_all, strict=True))
+    if finished.merges_need_ranks:
         for layer, k, v in layers:
-            run.begin_merge(layer, k, v)
+            finished.begin_merge(layer, k, v)
     for place, (layer, k, v) in enumerate(layers):
-        keys, values = run.merged(layer, k, v)
-        shift = run.shift(layer)
+        keys, values = finished.merged(layer, k, v)
+        shift = finished.shift(layer)
         if shift is not None and inv_freq is not None:
             keys = turned(keys, shift, inv_freq)
         stored.append((keys, values))
         if place:
             # Everything stays where layers share, so that these are the entries as they are stored.
             below, own = ((k, v) for _, k, v in layers[place - 1 : place + 1])
-            shared = run.shared(layer, below, own) or {}
+            shared = finished.shared(layer, below, own)
             pair = stored[place - 1 : place + 1]
             stored[place - 1 : place + 1] = [
                 (_read_back(k, shared.get("key")), _read_back(v, shared.get("value")))
@@ -174,20 +178,22 @@ def _read_back(x: torch.Tensor, shared: Shared | None) -> torch.Tensor:
     return torch.where(excepted[..., None], x, x.norm(dim=-1, keepdim=True) * direction)
 
 
-def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Result:
-    bound, rules = run.program.bound, run.program.bound.lowered.prefill
-    kept, report = run.finish(), run.program.report
+def _result(
+    finished: FinishedPrefill, chosen: torch.Tensor, vectors: Vectors, tokens: int
+) -> Result:
+    bound, rules = finished.program.bound, finished.program.bound.lowered.prefill
+    kept, report = finished.kept, finished.program.report
     kv = bound.shape.kv_heads
     budgets = scores = None
     if report and rules.budget is not None:
         budgets = [
             _spread(x, ("kv",), (kv,)).clamp(-_MOST, _MOST).numpy().astype(np.int64)
-            for x in run.budgets()
+            for x in finished.budgets()
         ]
     if report and rules.score is not None:
         scores = []
-        for layer, x in enumerate(run.result(rules.score)):
-            places = run.reached(layer)
+        for layer, x in enumerate(finished.result(rules.score)):
+            places = finished.reached(layer)
             layer_scores = _spread(x, ("kv", "token"), (kv, len(places)))
             scores.append(_on_prompt(layer_scores, chosen[places], tokens, np.nan))
     merged = None
@@ -204,11 +210,11 @@ def _result(run: Run, chosen: torch.Tensor, vectors: Vectors, tokens: int) -> Re
         scores,
         merged=merged,
         thresholds={
-            name: [_reported(run.merge_states(layer).get(name)) for layer in layers]
+            name: [_reported(finished.merge_states(layer).get(name)) for layer in layers]
             for name in names
         },
         named={
-            name: [_reported(x) for x in run.result(node)]
+            name: [_reported(x) for x in finished.result(node)]
             for name, node in rules.lets.items()
             if report and name not in bound.propagation_lets
         },
@@ -266,14 +272,14 @@ def _reported(x: Value | None) -> LayerValue:
 class _Cache:
     """Cached keys and values of every layer, in the layout of its `Memory`."""
 
-    def __init__(self, run: Run, vectors: Vectors, dtype: torch.dtype) -> None:
-        self.memory = Memory.after(run)
-        self.changes = run.program.bound.changes_vectors
-        self.position = run.size
+    def __init__(self, finished: FinishedPrefill, vectors: Vectors, dtype: torch.dtype) -> None:
+        self.memory = Memory.after(finished)
+        self.changes = finished.program.bound.changes_vectors
+        self.position = finished.size
         self.dtype = dtype
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions [M], held [G, M]
         self.rows: Vectors = []
-        for kept, (k, v) in zip(run.finish(), vectors, strict=True):
+        for kept, (k, v) in zip(finished.kept, vectors, strict=True):
             columns = kept.any(0)
             self.held.append((columns.nonzero()[:, 0], kept[:, columns]))
             self.rows.append((k[:, columns].to(dtype), v[:, columns].to(dtype)))

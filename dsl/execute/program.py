@@ -1,7 +1,7 @@
 """The torch program of a policy: keeps exactly what the interpreter keeps, on any device.
 
 `TorchProgram.start(prompt)`, `Run.observe(layer, q, k, v)` and `Run.finish()` are the interface of
-a prefill; what follows a prefill (`Memory.after`, merged rows) comes from the finished run.
+a prefill; what follows it (`Memory.after`, merged rows) comes from the `FinishedPrefill`.
 """
 
 from __future__ import annotations

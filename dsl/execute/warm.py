@@ -17,7 +17,7 @@ from kvpolicy.dsl.execute.decode.lists import RequestBlock
 from kvpolicy.dsl.execute.decode.memory import Memory
 from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import drive
-from kvpolicy.dsl.execute.prefill.run import Run
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Slots
 
@@ -57,7 +57,9 @@ def programs(program: TorchProgram) -> Iterator[TorchProgram]:
         )
 
 
-def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtype) -> Run:
+def prefill(
+    program: TorchProgram, tokens: int, like: Slots, queries: torch.dtype
+) -> FinishedPrefill:
     """A finished prefill of zeros.
 
     Args:
@@ -68,9 +70,7 @@ def prefill(program: TorchProgram, tokens: int, like: Slots, queries: torch.dtyp
     zeros = _ZeroPrompt(program, like, queries)
     if program.accumulates:
         _accumulate(program, tokens, zeros)
-    run = drive(program, tokens, zeros, like.device).run
-    run.finish(wait=False)
-    return run
+    return drive(program, tokens, zeros, like.device).run.finish(wait=False)
 
 
 def _accumulate(program: TorchProgram, tokens: int, zeros: _ZeroPrompt) -> None:
@@ -110,15 +110,15 @@ class _ZeroPrompt:
         return keys, keys
 
 
-def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
+def fold(finished: FinishedPrefill, like: Slots, queries: torch.dtype) -> None:
     """Takes a finished prefill through decode steps, first without, then with leaving entries.
 
     Args:
         like, queries: as in `prefill`.
     """
-    memory = Memory.after(run)
+    memory = Memory.after(finished)
     if memory is not None:
-        folding, bound = _Folding(run, like, queries), run.program.bound
+        folding, bound = _Folding(finished, like, queries), finished.program.bound
         steps, prompt = range(bound.fold_interval, _LATEST), memory.prompt
         staying_step = next((n for n in steps if not bound.leaves_at(n, prompt)), None)
         if staying_step is not None:
@@ -133,11 +133,11 @@ def fold(run: Run, like: Slots, queries: torch.dtype) -> None:
 class _Folding:
     """A request of zeros that decodes."""
 
-    def __init__(self, run: Run, like: Slots, queries: torch.dtype) -> None:
-        self.bound, self.device, self.scale = run.program.bound, like.device, like.scale
-        self.steps, self.tokens = self.bound.fold_interval, run.prompt
-        self.kv = run.program.heads.number(self.bound.shape.kv_heads)
-        self.layers = len(run.program.layers)
+    def __init__(self, finished: FinishedPrefill, like: Slots, queries: torch.dtype) -> None:
+        self.bound, self.device, self.scale = finished.program.bound, like.device, like.scale
+        self.steps, self.tokens = self.bound.fold_interval, finished.prompt
+        self.kv = finished.program.heads.number(self.bound.shape.kv_heads)
+        self.layers = len(finished.program.layers)
         size = (_ROWS, self.bound.shape.head_dim)
         self.pool = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.query_rows = torch.zeros(size, dtype=queries, device=like.device)

@@ -25,7 +25,7 @@ from kvpolicy.dsl.execute.decode.requests import follow_together
 from kvpolicy.dsl.execute.drive import InPools, drive
 from kvpolicy.dsl.execute.layer.generated import Generated, Run
 from kvpolicy.dsl.execute.planned.compiled import DEFERRED_BYTES
-from kvpolicy.dsl.execute.prefill.run import Run as PrefillRun
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Entries, Kernels, Slots, installed
 from kvpolicy.dsl.tools.trial_cases import TrialCase, deepest
@@ -304,10 +304,10 @@ class _Counting:
 
     def launches(self) -> Launches:
         layers = self.bound.shape.layers
-        run, by_layer, groups, end = self._prefill()
-        in_one, copies = self._compaction(run)
+        finished, by_layer, groups, end = self._prefill()
+        in_one, copies = self._compaction(finished)
         layer, group = sum([*by_layer, *copies], DeviceWork()), sum(groups, DeviceWork())
-        memory = Memory.after(run)
+        memory = Memory.after(finished)
         fold, one_by_one = None, False
         if memory is not None and self.bound.folded.decode is not None:
             one_by_one = memory.steps.rule(self.case.tokens) is None
@@ -330,7 +330,7 @@ class _Counting:
             yield
         counts.append(self.watch.observed.work)
 
-    def _prefill(self) -> tuple[PrefillRun, list[DeviceWork], list[DeviceWork], DeviceWork]:
+    def _prefill(self) -> tuple[FinishedPrefill, list[DeviceWork], list[DeviceWork], DeviceWork]:
         """A finished prefill; what was asked at layers, of several together, and at the end."""
         layer_counts: list[DeviceWork] = []
         end: list[DeviceWork] = []
@@ -343,15 +343,15 @@ class _Counting:
             self.program, self.case.tokens, prompt, within=lambda: self._counted(layer_counts)
         ).run
         with self._counted(end):
-            run.finish(wait=False)
-        run.settle(finite=True)
+            finished = run.finish(wait=False)
+        finished.settle(finite=True)
         layers = [noted or total for total, noted in zip(layer_counts, prompt.noted, strict=True)]
         groups = [
             total - noted for total, noted in zip(layer_counts, prompt.noted, strict=True) if noted
         ]
-        return run, layers, groups, end[0]
+        return finished, layers, groups, end[0]
 
-    def _compaction(self, run: PrefillRun) -> tuple[DeviceWork, list[DeviceWork]]:
+    def _compaction(self, finished: FinishedPrefill) -> tuple[DeviceWork, list[DeviceWork]]:
         """What copying to private pages asks: for all layers at once, and for each layer.
 
         As sglang_ext/forward/compress.py copies; what `share` adds is not counted.
@@ -363,10 +363,10 @@ class _Counting:
         # Each layer is gathered, rotated (slot positions) and placed.
         layer_counts = [DeviceWork(2 + slots)] * shape.layers
         if bound.folded.prefill.merge is not None:
-            k, v = (self._tensor(shape.kv_heads, run.size) for _ in range(2))
+            k, v = (self._tensor(shape.kv_heads, finished.size) for _ in range(2))
             for layer in range(shape.layers):
                 with self._counted(layer_counts):
-                    run.merged(layer, k[layer], v[layer], len(run.reached(layer)))
+                    finished.merged(layer, k[layer], v[layer], len(finished.reached(layer)))
         return DeviceWork(), layer_counts
 
     def _fold(self, memory: Memory) -> DeviceWork:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.kernels.entries.compact_within import compact_within
 from kvpolicy.kernels.entries.rounding import largest
 from kvpolicy.sglang_ext.memory.private import Private
@@ -25,7 +26,7 @@ def compress(
     slots: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    run: Any,
+    finished: FinishedPrefill,
 ) -> None:
     """Copy a prompt's kept entries to the request's private pages, or give these back.
 
@@ -37,7 +38,7 @@ def compress(
         slots: int64 [N] slots of the prompt.
         kept: bool [l, g, N], of the layers and KV heads that are here.
         counts: int64 [L, G] entries that each list keeps, on all ranks and stages, on the host.
-        run: the policy's finished prefill of the prompt (`Run`).
+        finished: the policy's prefill of the prompt.
 
     Raises:
         RuntimeError: tokens have left the prefill, and there are no slots for the copy.
@@ -67,7 +68,7 @@ def compress(
         return
     store.fill(state.private, counts)
     state.uncompressed = None
-    copy_kept(services, state.served, state.compressed_copy, slots, kept, counts, run)
+    copy_kept(services, state.served, state.compressed_copy, slots, kept, counts, finished)
 
 
 def slots_of_copy(store: Store, state: RequestState, counts: torch.Tensor) -> int | None:
@@ -95,7 +96,7 @@ def copy_kept(
     slots: torch.Tensor,
     kept: torch.Tensor,
     counts: torch.Tensor,
-    run: Any,
+    finished: FinishedPrefill,
 ) -> None:
     """Write all layers' kept entries to private pages, merged and turned as the policy says."""
     arena, bound, kernels, layout = services.arena, served.bound, served.kernels, private.layout
@@ -105,23 +106,23 @@ def copy_kept(
     pages = arena.pages(private.slots)
     leaving = [0] * len(layout.layer_starts)
     if bound.folded.prefill.merge is not None:
-        held_counts = [run.reached(layer).numel() for layer in arena.span]
+        held_counts = [finished.reached(layer).numel() for layer in arena.span]
         leaving = [
             n - int(counts[layer].min()) for n, layer in zip(held_counts, arena.span, strict=True)
         ]
     for place, most in enumerate(leaving):
-        if most and run.merges_need_ranks:
-            run.begin_merge(arena.span[place], *_numbers(arena, place, slots), most)
+        if most and finished.merges_need_ranks:
+            finished.begin_merge(arena.span[place], *_numbers(arena, place, slots), most)
     for place, (start, most) in enumerate(zip(layout.layer_starts, leaving, strict=True)):
         layer = arena.span[place]
         if most:
-            merged = run.merged(layer, *_numbers(arena, place, slots), most)
+            merged = finished.merged(layer, *_numbers(arena, place, slots), most)
             k, v = arena.unscaled(place, *merged)
             if arena.scales is not None:  # the merge knows of the numbers without their scales
                 k, v = _storable(arena, place, slots, k, v)
         else:
             k, v = arena.storage[place][:, slots].transpose(1, 2)  # each [G, N, D]
-        shift = run.shift(layer)
+        shift = finished.shift(layer)
         if shift is not None:
             k = services.rotary.move(k, shift, kernels.rotate)
         layer_pages = pages[start:]

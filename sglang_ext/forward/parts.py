@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from kvpolicy.dsl.execute.decode.memory import Known
 from kvpolicy.dsl.execute.layer.choice import Held
 from kvpolicy.dsl.execute.layer.exchange import PARTS
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
+from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.request.request import RequestState
 
@@ -30,17 +32,28 @@ def numbers_of_layer(state: RequestState, kv_heads: int) -> int:
     return kv_heads * (1 + state.prompt * state.reported.shows_kept)
 
 
+class StageChoice(NamedTuple):
+    """What one stage keeps of a prompt.
+
+    Attributes:
+        kept: bool [l, g, N].
+        known: what the host knows of `kept`, for a policy that goes on.
+    """
+
+    finished: FinishedPrefill
+    kept: torch.Tensor
+    known: Known
+
+
 @dataclass(frozen=True)
 class Part(ABC):
     """What one stage knows after the forward.
 
     Attributes:
-        run: the policy's prefill of the prompt (`Run`).
         finite: whether the model's tensors were finite on this stage.
     """
 
     state: RequestState
-    run: Any
     finite: bool
 
     @abstractmethod
@@ -48,18 +61,17 @@ class Part(ABC):
         """What other stages are told: int64 [l, `numbers_of_layer`], none negative, on the host."""
 
     @abstractmethod
-    def counts(self, model_numbers: torch.Tensor) -> torch.Tensor:
+    def counts(self, model_numbers: torch.Tensor, *, finite: bool) -> torch.Tensor:
         """int64 [L, G] entries that each list keeps, on the host.
-
-        `Run.settle` has been told whether the model's tensors were finite.
 
         Args:
             model_numbers: int64 [L, `numbers_of_layer`] of all stages.
+            finite: whether the model's tensors were finite on all stages.
         """
 
     @abstractmethod
-    def choose(self) -> tuple[torch.Tensor, Known]:
-        """bool [l, g, N] kept here, and what the host knows of it; called after `counts`."""
+    def choose(self) -> StageChoice:
+        """What is kept here; called after `counts`."""
 
     def positions(self, model_numbers: torch.Tensor) -> torch.Tensor | None:
         """bool [L, G, N] kept in all layers; None if the answer does not say it."""
@@ -71,15 +83,13 @@ class Chosen(Part):
     """A stage that has chosen.
 
     Attributes:
-        kept: bool [l, g, N].
+        choice: what it keeps.
         counts_here: int64 [l, G] entries that each list of the stage keeps, on the host.
-        known: what the host knows of `kept`, for a policy that goes on.
         all_kept: bool [l, G, N] kept on all ranks; None if the answer does not say it.
     """
 
-    kept: torch.Tensor
+    choice: StageChoice
     counts_here: torch.Tensor
-    known: Known
     all_kept: torch.Tensor | None
 
     def stage_numbers(self) -> torch.Tensor:
@@ -87,12 +97,13 @@ class Chosen(Part):
             return self.counts_here
         return torch.cat([self.counts_here, self.all_kept.cpu().flatten(1).long()], 1)
 
-    def counts(self, model_numbers: torch.Tensor) -> torch.Tensor:
+    def counts(self, model_numbers: torch.Tensor, *, finite: bool) -> torch.Tensor:
+        self.choice.finished.settle(finite=finite)
         counts = model_numbers[:, : self.counts_here.shape[1]]
-        return torch.full_like(counts, self.state.prompt) if self.run.not_finite else counts
+        return counts if finite else torch.full_like(counts, self.state.prompt)
 
-    def choose(self) -> tuple[torch.Tensor, Known]:
-        return self.kept, self.known
+    def choose(self) -> StageChoice:
+        return self.choice
 
     def positions(self, model_numbers: torch.Tensor) -> torch.Tensor | None:
         if self.all_kept is None:
@@ -106,25 +117,29 @@ class Comparing(Part):
     """A stage that cannot choose before it knows the numbers of the others' layers.
 
     Attributes:
+        run: the policy's prefill of the prompt.
         numbers: int64 [l, S, `PARTS`] that are compared, of its layers, on the host.
         kv_heads: G.
     """
 
+    run: Run
     numbers: torch.Tensor
     kv_heads: int
 
     def stage_numbers(self) -> torch.Tensor:
         return self.numbers.flatten(1)
 
-    def counts(self, model_numbers: torch.Tensor) -> torch.Tensor:
+    def counts(self, model_numbers: torch.Tensor, *, finite: bool) -> torch.Tensor:
         run = self.run
+        run.settle(finite=finite)
         run.take_layer_numbers(model_numbers.view(len(model_numbers), -1, PARTS))
         return torch.tensor(run.entries_kept())[:, None].expand(-1, self.kv_heads).contiguous()
 
-    def choose(self) -> tuple[torch.Tensor, Known]:
+    def choose(self) -> StageChoice:
         run = self.run
-        kept = torch.stack(run.finish(wait=False))
-        entries, held = to_host([kept.sum(2), Held.of(kept, run.columns())])
+        finished = run.finish(wait=False)
+        kept = torch.stack(finished.kept)
+        entries, held = to_host([kept.sum(2), Held.of(kept, finished.columns())])
         span = run.program.layers
         expected = torch.tensor(run.entries_kept())[span.start : span.stop, None].expand_as(entries)
         if not torch.equal(entries, expected):
@@ -134,4 +149,4 @@ class Comparing(Part):
             )
         widest = held[:, 0].max().to(kept.device)
         (per_rank,) = to_host([run.program.heads.per_rank(widest)])
-        return kept, Known(Held.each(held), int(per_rank.max()))
+        return StageChoice(finished, kept, Known(Held.each(held), int(per_rank.max())))

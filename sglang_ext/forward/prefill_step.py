@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvpolicy.dsl.execute.decode.memory import Known
 from kvpolicy.dsl.execute.layer.choice import Held
-from kvpolicy.dsl.execute.prefill.run import KeysValues
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
+from kvpolicy.dsl.execute.prefill.run import KeysValues, Run
 from kvpolicy.sglang_ext.face import compat
 from kvpolicy.sglang_ext.face.host import to_host
 from kvpolicy.sglang_ext.forward import share
 from kvpolicy.sglang_ext.forward.compress import compress, give_back, slots_of_copy, timed
 from kvpolicy.sglang_ext.forward.failures import CHOOSING, COMPACTION, SCORING
 from kvpolicy.sglang_ext.forward.fold import begun
-from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part
+from kvpolicy.sglang_ext.forward.parts import Chosen, Comparing, Part, StageChoice
 from kvpolicy.sglang_ext.forward.row_layout import RowLayout
 from kvpolicy.sglang_ext.forward.unconfirmed import Unconfirmed, known_counts, launched, taken_over
 from kvpolicy.sglang_ext.report.kept import described
@@ -49,7 +50,7 @@ class Scored:
         tokens: int64 [n] positions of these tokens in the prompt; None: all N.
         prompt_slots: int64 slots of all tokens that `run` decides on: [N], or [m] of a second
             prefill.
-        run: the policy's prefill of the prompt (`Run`).
+        run: the policy's prefill of the prompt.
         queries: number of last queries that `run` observes at a layer, if it has so many tokens.
         chosen: int64 [m] indices into the n tokens: those that go deeper than the layer just
             observed; None: all.
@@ -62,7 +63,7 @@ class Scored:
     state: RequestState
     slots: torch.Tensor
     prompt_slots: torch.Tensor
-    run: Any
+    run: Run
     queries: int
     tokens: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
@@ -103,16 +104,17 @@ class _Accumulated:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _DeviceChoice:
     """What one request keeps, on the device.
 
     Attributes:
-        kept: bool [l, g, N], of the layers and KV heads that are here.
+        kept: bool [l, g, N], of the layers and KV heads that are here, as of `finished`.
         counts: int64 [l, g] entries of each list.
         held: int64 [l, 2] as of `Held.of`; [0, 2] if the policy remembers nothing.
         finite: 0-d, whether the model's tensors were finite.
     """
 
+    finished: FinishedPrefill
     kept: torch.Tensor
     counts: torch.Tensor
     held: torch.Tensor
@@ -296,19 +298,21 @@ class PrefillStep:
                         if scored.state.reported.shows_kept
                         else None
                     )
-                    arguments = (scored.state, scored.run, bool(finite), choice.kept, counts)
-                    self.parts[id(scored.request)] = Chosen(*arguments, _known(held, widest), shown)
+                    kept_here = StageChoice(choice.finished, choice.kept, _known(held, widest))
+                    self.parts[id(scored.request)] = Chosen(
+                        scored.state, bool(finite), kept_here, counts, shown
+                    )
             return
         for (scored, choice), (counts, widest, held, finite) in zip(chosen, numbers, strict=True):
             with failures.contained(scored.request, COMPACTION, joint=True):
                 with timed(scored.state):
-                    scored.run.settle(finite=bool(finite))
-                    self._compress(scored, choice.kept, counts)
-                    scored.state.remember(scored.run, _known(held, widest))
+                    choice.finished.settle(finite=bool(finite))
+                    self._compress(scored, choice.finished, choice.kept, counts)
+                    scored.state.remember(choice.finished, _known(held, widest))
                 self._describe(scored, choice.kept)
-            self._ended(scored, counts)
+            self._ended(scored, choice.finished, counts)
 
-    def _compress_at_once(self, scored: Scored, choice: _Chosen, layers: list[int]) -> None:
+    def _compress_at_once(self, scored: Scored, choice: _DeviceChoice, layers: list[int]) -> None:
         """Compress a prompt without waiting for the device.
 
         Args:
@@ -318,19 +322,19 @@ class PrefillStep:
         request, state = scored.request, scored.state
         counts = torch.tensor(layers)[:, None].expand(-1, store.kv_heads).contiguous()
         with failures.contained(request, COMPACTION, joint=True), timed(state):
-            scored.run.settle(finite=True)
+            choice.finished.settle(finite=True)
             unconfirmed = launched(request, state, store.here(counts), choice.counts, choice.finite)
-            self._compress(scored, unconfirmed.fitting(choice.kept), counts)
-            state.remember(scored.run, taken_over(state, layers))
+            self._compress(scored, choice.finished, unconfirmed.fitting(choice.kept), counts)
+            state.remember(choice.finished, taken_over(state, layers))
             if state.private is not None:
                 self.unconfirmed.append(unconfirmed)
-        self._ended(scored, counts)
+        self._ended(scored, choice.finished, counts)
 
-    def _ended(self, scored: Scored, counts: torch.Tensor) -> None:
+    def _ended(self, scored: Scored, finished: FinishedPrefill, counts: torch.Tensor) -> None:
         """Report a prompt that has been compressed, unless that has failed on some rank."""
         if not scored.state.broken:
             with self._services.failures.contained(scored.request, COMPACTION):
-                self._note(scored, int(counts.sum()))
+                self._note(scored, int(counts.sum()), finite=not finished.not_finite)
 
     def _comparing(self, scored: Scored) -> Comparing:
         finite = scored.run.finite
@@ -339,7 +343,7 @@ class PrefillStep:
         numbers, *is_finite = to_host(parts)
         all_finite = all(map(bool, is_finite))
         return Comparing(
-            scored.state, scored.run, all_finite, numbers, self._services.store.kv_heads
+            scored.state, all_finite, scored.run, numbers, self._services.store.kv_heads
         )
 
     def carry_out(self, request: Any, model_numbers: torch.Tensor, *, finite: bool) -> None:
@@ -360,15 +364,14 @@ class PrefillStep:
         scored.prompt_slots = table[request.kv.req_pool_idx, : state.prompt].to(torch.int64)
         counts = chosen = None
         with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
-            scored.run.settle(finite=finite)
-            counts = part.counts(model_numbers)
+            counts = part.counts(model_numbers, finite=finite)
         if not state.broken:
             with failures.contained(request, CHOOSING, whole=False, joint=True), timed(state):
                 chosen = part.choose()
         if not state.broken and chosen is not None and counts is not None:
             with failures.contained(request, COMPACTION, whole=False, joint=True), timed(state):
-                self._compress(scored, chosen[0], counts)
-                state.remember(scored.run, chosen[1])
+                self._compress(scored, chosen.finished, chosen.kept, counts)
+                state.remember(chosen.finished, chosen.known)
         if state.broken:
             self._keep_pace(request, state, counts, finite=finite)
         elif counts is not None:
@@ -377,7 +380,7 @@ class PrefillStep:
                 is_new = state.private is not None and not state.reported.counted
                 if positions is not None and is_new:
                     state.reported.kept = described(positions, None, state.prompt)
-                self._note(scored, int(counts.sum()))
+                self._note(scored, int(counts.sum()), finite=finite)
         if state.resumes and state.continues_anywhere:
             # Keep what it computes next from the radix cache, which might put other slots in its
             # place before all stages know what stays.
@@ -404,18 +407,18 @@ class PrefillStep:
                 private = begun(services, request, state, state.prompt)
                 services.store.hold(private, slots, services.evict)
 
-    def _choose(self, scored: Scored) -> _Chosen:
-        kept = torch.stack(scored.run.finish(wait=False))
-        finite = scored.run.finite
+    def _choose(self, scored: Scored) -> _DeviceChoice:
+        finished = scored.run.finish(wait=False)
+        kept, finite = torch.stack(finished.kept), finished.finite
         if finite is None:
             finite = kept.new_ones(())
         # Only a policy that goes on remembers what each layer holds.
         held = kept.new_zeros((0, 2), dtype=torch.int64)
         if scored.state.folds:
-            held = Held.of(kept, scored.run.columns())
-        return _Chosen(kept, kept.sum(dim=2), held, finite)
+            held = Held.of(kept, finished.columns())
+        return _DeviceChoice(finished, kept, kept.sum(dim=2), held, finite)
 
-    def _numbers(self, chosen: list[_Chosen]) -> list[list[torch.Tensor]]:
+    def _numbers(self, chosen: list[_DeviceChoice]) -> list[list[torch.Tensor]]:
         """What the host needs to know of each request, in one transfer.
 
         Returns:
@@ -436,13 +439,15 @@ class PrefillStep:
         numbers = to_host(tensors)
         return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
-    def _compress(self, scored: Scored, kept: torch.Tensor, counts: torch.Tensor) -> None:
-        state, run = scored.state, scored.run
+    def _compress(
+        self, scored: Scored, finished: FinishedPrefill, kept: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        state, slots = scored.state, scored.prompt_slots
         state.seen = Seen()
         if state.served.upper_layers:
-            share.compress(self._services, state, scored.prompt_slots, run)
+            share.compress(self._services, state, slots, finished)
             return
-        compress(self._services, scored.request, state, scored.prompt_slots, kept, counts, run)
+        compress(self._services, scored.request, state, slots, kept, counts, finished)
 
     def _describe(self, scored: Scored, kept: torch.Tensor) -> None:
         """Note which entries were copied, bool [l, g, N], if the answer is to say it."""
@@ -461,12 +466,11 @@ class PrefillStep:
         (all_heads,) = self._services.ranks.heads.gathered([(kept, 1)])
         return all_heads
 
-    def _note(self, scored: Scored, kept: int) -> None:
+    def _note(self, scored: Scored, kept: int, *, finite: bool) -> None:
         progress = scored.state.progress
         if progress.barred and scored.state.is_whole:
             # All layers have all entries: others may use them.
             scored.request.skip_radix_cache_insert = progress.barred = False
-        finite = not scored.run.not_finite
         self._services.reports.finished_prompt(scored.request, scored.state, kept, finite=finite)
 
 

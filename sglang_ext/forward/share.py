@@ -11,9 +11,10 @@ without a pair are copied whole. Later tokens lie in ordinary slots, whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.tensors.heads import Heads
 from kvpolicy.kernels.entries import layer_pairs
 from kvpolicy.kernels.entries.rounding import largest
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 _TENSORS = ("key", "value")
 
 
-def compress(services: Services, state: RequestState, slots: torch.Tensor, run: Any) -> None:
+def compress(
+    services: Services, state: RequestState, slots: torch.Tensor, finished: FinishedPrefill
+) -> None:
     """Store a prompt's layers in pairs in its private pages, or give these back.
 
     They are given back if so many tokens are excepted that no slot is saved, or if the model's
@@ -36,7 +39,7 @@ def compress(services: Services, state: RequestState, slots: torch.Tensor, run: 
 
     Args:
         slots: int64 [N] slots of the prompt.
-        run: the policy's finished prefill of the prompt (`Run`).
+        finished: the policy's prefill of the prompt.
     """
     private, store, arena = state.compressed_copy, services.store, services.arena
     kernels, uppers = state.served.kernels, state.served.upper_layers
@@ -47,7 +50,7 @@ def compress(services: Services, state: RequestState, slots: torch.Tensor, run: 
     pages = arena.pages(private.slots)
     # One pair at a time, so that only one is held twice.
     for layer in uppers:
-        rows = None if run.not_finite else paired(arena, slots, layer, run, heads)
+        rows = None if finished.not_finite else paired(arena, slots, layer, finished, heads)
         if rows is not None:
             lists[layer] = rows.entries
         if rows is None or store.slots_for(lists) >= state.prompt:
@@ -86,16 +89,15 @@ class _PairRows:
     codes: torch.Tensor
 
 
-def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads) -> _PairRows:
+def paired(
+    arena: Arena, slots: torch.Tensor, layer: int, finished: FinishedPrefill, heads: Heads
+) -> _PairRows:
     """The list of an upper layer and the one below it; the host waits for its length."""
     storage, tokens = arena.storage, slots.numel()
     upper = storage[layer][:, slots].transpose(1, 2)  # [2, G, N, D]
     below = storage[layer - 1][:, slots].transpose(1, 2)
-    pair = [
-        tuple(entries.dense for entries in arena.at_slots(place, slots))
-        for place in (layer - 1, layer)
-    ]
-    shared = run.shared(layer, *pair)
+    (below_k, below_v), (k, v) = (arena.at_slots(place, slots) for place in (layer - 1, layer))
+    shared = finished.shared(layer, (below_k.dense, below_v.dense), (k.dense, v.dense))
     excepted = torch.stack([shared[name].excepted for name in _TENSORS])
     if arena.scales is not None:  # directions have none: they are stored as they are
         limit = largest(storage.dtype)
@@ -111,13 +113,13 @@ def paired(arena: Arena, slots: torch.Tensor, layer: int, run: Any, heads: Heads
     longest = int(heads.part(list_lengths, 0).max())
     holds = torch.arange(longest, device=slots.device) < entries[:, None]
     code_rows, extra = codes.shape[2], holds.shape[1] - codes.shape[2] - tokens
-    k, v = (
+    keys, values = (
         torch.nn.functional.pad(
             _list(direction, upper[i], below[i], excepted[i], extra), (0, 0, code_rows, 0)
         )
         for i, direction in enumerate(shared[name].direction for name in _TENSORS)
     )
-    return _PairRows(list_lengths, (k, v, holds), codes)
+    return _PairRows(list_lengths, (keys, values, holds), codes)
 
 
 def _put_codes(

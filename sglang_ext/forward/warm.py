@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from kvpolicy.sglang_ext.forward.compress import copy_kept
 from kvpolicy.sglang_ext.memory.private import Layout, Private
 
 if TYPE_CHECKING:
-    from kvpolicy.dsl.execute.prefill.run import Run
+    from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
     from kvpolicy.sglang_ext.forward.services import Services
     from kvpolicy.sglang_ext.request.request import Served
 
@@ -39,8 +39,8 @@ def warm(services: Services, served: Served, queries: torch.dtype) -> None:
     """
     if not served.kernels.read_the_pool:
         return
-    for run in _runs(services, served, queries, prompts(served.bound)):
-        _copy_nothing(services, served, run)
+    for finished in _prefills(services, served, queries, prompts(served.bound)):
+        _copy_nothing(services, served, finished)
     if served.bound.folded.decode is not None:
         _fold_nothing(services, served)
     if served.bound.propagates:
@@ -50,13 +50,13 @@ def warm(services: Services, served: Served, queries: torch.dtype) -> None:
 def warm_variant(services: Services, served: Served, queries: torch.dtype) -> None:
     """Compiles what differs from a warmed policy that has other parameters."""
     if served.kernels.read_the_pool:
-        for _ in _runs(services, served, queries, prompts_of_generated()):
+        for _ in _prefills(services, served, queries, prompts_of_generated()):
             pass
 
 
-def _runs(
+def _prefills(
     services: Services, served: Served, queries: torch.dtype, lengths: Sequence[int]
-) -> Iterator[Run]:
+) -> Iterator[FinishedPrefill]:
     """Finished prefills of prompts of some lengths; each then goes through folds.
 
     Triton's interpreter compiles nothing and is slow: the first length alone.
@@ -65,9 +65,9 @@ def _runs(
     like, _ = services.arena.of_all_layers(torch.empty(0, dtype=torch.int64, device=device))
     for program in programs(served.program):
         for tokens in lengths if device.type == "cuda" else lengths[:1]:
-            run = prefill(program, tokens, like, queries)
-            yield run
-            fold(run, like, queries)
+            finished = prefill(program, tokens, like, queries)
+            yield finished
+            fold(finished, like, queries)
 
 
 def warm_attention(services: Services, heads: int, dtype: torch.dtype, requests: int) -> None:
@@ -111,17 +111,17 @@ def _batches(requests: int) -> list[int]:
     return [*(2**n for n in range((requests - 1).bit_length())), requests]
 
 
-def _copy_nothing(services: Services, served: Served, run: Any) -> None:
+def _copy_nothing(services: Services, served: Served, finished: FinishedPrefill) -> None:
     """Launches what follows a prompt, of which nothing is kept."""
     arena, device = services.arena, services.arena.storage.device
-    slots = torch.zeros(run.size, dtype=torch.int64, device=device)
+    slots = torch.zeros(finished.size, dtype=torch.int64, device=device)
     size = (arena.layers, arena.kv_heads)
-    kept = torch.zeros((*size, run.size), dtype=torch.bool, device=device)
+    kept = torch.zeros((*size, finished.size), dtype=torch.bool, device=device)
     private = _empty(services, served)
     counts = torch.zeros((arena.model_layers, arena.kv_heads), dtype=torch.int64)
-    copy_kept(services, served, private, slots, kept, counts, run)
+    copy_kept(services, served, private, slots, kept, counts, finished)
     for layer in served.upper_layers[:1]:
-        k, v, holds = share.paired(arena, slots, layer, run, run.program.heads).dense
+        k, v, holds = share.paired(arena, slots, layer, finished, finished.program.heads).dense
         arguments = (k, v, torch.zeros_like(holds), arena.pages(private.slots))
         served.kernels.place(arena.entries, *arguments, value_offset=arena.value_offset)
         served.kernels.compact_layers(

@@ -14,6 +14,7 @@ from kvpolicy.dsl.bind.entries import known_counts
 from kvpolicy.dsl.bind.kept import heads_differ, keep_of
 from kvpolicy.dsl.bind.steady import ENDLESS
 from kvpolicy.dsl.execute.decode.memory import Known, Memory
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import ALL, Heads
 from kvpolicy.dsl.ir.once import PROMPTS, once_at_most
@@ -427,9 +428,10 @@ class RequestState:
         step = self.next_leaving(prefix - self.prompt + 1, end - prefix - 1)
         return end if step is None else self.prompt + step
 
-    def remember(self, run: Any, known: Known) -> None:
-        """After its prompt: keep what decode steps need of a finished run of its policy."""
-        memory = Memory.after(run, known) if self.folds and not run.not_finite else None
+    def remember(self, finished: FinishedPrefill, known: Known) -> None:
+        """After its prompt: keep what decode steps need of its policy's prefill."""
+        goes_on = self.folds and not finished.not_finite
+        memory = Memory.after(finished, known) if goes_on else None
         if memory is None:
             self.forget()
             return

@@ -42,7 +42,7 @@ def kept(
 
 def _alone(bound: Bound, recording, program: TorchProgram) -> Moment:
     made = prefilled(program, *recording, frequencies(bound.shape.head_dim))
-    masks = made.run.finish()
+    masks = made.finished.kept
     held = [[made.chosen[own].tolist() for own in layer] for layer in masks]
     if not bound.prefill_changes_vectors:
         return held, []

@@ -96,13 +96,13 @@ class Store:
         self.program = program or TorchProgram(bound, kernels=kernels)
         made = prefilled(self.program, *prompt, self.inv_freq)
         self.rows: list[Rows] = []
-        for own, rows in zip(made.run.finish(), made.vectors, strict=True):
+        for own, rows in zip(made.finished.kept, made.vectors, strict=True):
             some = own.any(0)
             self.rows.append(tuple(x[:, some].float() for x in rows))
-        self.memory: Memory = Memory.after(made.run)
+        self.memory: Memory = Memory.after(made.finished)
         self.steps = Recorded(*(torch.tensor(x) for x in steps))
         self.done = 0
-        self.first = made.run.size
+        self.first = made.finished.size
         self.names = made.chosen.tolist()
         self.names += range(prompt[1].shape[2], prompt[1].shape[2] + len(steps[0]))
         self.poison = poison

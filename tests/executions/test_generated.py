@@ -20,7 +20,7 @@ from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute import apply as torch_apply
 from kvpolicy.dsl.execute import warm
 from kvpolicy.dsl.execute.drive import InPools, drive
-from kvpolicy.dsl.execute.prefill.run import Run
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.kernels import Slots
 from kvpolicy.dsl.execute.tensors.values import Value, aligned
@@ -111,7 +111,9 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(later, -torch.inf).logsumexp(-1).float()
 
 
-def prefill(program: TorchProgram, q, k, v, slots: bool = False, attended: bool = False) -> Run:
+def prefill(
+    program: TorchProgram, q, k, v, slots: bool = False, attended: bool = False
+) -> FinishedPrefill:
     """A finished prefill, with the policy's propagation and restart.
 
     Args:
@@ -137,8 +139,7 @@ def prefill(program: TorchProgram, q, k, v, slots: bool = False, attended: bool 
             continue
         there = there if deeper is None else there[deeper]
         layer += 1
-    run.finish()
-    return run
+    return run.finish()
 
 
 def in_pool(x: torch.Tensor) -> Slots:
@@ -168,7 +169,7 @@ def entries_in_pools(k, v, asked: list[range]):
     return entries
 
 
-def prefill_together(program: TorchProgram, q, k, v, attended=()) -> Run:
+def prefill_together(program: TorchProgram, q, k, v, attended=()) -> FinishedPrefill:
     """A finished prefill, several of whose layers are scored together.
 
     Args:
@@ -179,13 +180,12 @@ def prefill_together(program: TorchProgram, q, k, v, attended=()) -> Run:
     assert run.together > 1
     for layer, own in enumerate(q):
         run.show(layer, own, entries, lse=log_sum_exp(own, k[layer]) if layer in attended else None)
-    run.finish()
-    return run
+    return run.finish()
 
 
-def assert_same_kept(a: Run, b: Run) -> None:
+def assert_same_kept(a: FinishedPrefill, b: FinishedPrefill) -> None:
     assert a.not_finite == b.not_finite
-    for layer, (one, other) in enumerate(zip(a.finish(), b.finish(), strict=True)):
+    for layer, (one, other) in enumerate(zip(a.kept, b.kept, strict=True)):
         assert torch.equal(one, other), f"layer {layer}: {(one != other).nonzero().tolist()}"
 
 
@@ -446,7 +446,7 @@ def test_layers_whose_kernels_read_what_is_of_one_layer_are_scored_apart(number)
     q, k, v = map(torch.from_numpy, made)
     shown = InPools(q, k.transpose(1, 2), v.transpose(1, 2))
     programs = TorchProgram(bound, kernels=TABLE, keys_stay=True), TorchProgram(bound)
-    one, other = (drive(program, 17, shown).run.finish() for program in programs)
+    one, other = (drive(program, 17, shown).run.finish().kept for program in programs)
     assert all(map(torch.equal, one, other))
 
 
@@ -465,7 +465,7 @@ def test_all_layers_together_and_one_after_the_other(name):
         assert_close(run, expected, case.tokens)
 
 
-def assert_close(run: Run, expected: Run, tokens: int) -> None:
+def assert_close(run: FinishedPrefill, expected: FinishedPrefill, tokens: int) -> None:
     """Scores, budgets, and states that decode steps go on with."""
     pairs = [
         pair
@@ -552,7 +552,7 @@ def test_layers_with_the_same_tokens_are_scored_together(name, given, groups, mo
     )
     together, apart = (drive(program, case.tokens, shown) for program in programs)
     assert found == groups
-    assert_same_kept(together.run, apart.run)
+    assert_same_kept(together.run.finish(), apart.run.finish())
     ways = [(each.first_run.propagated, each.run.propagated) for each in (together, apart)]
     for one, other in zip(*ways, strict=True):
         assert one.keys() == other.keys()
@@ -587,7 +587,7 @@ def test_one_layer_that_is_not_finite_lets_nothing_leave():
     k[1, 0, 5, 3] = torch.nan
     run = prefill_together(program, q, k, v)
     assert run.not_finite
-    assert all(bool(kept.all()) for kept in run.finish())
+    assert all(bool(kept.all()) for kept in run.kept)
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ def test_what_differs_from_layer_to_layer_is_scored_layer_by_layer(rest, togethe
     for layer in range(3):
         run.show(layer, q[layer], entries)
     assert asked == ([range(3)] if together else [range(i, i + 1) for i in range(3)])
-    assert_same_kept(run, prefill(TorchProgram(bound), q, k, v))
+    assert_same_kept(run.finish(), prefill(TorchProgram(bound), q, k, v))
 
 
 def test_what_takes_too_much_memory_is_scored_layer_by_layer():
@@ -683,9 +683,9 @@ def test_entries_of_8_bits_are_read_through_their_scale(name, stored):
             tokens = None if len(there) == case.tokens else there
             deeper = run.observe(layer, q[layer][:, there], *own, tokens)
             there = there if deeper is None else there[deeper]
-        run.finish()
-        assert not run.not_finite
-        assert_same_kept(run, expected)
+        finished = run.finish()
+        assert not finished.not_finite
+        assert_same_kept(finished, expected)
 
 
 def test_slots_are_gathered_only_for_torch():
@@ -709,7 +709,7 @@ def test_not_finite(name, wrong):
     (v if name == "lava" else k)[1 if name != "gemfilter" else 0, 1, 7, 3] = wrong
     run = prefill(program, q, k, v)
     assert run.not_finite
-    assert all(bool(kept.all()) for kept in run.finish())
+    assert all(bool(kept.all()) for kept in run.kept)
 
 
 @pytest.mark.parametrize("name", ["lava", "asl", "h2o", "simlayerkv-prefill"])
@@ -754,9 +754,7 @@ def test_chunks_add_up(attended):
         else:
             parts.observe(0, asking, keys, v, lse=lse)
     bar = relative_error(case, q[None], k[None], 61, 61 * 2)
-    for run in (whole, parts):
-        run.finish()
-    (a,), (b,) = (run.result(bound.lowered.prefill.score) for run in (whole, parts))
+    (a,), (b,) = (run.finish().result(bound.lowered.prefill.score) for run in (whole, parts))
     torch.testing.assert_close(a.data, b.data, rtol=2 * bar, atol=0.0)
 
 
@@ -836,10 +834,10 @@ def test_tensors_of_the_model_in_kernels(score, together):
     programs = [TorchProgram(bound, report=True, kernels=t, keys_stay=together) for t in TABLES]
     assert programs[1].layers_together(45) == (3 if together else 1)
     runs = [
-        drive(program, 45, InPools(q, *(x.transpose(1, 2) for x in (k, v)))).run
+        drive(program, 45, InPools(q, *(x.transpose(1, 2) for x in (k, v)))).run.finish()
         for program in programs
     ]
-    kept = [torch.stack(run.finish()) for run in runs]
+    kept = [torch.stack(run.kept) for run in runs]
     assert torch.equal(*kept)
     for a, b in zip(*(run.result(bound.lowered.prefill.score) for run in runs), strict=True):
         torch.testing.assert_close(

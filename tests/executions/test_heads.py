@@ -10,6 +10,7 @@ import torch
 from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.prefill.run import Run
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.heads import Divided
@@ -153,15 +154,16 @@ def test_no_layer_and_no_fold_has_a_second_exchange(name, monkeypatch, tmp_path)
 
         return counting
 
-    def begun(run, layer, k, v):
-        return begin(run, layer, k, v, len(run.reached(layer)))  # a server knows how many leave
+    def begun(prefill, layer, k, v):
+        most = len(prefill.reached(layer))  # a server knows how many leave
+        return begin(prefill, layer, k, v, most)
 
-    begin, ranks = Run.begin_merge, 2
+    begin, ranks = FinishedPrefill.begin_merge, 2
     monkeypatch.setattr(Divided, "_all", exchanged)
     monkeypatch.setattr(Run, "observe", counted(Run.observe))
     monkeypatch.setattr(Run, "finish", counted(Run.finish))
-    monkeypatch.setattr(Run, "begin_merge", begun)
-    monkeypatch.setattr(Run, "merged", counted(Run.merged))
+    monkeypatch.setattr(FinishedPrefill, "begin_merge", begun)
+    monkeypatch.setattr(FinishedPrefill, "merged", counted(FinishedPrefill.merged))
     kernels = REFERENCE | {"generated": TRITON["generated"]}
     _, folds = assert_same(bound_to(name), 41, ranks, 0, kernels=kernels)
     most = {"observe": 1, "finish": 3}

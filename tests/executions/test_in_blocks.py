@@ -43,9 +43,10 @@ def bound(score: str, queries: str, update: str = "heat + sum[group, query](attn
 
 
 def scores(each, *prompt) -> torch.Tensor:
-    run = in_chunks(TorchProgram(each, report=True), prompt, ())
-    run.finish()
-    return torch.stack([torch.as_tensor(x.data) for x in run.result(each.lowered.prefill.score)])
+    finished = in_chunks(TorchProgram(each, report=True), prompt, ()).finish()
+    return torch.stack(
+        [torch.as_tensor(x.data) for x in finished.result(each.lowered.prefill.score)]
+    )
 
 
 @pytest.mark.thorough(every=3)
@@ -133,10 +134,10 @@ def test_chunks_are_one_prefill(update, cuts):
     q, k, v = tensors(np.random.default_rng(2), SHAPE, 23, 0)[:3]
     program = TorchProgram(each, report=True)
     assert program.accumulates
-    run, alone = (in_chunks(program, (q, k, v), ends) for ends in (cuts, ()))
-    assert torch.equal(torch.stack(run.finish()), torch.stack(alone.finish()))
+    parts, alone = (in_chunks(program, (q, k, v), ends).finish() for ends in (cuts, ()))
+    assert torch.equal(torch.stack(parts.kept), torch.stack(alone.kept))
     for one, other in zip(
-        *(x.result(each.lowered.prefill.score) for x in (run, alone)), strict=True
+        *(x.result(each.lowered.prefill.score) for x in (parts, alone)), strict=True
     ):
         np.testing.assert_allclose(one.data, other.data, rtol=1e-12)
 

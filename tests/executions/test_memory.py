@@ -47,11 +47,11 @@ def prefill(bound, tokens=12, seed=0) -> Memory:
     run = TorchProgram(bound).start(tokens)
     for layer in range(SHAPE[0]):
         run.observe(layer, q[layer], k[layer], v[layer])
-    run.finish()
+    finished = run.finish()
     if bound.folded.prefill.merge is not None:
         for layer in range(SHAPE[0]):
-            run.merged(layer, k[layer], v[layer])
-    return Memory.after(run)
+            finished.merged(layer, k[layer], v[layer])
+    return Memory.after(finished)
 
 
 class Server:

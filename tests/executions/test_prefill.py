@@ -64,7 +64,7 @@ def test_tokens_that_did_not_arrive_are_not_kept():
     run = program_.start(13)
     seen = drive(run, *recorded(13))
     assert [len(x) for x in seen] == [13, 13, 7, 7]
-    for there, kept in zip(seen, run.finish(), strict=True):
+    for there, kept in zip(seen, run.finish().kept, strict=True):
         assert kept.shape == (2, 13)
         assert kept[0].nonzero()[:, 0].tolist() == kept[1].nonzero()[:, 0].tolist()
         assert kept[0].nonzero()[:, 0].tolist() == there.tolist()
@@ -77,7 +77,7 @@ def test_pyramid_of_tokens():
     run = program_.start(9)
     seen = drive(run, *recorded(9))
     assert [len(x) for x in seen] == [9, 7, 5, 3]
-    assert [int(x.sum()) for x in run.finish()] == [8, 8, 8, 6]
+    assert [int(x.sum()) for x in run.finish().kept] == [8, 8, 8, 6]
     assert sorted(run.propagated) == [0, 1, 2]
 
 
@@ -87,7 +87,7 @@ def test_none_and_all_are_all(tokens):
     run = program_.start(6)
     assert [len(x) for x in drive(run, *recorded(6))] == [6] * 4
     assert run.selected_layer == 0
-    assert [int(x.sum()) for x in run.finish()] == [6] * 4
+    assert [int(x.sum()) for x in run.finish().kept] == [6] * 4
 
 
 def test_an_empty_prompt_does_not_begin_again():
@@ -112,7 +112,7 @@ def test_restart_is_a_prefill_of_the_chosen_tokens():
     assert not again.restarted
     again_seen = drive(again, *(x[:, :, chosen] for x in (q, k, v)))
     assert [len(x) for x in again_seen] == [5] * 4
-    assert [x.sum(1).tolist() for x in again.finish()] == [[3, 3]] * 4
+    assert [x.sum(1).tolist() for x in again.finish().kept] == [[3, 3]] * 4
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
@@ -122,7 +122,7 @@ def test_nan_stops_propagation(layer):
     k[layer, 1, 19, 3] = float("nan")
     run = program_.start(20)
     seen = drive(run, q, k, v)
-    kept = run.finish()
+    kept = run.finish().kept
     assert run.not_finite
     expected = [20] * 4 if layer <= 1 else [20, 20, len(seen[2]), len(seen[3])]
     assert [x.sum(1).tolist() for x in kept] == [[n, n] for n in expected]
@@ -138,7 +138,7 @@ def test_layers_that_look_back_read_tokens_that_are_still_there():
     run = program_.start(10)
     seen = drive(run, *recorded(10))
     assert [x.tolist()[0] for x in seen] == [0, 0, 3, 6]
-    kept = [x[0].nonzero()[:, 0].tolist() for x in run.finish()]
+    kept = [x[0].nonzero()[:, 0].tolist() for x in run.finish().kept]
     assert kept == [[6, 7], [6, 7], [6, 7], [6, 7]]
 
 
@@ -159,12 +159,12 @@ def test_what_a_prefill_computed_goes_with_it(name):
     bound = bind(shipped_program(name), ModelShape(*SHAPE), SMALL.get(name, {}))
     run = TorchProgram(bound, report=True).start(21)
     drive(run, *recorded(21))
-    run.finish()
-    score = weakref.ref(run.result(bound.lowered.prefill.score)[0].tensor)
+    finished = run.finish()
+    score = weakref.ref(finished.result(bound.lowered.prefill.score)[0].tensor)
     held = [weakref.ref(x) for x in run._evaluations.values()]
     gc.disable()
     try:
-        del run
+        del run, finished
         assert score() is None
         assert not any(x() for x in held)
     finally:
@@ -199,7 +199,7 @@ def test_layers_choose_together_after_the_last_one(name, values):
         run = TorchProgram(bound, kernels=kernels, deferred_bytes=most).start(29)
         drive(run, *tensors_)
         assert bool(rows) == (most == 0)
-        kept.append(run.finish())
+        kept.append(run.finish().kept)
         choices.append(len(rows))
         rows.clear()
     assert choices[1] == SHAPE[0] * choices[0]
@@ -213,9 +213,9 @@ def test_slots_count_tokens_that_did_not_arrive():
     )
     run = program_.start(9)
     drive(run, *recorded(9))
-    kept = run.finish()
-    assert kept[3][0].nonzero()[:, 0].tolist() == [0, 7, 8]
-    assert run.shift(0)[0].tolist() == run.shift(3)[0].tolist() == [6] + [0] * 8
+    finished = run.finish()
+    assert finished.kept[3][0].nonzero()[:, 0].tolist() == [0, 7, 8]
+    assert finished.shift(0)[0].tolist() == finished.shift(3)[0].tolist() == [6] + [0] * 8
 
 
 def test_concurrent_prefills_with_propagation():
@@ -225,7 +225,7 @@ def test_concurrent_prefills_with_propagation():
     for seed, tokens in ((0, 21), (1, 16)):
         run = program_.start(tokens)
         drive(run, *recorded(tokens, seed))
-        alone.append((run.selected_layer, torch.stack(run.finish())))
+        alone.append((run.selected_layer, torch.stack(run.finish().kept)))
     runs = [program_.start(tokens) for tokens in (21, 16)]
     inputs = [recorded(21, 0), recorded(16, 1)]
     there = [torch.arange(21), torch.arange(16)]
@@ -236,17 +236,17 @@ def test_concurrent_prefills_with_propagation():
             there[i] = there[i] if deeper is None else there[i][deeper]
     for run, (selected, kept) in zip(runs, alone, strict=True):
         assert run.selected_layer == selected is not None
-        assert torch.equal(torch.stack(run.finish()), kept)
+        assert torch.equal(torch.stack(run.finish().kept), kept)
 
 
 def test_layers_that_share():
     program_ = shipped("minicache", start="0", gamma="0.2")
     _, k, v = recorded(9)
-    run = program_.start(9)
+    finished = program_.start(9).finish()
     layers = list(zip(k, v, strict=True))
-    assert run.shared(0, layers[0], layers[0]) is None
-    assert run.shared(2, layers[1], layers[2]) is None
-    made = run.shared(3, layers[2], layers[3])
+    assert not finished.shared(0, layers[0], layers[0])
+    assert not finished.shared(2, layers[1], layers[2])
+    made = finished.shared(3, layers[2], layers[3])
     for direction, apart in (made["key"], made["value"]):
         assert direction.dtype == torch.float64
         assert torch.allclose(direction.norm(dim=-1), torch.ones(2, 9, dtype=torch.float64))
@@ -259,7 +259,7 @@ def test_layers_with_nan_share_nothing():
     program_ = shipped("minicache", start="0")
     _, k, v = recorded(9)
     k[2, 1, 4, 3] = float("nan")
-    made = program_.start(9).shared(3, (k[2], v[2]), (k[3], v[3]))
+    made = program_.start(9).finish().shared(3, (k[2], v[2]), (k[3], v[3]))
     assert made["key"].excepted.all()
     assert made["key"].direction.isfinite().all()
     assert not made["value"].excepted.all()

@@ -106,7 +106,7 @@ def _observe(program, q, k, v, dtype=torch.float32):
     for layer in range(k.shape[0]):
         window = q[layer][:, q.shape[2] - run.queries :]
         run.observe(layer, *(torch.tensor(x).to(dtype) for x in (window, k[layer], v[layer])))
-    return torch.stack(run.finish())
+    return torch.stack(run.finish().kept)
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -127,7 +127,7 @@ def test_requests_do_not_disturb_each_other(name):
             stored = [x[layer].transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
             run.observe(layer, queries, *stored)
     for run, expected in zip(runs, alone, strict=True):
-        assert torch.equal(torch.stack(run.finish()), expected)
+        assert torch.equal(torch.stack(run.finish().kept), expected)
     for request, copies in zip(requests, inputs, strict=True):
         assert all(np.array_equal(x, y.numpy()) for x, y in zip(request, copies, strict=True))
 
@@ -163,7 +163,7 @@ def test_nan_keeps_everything():
             run = TorchProgram(bound).start(20)
             for layer in range(2):
                 run.observe(layer, *(torch.tensor(x[layer]) for x in request))
-            assert torch.stack(run.finish()).all()
+            assert torch.stack(run.finish().kept).all()
             assert run.not_finite
 
 

@@ -28,7 +28,7 @@ def kept(source, settings, kernels):
     q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(3), SHAPE, 60, 0)[:3])
     for i in range(SHAPE[0]):
         run.observe(i, q[i][:, -max(1, run.queries) :], k[i], v[i])
-    return torch.stack(run.finish())
+    return torch.stack(run.finish().kept)
 
 
 @pytest.mark.parametrize(

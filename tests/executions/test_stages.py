@@ -73,7 +73,7 @@ def prompt_of(shape, tokens=TOKENS):
 
 def kept(program, prompt):
     """Entries that a program of some layers keeps, given tensors of all layers."""
-    return torch.stack(observed(program, prompt).finish())
+    return torch.stack(observed(program, prompt).finish().kept)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_layers_are_compared_in_stages_as_in_one_process(text):
         assert program.exchanged
         run = observed(program, prompt)
         layers = program.layers
-        assert torch.equal(torch.stack(run.finish()), whole[layers.start : layers.stop])
+        assert torch.equal(torch.stack(run.finish().kept), whole[layers.start : layers.stop])
         assert [[n, n] for n in run.entries_kept()] == whole.sum(-1).tolist()
 
 

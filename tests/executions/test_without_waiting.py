@@ -32,7 +32,7 @@ POLICIES = {
 
 
 def finished(name: str, layer: int | None, value: float, *, wait: bool):
-    """A finished run over 50 tokens; one number of a layer's keys and values is `value`."""
+    """A finished prefill of 50 tokens; one number of a layer's keys and values is `value`."""
     bound = bind(shipped_program(name), ModelShape(*SHAPE), POLICIES[name])
     run = TorchProgram(bound).start(50)
     q, k, v = (torch.tensor(x) for x in tensors(np.random.default_rng(7), SHAPE, 50, 0)[:3])
@@ -40,14 +40,15 @@ def finished(name: str, layer: int | None, value: float, *, wait: bool):
         k[layer][0, 20, 3] = v[layer][1, 20, 3] = value
     for i in range(SHAPE[0]):
         run.observe(i, q[i][:, -max(1, run.queries) :], k[i], v[i])
-    return run, run.finish(wait=wait)
+    return run.finish(wait=wait)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_is_kept(name):
-    _, expected = finished(name, None, 0.0, wait=True)
-    run, kept = finished(name, None, 0.0, wait=False)
-    assert run.finite is None or run.finite.item()
+    expected = finished(name, None, 0.0, wait=True).kept
+    prefill = finished(name, None, 0.0, wait=False)
+    kept = prefill.kept
+    assert prefill.finite is None or prefill.finite.item()
     assert [x.tolist() for x in kept] == [x.tolist() for x in expected]
     assert name in ("h2o", "d2o", "d2o-code") or not torch.stack(kept).all()
 
@@ -55,13 +56,12 @@ def test_the_same_is_kept(name):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", POLICIES)
 def test_everything_is_kept_where_numbers_are_not_finite(name, value):
-    run, kept = finished(name, 2, value, wait=False)
-    assert not run.finite.item()
-    assert torch.stack(kept).all()
-    assert not run.not_finite
-    run.settle(finite=False)
-    assert run.not_finite
-    assert torch.stack(run.finish()).all()
+    prefill = finished(name, 2, value, wait=False)
+    assert not prefill.finite.item()
+    assert torch.stack(prefill.kept).all()
+    assert not prefill.not_finite
+    prefill.settle(finite=False)
+    assert prefill.not_finite
 
 
 def test_a_number_that_is_nan_chooses_nothing():
@@ -81,13 +81,14 @@ def test_a_number_that_is_nan_chooses_nothing():
 
 @pytest.mark.parametrize("name", ["cake", "h2o", "d2o-code"])
 def test_a_memory_needs_no_wait_where_it_is_told_what_is_held(name):
-    run, kept = finished(name, None, 0.0, wait=False)
-    run.settle(finite=True)
-    numbers = Held.of(torch.stack(kept), run.columns())
+    prefill = finished(name, None, 0.0, wait=False)
+    prefill.settle(finite=True)
+    kept = prefill.kept
+    numbers = Held.of(torch.stack(kept), prefill.columns())
     told = [Held(number, bool(alike)) for number, alike in numbers.tolist()]
     assert [each.alike for each in told] == [bool((x == x[0]).all()) for x in kept]
     known = Known(told, max(each.positions for each in told))
-    memory, expected = Memory.after(run, known), Memory.after(run)
+    memory, expected = Memory.after(prefill, known), Memory.after(prefill)
     for layer in range(SHAPE[0]):
         own, other = remembered(memory, layer), remembered(expected, layer)
         assert own[0].tolist() == other[0].tolist()

@@ -25,6 +25,7 @@ from kvpolicy.dsl.data.result import Result
 from kvpolicy.dsl.execute.apply import apply
 from kvpolicy.dsl.execute.operations import in_blocks as blocks
 from kvpolicy.dsl.execute.planned.steps import Steps
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.execute.tensors.values import aligned
 from kvpolicy.dsl.interpret.interpreter import interpret
@@ -135,9 +136,10 @@ def chunked(it: Executed) -> None:
     if not program.accumulates or it.tokens < 2:
         return
     run = in_chunks(program, it.prompt, _ends(it.random, it.tokens), _read_singly(it))
-    for layer, (own, wanted) in enumerate(zip(run.finish(), it.result.kept, strict=True)):
+    finished = run.finish()
+    for layer, (own, wanted) in enumerate(zip(finished.kept, it.result.kept, strict=True)):
         assert (own.numpy() == wanted).all(), f"layer {layer}: {own.int()} instead of {wanted}"
-    for own, wanted in zip(_scores(run), it.result.scores or [], strict=False):
+    for own, wanted in zip(_scores(finished), it.result.scores or [], strict=False):
         np.testing.assert_allclose(np.where(np.isnan(wanted), np.nan, own), wanted, 1e-6, 1e-9)
 
 
@@ -149,9 +151,9 @@ def _read_singly(it: Executed) -> int:
     return max([*sizes, bound.step_queries(it.tokens) - 1])
 
 
-def _scores(run) -> list[np.ndarray]:
-    score = run.program.bound.lowered.prefill.score
-    values = [] if score is None else run.result(score)
+def _scores(finished: FinishedPrefill) -> list[np.ndarray]:
+    score = finished.program.bound.lowered.prefill.score
+    values = [] if score is None else finished.result(score)
     return [aligned(x.data, x.axes, ("kv", "token")).numpy() for x in values]
 
 

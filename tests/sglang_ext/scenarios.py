@@ -80,9 +80,10 @@ def _record_runs() -> list[Any]:
         return observe(self, layer, q, k, v, tokens, lse=lse)
 
     def noting_finish(self, *, wait=True):
-        self.kept = finish(self, wait=wait)
+        finished = finish(self, wait=wait)
+        self.kept = finished.kept
         runs.append(self)
-        return self.kept
+        return finished
 
     Run.observe, Run.finish = noting_observe, noting_finish
     return runs

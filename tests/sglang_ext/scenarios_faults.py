@@ -40,7 +40,7 @@ POINTS = {
     "scoring": ("sglang_ext.face.compat", "scaled"),
     "sums over chunks": ("dsl.execute.prefill.run", "Run.accumulate"),
     "choosing": ("dsl.execute.prefill.run", "Run.finish"),
-    "end of choosing": ("dsl.execute.prefill.run", "Run.settle"),
+    "end of choosing": ("dsl.execute.prefill.finished", "FinishedPrefill.settle"),
     "what stays": ("sglang_ext.forward.prefill_step", "PrefillStep._numbers"),
     "compaction": ("sglang_ext.forward.prefill_step", "compress"),
     "copy": ("sglang_ext.forward.compress", "copy_kept"),

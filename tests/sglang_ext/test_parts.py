@@ -113,7 +113,7 @@ def whole_model(name, **given):
     run = TorchProgram(bind(shipped_program(name), SHAPE, given)).start(PROMPT)
     for layer in range(SHAPE.layers):
         run.observe(layer, q[layer], k[layer], v[layer])
-    return torch.stack(run.finish())
+    return torch.stack(run.finish().kept)
 
 
 CASES = [
@@ -144,7 +144,7 @@ def test_a_stage_that_fails_to_choose_holds_as_many_slots_as_the_others(caplog):
 
         kind = type("Failing", (Comparing,), {"choose": raising})
         part = stages[1].part
-        failing = kind(part.state, part.run, part.finite, part.numbers, part.kv_heads)
+        failing = kind(part.state, part.finite, part.run, part.numbers, part.kv_heads)
         stages[1].step.parts[id(stages[1].request)] = failing
 
     stages = carried_out("cake", before=fail, capacity="12", window="3")

@@ -25,8 +25,8 @@ from kvpolicy.sglang_ext.request.request import RequestState
 LAYERS, UPPERS, SIZE = 6, [2, 5], 16  # layers 0 and 3 are whole
 
 
-class Run:
-    """Replaces the policy's program: directions in float64, exceptions as given."""
+class Finished:
+    """Replaces a finished prefill: directions in float64, exceptions as given."""
 
     not_finite = False
 
@@ -96,7 +96,7 @@ class Pool:
         kernels = in_use(torch.device("cpu"))
         served = SimpleNamespace(upper_layers=UPPERS, kernels=kernels)
         state = RequestState(served, prompt, prompt, private=private)
-        share.compress(self, state, slots, Run(excepted))
+        share.compress(self, state, slots, Finished(excepted))
         return state
 
     def forget(self, row, slots):
@@ -232,7 +232,7 @@ def test_where_all_is_excepted_nothing_is_held():
 
 
 def test_tensors_that_are_not_finite_are_not_shared(monkeypatch):
-    monkeypatch.setattr(Run, "not_finite", True)
+    monkeypatch.setattr(Finished, "not_finite", True)
     pool = Pool(2, torch.float32)
     slots = pool.prefill(1, torch.randn(LAYERS, 2, 40, 2, SIZE), 40)
     none = dict.fromkeys(UPPERS, torch.zeros(2, 2, 40, dtype=torch.bool))

@@ -98,7 +98,8 @@ def take_rows(parts: SimpleNamespace, policy: Served, number: int, chosen: int) 
 
 def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> RequestState:
     """Compresses after a prompt: a copy with KEPT entries per list, and the state for decode."""
-    kept = torch.stack(run.finish(wait=False))
+    finished = run.finish(wait=False)
+    kept = torch.stack(finished.kept)
     counts = torch.full((SHAPE.layers, SHAPE.kv_heads), KEPT)
     slots = empty(run.size, dtype=torch.int64)
     state = RequestState(policy, run.size, 0)
@@ -107,10 +108,10 @@ def compress(parts: SimpleNamespace, policy: Served, run: Run, row: int) -> Requ
     state.private = parts.store.allocate(row, policy.name, need, run.size, parts.evict)
     parts.store.fill(state.private, counts)
     if policy.upper_layers:
-        share.compress(parts, state, slots, run)
+        share.compress(parts, state, slots, finished)
         return state
-    copy_kept(parts, policy, state.private, slots, kept, counts, run)
-    state.remember(run, Known([Held(KEPT, False)] * SHAPE.layers, KEPT))
+    copy_kept(parts, policy, state.private, slots, kept, counts, finished)
+    state.remember(finished, Known([Held(KEPT, False)] * SHAPE.layers, KEPT))
     return state
 
 

@@ -24,7 +24,7 @@ from kvpolicy.dsl.execute.decode.lists import (
 )
 from kvpolicy.dsl.execute.layer.choice import Held
 from kvpolicy.dsl.execute.planned.steps import Steps
-from kvpolicy.dsl.execute.prefill.run import Run
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.tensors.values import Value, as_tensor, union, without_heads
 
 
@@ -41,10 +41,11 @@ class Known:
     widest: int
 
     @classmethod
-    def after(cls, run: Run) -> Known:
+    def after(cls, prefill: FinishedPrefill) -> Known:
         """The same of a finished prefill; the host waits for the device."""
-        numbers = Held.of(torch.stack(run.finish()), run.columns())
-        return cls(Held.each(numbers), int(run.program.heads.per_rank(numbers[:, 0].max()).max()))
+        numbers = Held.of(torch.stack(prefill.kept), prefill.columns())
+        widest = prefill.program.heads.per_rank(numbers[:, 0].max()).max()
+        return cls(Held.each(numbers), int(widest))
 
 
 class Memory:
@@ -72,17 +73,18 @@ class Memory:
         self._numbers: FoldNumbers | None = None
 
     @classmethod
-    def after(cls, run: Run, known: Known | None = None) -> Memory | None:
-        """The memory after a prefill that is finished and `merged`; None: nothing leaves.
+    def after(cls, prefill: FinishedPrefill, known: Known | None = None) -> Memory | None:
+        """The memory after a prefill whose entries are `merged`; None: nothing leaves.
 
         Args:
             known: what the host knows of kept entries; None: the host waits for the device.
         """
-        bound, steps = run.program.bound, run.program.steps
+        bound, steps = prefill.program.bound, prefill.program.steps
         if steps is None:
             return None
-        memory = cls(bound, run.prompt, _remembered(run, steps, known or Known.after(run)), steps)
-        memory.not_finite = run.not_finite
+        block = _remembered(prefill, steps, known or Known.after(prefill))
+        memory = cls(bound, prefill.prompt, block, steps)
+        memory.not_finite = prefill.not_finite
         return memory
 
     @property
@@ -190,14 +192,14 @@ class Memory:
         return threshold if "kv" in merge.states[name].type.axes else without_heads(threshold)
 
 
-def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
+def _remembered(prefill: FinishedPrefill, steps: Steps, known: Known) -> RequestBlock:
     """The block of one request after its prefill, without the dropped entries."""
-    bound, layers = run.program.bound, run.program.layers
-    kv = run.program.heads.number(bound.shape.kv_heads)
+    bound, layers = prefill.program.bound, prefill.program.layers
+    kv = prefill.program.heads.number(bound.shape.kv_heads)
     held_masks, positions, states = [], [], []
-    per_layer = zip(layers, run.finish(), run.columns(), known.held, strict=True)
+    per_layer = zip(layers, prefill.kept, prefill.columns(), known.held, strict=True)
     for layer, kept, columns, held in per_layer:
-        places = run.reached(layer)
+        places = prefill.reached(layer)
         kept_here = kept[:, places]
         # The positions in order; `nonzero` would wait for the device.
         indices = (~columns[places]).to(torch.uint8).argsort(stable=True)[: held.positions]
@@ -205,7 +207,7 @@ def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
         held_masks.append(kept_here[:, indices])
         states.append({
             name: _chosen(value, indices)
-            for name, value in run.states(layer).items()
+            for name, value in prefill.states(layer).items()
             if name in steps.inherited
         })  # fmt: skip
     device, lengths = held_masks[0].device, [len(x) for x in positions]
@@ -234,18 +236,18 @@ def _remembered(run: Run, steps: Steps, known: Known) -> RequestBlock:
             data = torch.full(size, initial, dtype=torch.float64, device=device)
             block.states[name] = Value(data, axes, finite=True)
     not_begun = Value(math.nan, finite=True)  # marks a state that has not begun
-    merge_states = [run.merge_states(layer) if steps.merge_goes_on else {} for layer in layers]
+    merge_states = [prefill.merge_states(layer) if steps.merge_goes_on else {} for layer in layers]
     block.merge_states = {
         name: all_layers([layer_states.get(name, not_begun) for layer_states in merge_states])
         for name in steps.merge_updates
     }
-    if run.not_finite:
+    if prefill.not_finite:
         return block
-    block.decided = {name: all_layers(values) for name, values in run.decided().items()}
+    block.decided = {name: all_layers(values) for name, values in prefill.decided().items()}
     if steps.reads_budget:
-        budgets = all_layers(run.budgets())
+        budgets = all_layers(prefill.budgets())
         block.budgets = as_tensor(budgets.data, device).double().expand(len(all_held))
-    block.last_queries = _last_queries(run)
+    block.last_queries = _last_queries(prefill)
     return block
 
 
@@ -264,15 +266,15 @@ def _chosen(x: Value, indices: torch.Tensor) -> Value:
     return replace(x, data=data, mask=None, mask_axes=())
 
 
-def _last_queries(run: Run) -> LastQueries | None:
+def _last_queries(prefill: FinishedPrefill) -> LastQueries | None:
     """The prompt's last queries; None where decode steps read none of them."""
-    layers = run.program.layers
-    tails = [run.last_queries(layer) for layer in layers]
+    layers = prefill.program.layers
+    tails = [prefill.last_queries(layer) for layer in layers]
     queries = [x for x in tails if x is not None]
     if not queries:
         return None
     lengths = [x.shape[1] for x in queries]
-    positions = [run.reached(layer)[-n:] for layer, n in zip(layers, lengths, strict=True)]
+    positions = [prefill.reached(layer)[-n:] for layer, n in zip(layers, lengths, strict=True)]
     width = max(lengths)
     return LastQueries(
         torch.cat([padded(x, 1, width, 0.0) for x in queries]),

@@ -31,7 +31,7 @@ class Held:
     """What the host knows of a layer's kept entries.
 
     Attributes:
-        positions: number of positions that get a column, see `Run.columns`.
+        positions: number of positions that get a column, see `FinishedPrefill.columns`.
         alike: whether each KV head here keeps all of them.
     """
 

@@ -42,8 +42,8 @@ def shared(
     own: Pair,
     kernels: Kernels,
     heads: Heads = ALL,
-) -> dict[str, Shared] | None:
-    """What `key` and `value`, where `apply` names them, share at a layer; None: nothing, there.
+) -> dict[str, Shared]:
+    """What `key` and `value`, where `apply` names them, share at a layer; empty: nothing.
 
     Args:
         bound: the policy.
@@ -55,7 +55,7 @@ def shared(
     """
     share = bound.lowered.share
     if share is None or prompt == 0 or not bound.number(share.when, prompt, layer):
-        return None
+        return {}
     results = {}
     for name, under, upper in zip(("key", "value"), below, own, strict=True):
         if name not in share.apply:

@@ -28,7 +28,7 @@ class Compiled:
 
     Args:
         bound: the policy.
-        report: also compute budgets, scores and reported lets, for `Run.result`.
+        report: also compute budgets, scores and reported lets, for `FinishedPrefill.result`.
         kernels: the table of `execute/tensors/kernels.py`; None: the installed one of torch.
         heads: which of the model's KV heads are here, and how the others are reached.
         layers: the model's layers that are here; None: all. `bind/stages.py` says whether a part

@@ -32,7 +32,7 @@ class Prefill:
             last one; scores are held until then.
 
     Attributes:
-        roots: nodes whose values `Run.result` gives after `finish`.
+        roots: nodes whose values `FinishedPrefill.result` gives.
         propagation_lets: name -> reported `let` on which propagation is decided.
         updates, merge_updates: states of the prefill and of its merge, see `updating`.
         layer_roots: nodes that each layer computes while its tensors are at hand, and keeps.

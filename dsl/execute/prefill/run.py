@@ -14,13 +14,11 @@ from itertools import groupby
 import torch
 from kvpolicy.dsl.bind.kept import keep_of
 from kvpolicy.dsl.execute.layer.across import Layers, PastValues, known_before, look_back
-from kvpolicy.dsl.execute.layer.choice import shift_of
 from kvpolicy.dsl.execute.layer.evaluate import Evaluation, alone, spread
 from kvpolicy.dsl.execute.layer.exchange import decoded, encoded, entries_of_layers
-from kvpolicy.dsl.execute.layer.merge import Merging
-from kvpolicy.dsl.execute.layer.share import Pair, Shared, shared
 from kvpolicy.dsl.execute.planned.compiled import Compiled
 from kvpolicy.dsl.execute.planned.prefill import Prefill
+from kvpolicy.dsl.execute.prefill.finished import FinishedPrefill
 from kvpolicy.dsl.execute.prefill.waiting import WaitingLayers
 from kvpolicy.dsl.execute.tensors.checks import FiniteChecks
 from kvpolicy.dsl.execute.tensors.heads import Heads
@@ -42,8 +40,7 @@ class Run:
         prompt: N.
         queries: W, number of each layer's last queries that `observe` reads.
         tokens: number of tokens of a second prefill; None in a first one, which has N.
-        not_finite: whether the model's tensors held NaN or infinity, so that everything is kept;
-            final after `finish`, or `settle`.
+        not_finite: whether the model's tensors held NaN or infinity, as far as the host knows.
         restarted: whether the prefill has to begin again, by `again`, on the tokens that `observe`
             returned.
         selected_layer: first layer at which `propagate.first` held; None if at none so far.
@@ -67,14 +64,10 @@ class Run:
     _history: PastValues = field(default_factory=PastValues)
     # By layer: number of the earlier chunks' queries, and the states that these have added to.
     _earlier: dict[int, tuple[int, dict[str, Value]]] = field(default_factory=dict)
-    _layers: Layers | None = None
-    _kept: list[torch.Tensor] = field(default_factory=list)
-    _columns: torch.Tensor | None = None
+    _layers: Layers | None = None  # once these can be compared
     _last_queries: dict[int, torch.Tensor] = field(default_factory=dict)
     _noted: WaitingLayers | None = None  # layers that wait to be scored together
     _scored_values: dict[Node, Value] = field(default_factory=dict)
-    _merging: dict[int, Merging | None] = field(default_factory=dict)
-    _merge_states: dict[int, dict[str, Value]] = field(default_factory=dict)
 
     @cached_property
     def queries(self) -> int:
@@ -432,7 +425,8 @@ class Run:
             numbers: int64 [L, S, 3], S numbers of each layer in parts, see exchange.py.
         """
         evaluations = self._evaluations_here()
-        self._compare(evaluations, decoded(self.program.exchanged, numbers, evaluations[0]))
+        known = decoded(self.program.exchanged, numbers, evaluations[0])
+        self._layers = self._side_by_side(evaluations, known)
 
     def entries_kept(self) -> list[int]:
         """[L] entries that each list of a layer keeps, of all layers of the model.
@@ -444,26 +438,44 @@ class Run:
         """
         if self.not_finite:
             return [self.prompt] * self.program.bound.shape.layers
-        model = self._all_layers.model
+        model = None if self._layers is None else self._layers.model
         if model is None:
             raise TypeError(f"all layers of `{self.program.bound.program.name}` are here")
         return entries_of_layers(self.program.bound, self.prompt, model)
 
-    def finish(self, *, wait: bool = True) -> list[torch.Tensor]:
-        """[l], the kept tokens of each layer that is here, bool [G, N]; once all were observed.
-
-        A token that did not reach a layer is not kept there.
+    def finish(self, *, wait: bool = True) -> FinishedPrefill:
+        """Chooses what each layer that is here keeps; once all were observed.
 
         Args:
             wait: whether the host waits for the device to say if the model's tensors were finite.
-                If not, the caller passes what `finite` held to `settle` before it goes on.
+                If not, the caller tells the result what its `finite` held before it goes on.
 
         Raises:
             RuntimeError: numbers are `exchanged`, and `take_layer_numbers` has not been called.
         """
-        if not self._kept:
-            self._kept = self._finish(wait)
-        return list(self._kept)
+        self._history.values.clear()
+        evaluations = self._evaluations_here()
+        layers = self._compared(evaluations)
+        rules = self.program.bound.lowered.prefill
+        keep = keep_of(rules)
+        layers.ask([keep, *rules.decided.values()])
+        if wait and self.finite is not None:
+            self.not_finite |= not self.finite.item()
+        if self.not_finite:
+            kept = [
+                torch.ones(x.frame.kv, x.frame.tokens, dtype=torch.bool, device=x.frame.device)
+                for x in evaluations
+            ]
+        else:
+            pairs = zip(layers.of_each(keep), evaluations, strict=True)
+            kept = [spread(value, ("kv", "token"), evaluation.frame) for value, evaluation in pairs]
+        finite = self.finite
+        keep_all = None if wait or finite is None else ~finite
+        kept = self._placed([x.frame.positions for x in evaluations], kept, keep_all)
+        return FinishedPrefill(
+            self.program, self.prompt, kept, finite, self.not_finite,
+            self._evaluations, layers, self._last_queries,
+        )  # fmt: skip
 
     @property
     def finite(self) -> torch.Tensor | None:
@@ -480,7 +492,7 @@ class Run:
         return None if self._joint_check is None else self._joint_check[1]
 
     def settle(self, *, finite: bool) -> None:
-        """Takes the value that `finite` held, after `finish` without waiting."""
+        """Takes the value that `finite` held on all stages, before `entries_kept`."""
         self.not_finite |= not finite
 
     def _evaluations_here(self) -> list[Evaluation]:
@@ -492,8 +504,20 @@ class Run:
                 self._evaluations[layer] = self._evaluation(frame)
         return [self._evaluations[layer] for layer in self.program.layers]
 
-    def _compare(self, evaluations: list[Evaluation], known: list[dict[Node, Value]]) -> None:
-        """Puts the layers side by side, so that nodes may look across them.
+    def _compared(self, evaluations: list[Evaluation]) -> Layers:
+        """The layers side by side, of which other stages have told theirs if they need to."""
+        if self._layers is not None:
+            return self._layers
+        if self.program.exchanged:
+            raise RuntimeError("nothing has been heard of other stages' layers")
+        layers = self.program.bound.shape.layers
+        other_stages = len(evaluations) < layers
+        return self._side_by_side(evaluations, [{} for _ in range(layers)] if other_stages else [])
+
+    def _side_by_side(
+        self, evaluations: list[Evaluation], known: list[dict[Node, Value]]
+    ) -> Layers:
+        """The layers side by side, so that nodes may look across them.
 
         Args:
             known: [L] numbers of each layer by node, if other stages have layers; else empty.
@@ -507,31 +531,9 @@ class Run:
             ]
             later = prefill.later - {*self.program.exchanged}
             model = Layers(model_layers, self.size, later, prefill.unheld_nodes)
-        self._layers = Layers(evaluations, self.size, prefill.later, prefill.unheld_nodes, model)
-        self._layers.known.update(self._scored_values)
-
-    def _finish(self, wait: bool) -> list[torch.Tensor]:
-        bound = self.program.bound
-        self._history.values.clear()
-        evaluations = self._evaluations_here()
-        device, layers = evaluations[0].frame.device, bound.shape.layers
-        if self._layers is None:
-            if self.program.exchanged:
-                raise RuntimeError("nothing has been heard of other stages' layers")
-            other_stages = len(evaluations) < layers
-            self._compare(evaluations, [{} for _ in range(layers)] if other_stages else [])
-        rules, keep = bound.lowered.prefill, keep_of(bound.lowered.prefill)
-        self._all_layers.ask([keep, *rules.decided.values()])
-        if wait and self.finite is not None:
-            self.not_finite |= not self.finite.item()
-        if self.not_finite:
-            sizes = [(x.frame.kv, x.frame.tokens) for x in evaluations]
-            kept = [torch.ones(size, dtype=torch.bool, device=device) for size in sizes]
-        else:
-            pairs = zip(self.result(keep), evaluations, strict=True)
-            kept = [spread(value, ("kv", "token"), evaluation.frame) for value, evaluation in pairs]
-        keep_all = None if wait or self.finite is None else ~self.finite
-        return self._placed([x.frame.positions for x in evaluations], kept, keep_all)
+        layers = Layers(evaluations, self.size, prefill.later, prefill.unheld_nodes, model)
+        layers.known.update(self._scored_values)
+        return layers
 
     def _placed(
         self,
@@ -564,152 +566,6 @@ class Run:
                 stacked = placed
             result.extend(stacked.unbind())
         return result
-
-    @property
-    def _all_layers(self) -> Layers:
-        if self._layers is None:
-            raise RuntimeError("`finish` comes first")
-        return self._layers
-
-    def result(self, root: Node) -> list[Value]:
-        """The value of a node of `Prefill.roots` at every layer, on its tokens; after `finish`."""
-        return self._all_layers.of_each(root)
-
-    def budgets(self) -> list[Value]:
-        """The floored budget at every layer, one number or one per KV head; after `finish`.
-
-        Raises:
-            TypeError: the policy has no budget.
-        """
-        bound, root = self.program.bound, self.program.bound.lowered.prefill.budget
-        if root is None:
-            raise TypeError(f"`{bound.program.name}` has no budget")
-        return self.result(root)
-
-    def decided(self) -> dict[str, list[Value]]:
-        """Values of the prefill's `let`s that decode reads, by name and layer; after `finish`."""
-        return {
-            name: self.result(node)
-            for name, node in self.program.bound.lowered.prefill.decided.items()
-        }
-
-    # After `finish`.
-
-    def columns(self) -> torch.Tensor:
-        """bool [l, N]: positions that some KV head keeps at each layer; after `finish`.
-
-        Ranks are asked if decode steps compare entries of their KV heads.
-        """
-        if self._columns is None:
-            columns = torch.stack(self._kept).any(1)
-            steps = self.program.steps
-            if steps is not None and steps.columns_of_all_ranks:
-                columns = self._heads.per_rank(columns).any(0)
-            self._columns = columns
-        return self._columns
-
-    def reached(self, layer: int) -> torch.Tensor:
-        """int64 [n]: positions of the tokens that reached a layer."""
-        return self._evaluations[layer].frame.places
-
-    def shift(self, layer: int) -> torch.Tensor | None:
-        """int64 [G, N], how far each kept key moves forward; None unless `positions: slots`."""
-        if self.program.bound.positions != "slots" or self.prompt == 0:
-            return None
-        kept = self._kept_at(layer)
-        # Tokens that did not reach the layer take no slot there either.
-        return shift_of(kept, torch.ones_like(kept))
-
-    @property
-    def merges_need_ranks(self) -> bool:
-        """Whether merges need other ranks, so that `begin_merge` of all layers comes first."""
-        return self.program.heads.divided and self._prefill.merges_need_ranks
-
-    def begin_merge(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
-    ) -> None:
-        """Asks other ranks for what `merged` needs, so that one exchange serves all layers.
-
-        Args:
-            layer, k, v, most: as in `merged`.
-        """
-        merging = self._begun_merge(layer, self._layer_rows(layer, k, v), most)
-        self._merging[layer] = None if merging is None else merging.waiting()
-
-    def merged(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, most: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float64 keys and values [G, N, D] after the merge, or unchanged if nothing is merged.
-
-        Args:
-            layer: from 0, each once.
-            k, v: [G, N, D] of all tokens; rows of tokens that did not reach the layer mean nothing.
-            most: upper bound of the entries that a KV head drops; None: the host waits for the
-                device to count them.
-        """
-        vectors = self._layer_rows(layer, k, v)
-        if layer in self._merging:
-            merging = self._merging.pop(layer)
-        else:
-            merging = self._begun_merge(layer, vectors, most)
-        if merging is None:
-            return k.double(), v.double()
-        merging.finished(vectors)
-        self._merge_states[layer] = merging.states
-        rows, places = [], self._evaluations[layer].frame.positions
-        for name, all_rows in (("key", k), ("value", v)):
-            if name not in merging.merge.apply:
-                rows.append(all_rows.double())
-            elif places is None:
-                rows.append(merging.rows(vectors[name]))
-            else:
-                rows.append(all_rows.double().index_copy(1, places, merging.rows(vectors[name])))
-        return rows[0], rows[1]
-
-    def _layer_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Keys and values [G, n, D] of the tokens that reached a layer."""
-        places = self._evaluations[layer].frame.positions
-        if places is not None:
-            k, v = k[:, places], v[:, places]
-        return {"key": k, "value": v}
-
-    def _begun_merge(
-        self, layer: int, vectors: Mapping[str, Keys], most: int | None
-    ) -> Merging | None:
-        """A layer's merge; None where nothing is merged."""
-        merge = self.program.bound.lowered.prefill.merge
-        if merge is None or self.not_finite:
-            return None
-        evaluation, kept = self._evaluations[layer], self._kept_at(layer)
-        if evaluation.frame.positions is not None:
-            kept = kept[:, evaluation.frame.positions]
-        if most is None:
-            most = int(self.program.heads.per_rank((~kept).sum(-1).max()).max())
-        if not most:
-            return None
-        frame = replace(evaluation.frame, vectors=dict(vectors))
-        updates = self._prefill.merge_updates
-        return Merging.begun(merge, replace(evaluation, frame=frame), kept, updates, {}, most)
-
-    def shared(self, layer: int, below: Pair, own: Pair) -> dict[str, Shared] | None:
-        """What a layer and the one below store together, see `share.shared`; None: nothing."""
-        program = self.program
-        return shared(program.bound, self.prompt, layer, below, own, program.kernels, program.heads)
-
-    def _kept_at(self, layer: int) -> torch.Tensor:
-        return self._kept[layer - self.program.layers.start]
-
-    def states(self, layer: int) -> dict[str, Value]:
-        """States of a layer's tokens after the prefill."""
-        return self._evaluations[layer].after
-
-    def merge_states(self, layer: int) -> dict[str, Value]:
-        """States of a layer's merge; empty if it has not merged."""
-        return self._merge_states.get(layer, {})
-
-    def last_queries(self, layer: int) -> torch.Tensor | None:
-        """[H, T, D], the prompt's last queries, which decode steps read; None if they read none."""
-        return self._last_queries.get(layer)
 
     def _remember_queries(self, layers: Sequence[int], q: torch.Tensor) -> None:
         """Copies those of [*, H, T, D] queries of some layers that decode steps may read."""
