@@ -73,17 +73,30 @@ class Member:
         return self.state.memory
 
     @property
+    def width(self) -> int:
+        """Number of cached positions of its longest layer, those of the steps included."""
+        return self.memory.width + len(self.positions)
+
+    @property
     def fold_numbers(self) -> FoldNumbers:
         """Numbers of what stays at this fold in the layers here; the host waits for them."""
         return self.memory.numbers()
 
 
 def portions_of(members: Sequence[Member], arena: Arena) -> list[list[Member]]:
-    """The requests of a group in portions, within `LARGEST` and `MOST_LISTS`."""
-    widest = max(member.memory.width + len(member.positions) for member in members)
-    lists = arena.layers * arena.kv_heads  # of a request
-    size = max(min(LARGEST // (lists * widest * 8), MOST_LISTS // lists), 1)
-    return [list(members[i : i + size]) for i in range(0, len(members), size)]
+    """The requests of a group in portions, within `LARGEST` and `MOST_LISTS`, the widest first.
+
+    A portion is as wide as its widest request: less than twice what each of them needs. Its order
+    is that of `members`, as at the last fold, whose block then serves as it is.
+    """
+    lists, portions, left = arena.layers * arena.kv_heads, [], list(members)
+    while left:
+        widest = max(member.width for member in left)
+        alike = [member for member in left if 2 * member.width > widest]
+        left = [member for member in left if 2 * member.width <= widest]
+        size = max(min(LARGEST // (lists * widest * 8), MOST_LISTS // lists), 1)
+        portions += [alike[i : i + size] for i in range(0, len(alike), size)]
+    return portions
 
 
 class Group:

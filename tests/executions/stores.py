@@ -208,8 +208,7 @@ def groups(stores: list[Store], number: int, *, leaves: bool = True) -> list[lis
     """Stores that can be taken together through `number` steps; their widths may differ."""
     found: dict[tuple, list[Store]] = {}
     for each in stores:
-        *same, _ = each.memory.joint_key(number, leaves=leaves)
-        found.setdefault(tuple(same), []).append(each)
+        found.setdefault(each.memory.joint_key(number, leaves=leaves), []).append(each)
     return list(found.values())
 
 

@@ -458,8 +458,24 @@ def test_stages_hold_as_many_slots_also_where_a_fold_fails_on_one(
 def test_a_group_has_no_more_lists_than_a_grid_has_programs():
     """CUDA starts at most 65,535 programs along the second axis of a grid."""
     arena = SimpleNamespace(layers=32, kv_heads=8)
-    narrow = SimpleNamespace(memory=SimpleNamespace(width=20), positions=[1, 2])
+    narrow = SimpleNamespace(width=22)
     sizes = [len(portion) for portion in portions_of([narrow] * 600, arena)]
     assert sizes == [255, 255, 90]
-    wide = SimpleNamespace(memory=SimpleNamespace(width=2**20), positions=[1])
+    wide = SimpleNamespace(width=2**20)
     assert [len(portion) for portion in portions_of([wide, narrow], arena)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("widths", "portions"),
+    [
+        ([260, 250, 257, 255], [[260, 250, 257, 255]]),  # on both sides of a power of two
+        ([100, 51, 199, 101], [[100, 199, 101], [51]]),
+        ([100, 51, 200], [[200], [100, 51]]),
+        ([7, 1, 2, 1, 3], [[7], [2, 3], [1, 1]]),
+    ],
+)
+def test_no_request_folds_in_a_block_twice_as_wide_as_it_needs(widths, portions):
+    arena = SimpleNamespace(layers=2, kv_heads=2)
+    members = [SimpleNamespace(width=width) for width in widths]
+    found = portions_of(members, arena)
+    assert [[member.width for member in portion] for portion in found] == portions

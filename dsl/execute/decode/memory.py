@@ -104,9 +104,7 @@ class Memory:
         generated = self.generated + steps
         leaves = leaves and self.bound.leaves_at(generated, self.prompt)
         numbers = self.steps.joint_key(self.steps.rule(self.prompt), self.prompt, generated)
-        # A block is as wide as its longest list: less than twice what each request needs.
-        size = (self.width + steps).bit_length()
-        return id(self.steps), self.not_finite, steps, leaves, numbers, size
+        return id(self.steps), self.not_finite, steps, leaves, numbers
 
     @property
     def width(self) -> int:
