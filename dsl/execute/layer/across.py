@@ -172,8 +172,8 @@ class Layers(Evaluation):
     """All layers at once: values have the axis `layer` in front where layers differ.
 
     Args:
-        evaluations: [l], by layer here; they find values of other layers through this object, as
-            long as it is held.
+        evaluations: [l], by layer here. The attribute has copies, which find values of other layers
+            through this object, as long as it is held.
         prompt: N.
         later: nodes known only after the last layer. Where every layer has all tokens, each is
             computed for all layers at once.
@@ -202,13 +202,17 @@ class Layers(Evaluation):
                 sent(torch.tensor(token_counts, device=HOST), first.device), ("layer",)
             )
         super().__init__(frame, unheld_nodes=unheld_nodes if alike else frozenset(), in_block=True)
-        self.evaluations, self.model = evaluations, model
-        self._first = first.layer
-        self._together = later if alike else frozenset()
         # No reference cycle: tensors are freed with the run that holds this object.
         proxy = weakref.proxy(self)
-        for layer_evaluation in evaluations:
-            layer_evaluation.across_layers = lambda node, evaluation: proxy.part(node, evaluation)
+
+        def across(node: Node, evaluation: Evaluation) -> Value:
+            value: Value = proxy.part(node, evaluation)
+            return value
+
+        self.evaluations = [replace(x, across_layers=across) for x in evaluations]
+        self.model = model
+        self._first = first.layer
+        self._together = later if alike else frozenset()
 
     def of_each(self, node: Node) -> list[Value]:
         """A node's value at every layer."""

@@ -40,7 +40,6 @@ class FinishedPrefill:
     kept: list[torch.Tensor]
     finite: torch.Tensor | None
     not_finite: bool
-    _evaluations: Mapping[int, Evaluation]  # by layer
     _layers: Layers
     _last_queries: Mapping[int, torch.Tensor]
     _merging: dict[int, Merging | None] = field(default_factory=dict)
@@ -92,19 +91,19 @@ class FinishedPrefill:
 
     def reached(self, layer: int) -> torch.Tensor:
         """int64 [n]: positions of the tokens that reached a layer."""
-        return self._evaluations[layer].frame.places
+        return self._evaluation(layer).frame.places
 
     def shift(self, layer: int) -> torch.Tensor | None:
         """int64 [G, N], how far each kept key moves forward; None unless `positions: slots`."""
         if self.program.bound.positions != "slots" or self.prompt == 0:
             return None
-        kept = self._kept_at(layer)
+        kept = self.kept[self._place(layer)]
         # Tokens that did not reach the layer take no slot there either.
         return shift_of(kept, torch.ones_like(kept))
 
     def states(self, layer: int) -> dict[str, Value]:
         """States of a layer's tokens after the prefill."""
-        return self._evaluations[layer].after
+        return self._evaluation(layer).after
 
     def last_queries(self, layer: int) -> torch.Tensor | None:
         """[H, T, D], the prompt's last queries, which decode steps read; None if they read none."""
@@ -148,7 +147,7 @@ class FinishedPrefill:
             return k.double(), v.double()
         merging.finished(vectors)
         self._merge_states[layer] = merging.states
-        rows, places = [], self._evaluations[layer].frame.positions
+        rows, places = [], self._evaluation(layer).frame.positions
         for name, all_rows in (("key", k), ("value", v)):
             if name not in merging.merge.apply:
                 rows.append(all_rows.double())
@@ -160,7 +159,7 @@ class FinishedPrefill:
 
     def _layer_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
         """Keys and values [G, n, D] of the tokens that reached a layer."""
-        places = self._evaluations[layer].frame.positions
+        places = self._evaluation(layer).frame.positions
         if places is not None:
             k, v = k[:, places], v[:, places]
         return {"key": k, "value": v}
@@ -172,7 +171,7 @@ class FinishedPrefill:
         merge = self.program.bound.lowered.prefill.merge
         if merge is None or self.not_finite:
             return None
-        evaluation, kept = self._evaluations[layer], self._kept_at(layer)
+        evaluation, kept = self._evaluation(layer), self.kept[self._place(layer)]
         if evaluation.frame.positions is not None:
             kept = kept[:, evaluation.frame.positions]
         if most is None:
@@ -188,8 +187,11 @@ class FinishedPrefill:
         program = self.program
         return shared(program.bound, self.prompt, layer, below, own, program.kernels, program.heads)
 
-    def _kept_at(self, layer: int) -> torch.Tensor:
-        return self.kept[layer - self.program.layers.start]
+    def _place(self, layer: int) -> int:
+        return layer - self.program.layers.start
+
+    def _evaluation(self, layer: int) -> Evaluation:
+        return self._layers.evaluations[self._place(layer)]
 
     def merge_states(self, layer: int) -> dict[str, Value]:
         """States of a layer's merge; empty if it has not merged."""

@@ -473,8 +473,7 @@ class Run:
         keep_all = None if wait or finite is None else ~finite
         kept = self._placed([x.frame.positions for x in evaluations], kept, keep_all)
         return FinishedPrefill(
-            self.program, self.prompt, kept, finite, self.not_finite,
-            self._evaluations, layers, self._last_queries,
+            self.program, self.prompt, kept, finite, self.not_finite, layers, self._last_queries,
         )  # fmt: skip
 
     @property
