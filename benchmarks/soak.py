@@ -40,6 +40,7 @@ from kvpolicy.dsl.bind.bind import bind
 from kvpolicy.dsl.bind.model_config import read_config
 from kvpolicy.dsl.bind.stages import why_not_apart
 from kvpolicy.dsl.check.policy import load
+from kvpolicy.dsl.syntax.library import shipped
 from kvpolicy.evaluation.serving import Server, serve
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -74,10 +75,18 @@ POLICIES = {
     "cam": ["window=40"],
     "minicache": ["start=0"],
     "asl-lava-d2o": ["capacity=48", "window=8", "tau=0.9"],
+    "ada-pyramidkv": ["capacity=48"],
+    "cam-original": ["recent_rate=0.1"],
+    "chunkkv": ["capacity=48", "chunk=5"],
+    "dynamickv": ["capacity=48"],
+    "fastkv-adakv": ["kv_rate=0.2", "tsp_rate=0.4"],
+    "keydiff": ["capacity=48"],
+    "streamingllm-original": ["window=40"],
+    "vatp-snapkv": ["capacity=48"],
 }
 # Deeper layers of these read a cached prefix as another request computed it, in full, so answers
 # depend on the cache. Here each of their requests has a cache of its own (`extra_key`).
-APART = ("fastkv", "asl", "pyramidinfer", "asl-lava-d2o")
+APART = ("fastkv", "fastkv-adakv", "asl", "pyramidinfer", "asl-lava-d2o")
 IDLE = 40  # most seconds after the last answer; an idle SGLang reports every 30
 ROUNDED = 1 / 200  # share of answers that may differ between numbers of ranks
 
@@ -166,7 +175,9 @@ def ask_and_abort(server: Server, request: Request, number: int) -> None:
 
 
 def names_for(model: str, stages: int) -> list[str]:
-    """Policies that `stages` pipeline stages serve."""
+    """Shipped policies that `stages` pipeline stages serve."""
+    if missing := {*shipped()} - {*POLICIES}:
+        raise SystemExit(f"soak: `POLICIES` lacks {', '.join(sorted(missing))}")
     shape = read_config(model).shape
     return [
         name for name in POLICIES
