@@ -83,13 +83,20 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     metrics = Metrics(compat.metric_labels(scheduler), names)
     services.start(metrics, runtime.max_failures)
     _compile(services, scheduler, served_policies)
-    compile_variant = partial(_warm_variant, queries=runner.dtype)
-    make_variant = _within(services, make, compile_variant)
+    make_later = partial(_made_later, services, make)
+    prepare_variant = partial(_prepare, services, partial(warm_variant, queries=runner.dtype))
     runtime.background = background = Background(services.arena.storage.device)
-    variants = Variants(shape, make_variant, services.ranks, services.stages, background)
+    together = (services.ranks, services.stages, background)
+    variants = Variants(shape, make_later, prepare_variant, *together)
     runtime.policies = ServedPolicies(served_policies, variants, metrics)
     captured_requests = compat.captured_requests(server_options)
-    make_served = _within(services, make, partial(warm, queries=runner.dtype))
+    prepare = partial(_prepare, services, partial(warm, queries=runner.dtype))
+
+    def make_served(policy: Policy, bound: Bound) -> Served:
+        served = make_later(policy, bound)
+        prepare(served)
+        return served
+
     arguments = (runner, shape, make_served, captured_requests, background)
     runtime.changes = Changes(services, runtime.policies, *arguments)
 
@@ -99,8 +106,7 @@ def _compile(services: Services, scheduler: Any, served_policies: Sequence[Serve
     runner = scheduler.tp_worker.model_runner
     for served in served_policies:
         started = time.perf_counter()
-        with compiling(f"KV-cache policy {served.name}"):
-            _ready(services, served.policy, partial(warm, services, served, runner.dtype))
+        _prepare(services, partial(warm, queries=runner.dtype), served)
         params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
         logger.info(
             "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
@@ -118,39 +124,27 @@ def _compile(services: Services, scheduler: Any, served_policies: Sequence[Serve
     watch_late()
 
 
-def _within(
-    services: Services,
-    make: Callable[[Policy, Bound], Served],
-    warm: Callable[[Services, Served], None],
-) -> Callable[[Policy, Bound], Served]:
-    """A function that makes policies while the server runs, from what its start prepared.
+def _made_later(
+    services: Services, make: Callable[[Policy, Bound], Served], policy: Policy, bound: Bound
+) -> Served:
+    """A policy that came while the server ran, from what its start prepared.
 
-    It raises `Refused` where a policy needs more, or its kernels cannot be compiled.
-
-    Args:
-        warm: compiles the kernels of a policy.
+    Raises:
+        Refused: it needs more than that.
     """
-
-    def make_at_runtime(policy: Policy, bound: Bound) -> Served:
-        if bound.propagates and not services.layers:
-            raise Refused("tokens would leave the prefill, and this server is not prepared for it")
-        served = make(policy, bound)
-        with compiling(f"KV-cache policy {policy.name}"):
-            _ready(services, policy, partial(warm, services, served))
-        return served
-
-    return make_at_runtime
+    if bound.propagates and not services.layers:
+        raise Refused("tokens would leave the prefill, and this server is not prepared for it")
+    return make(policy, bound)
 
 
-def _warm_variant(services: Services, served: Served, queries: torch.dtype) -> None:
-    try:
-        warm_variant(services, served, queries)
-    except Exception:
-        if not services.in_stages:
-            raise
-        # Other stages have taken the request or will, and cannot be told in time. If its policy
-        # fails here, it fails on all stages when they process the result.
-        logger.exception("Kernels of KV-cache policy %s could not be compiled.", served.name)
+def _prepare(services: Services, warm: Callable[[Services, Served], None], served: Served) -> None:
+    """Compile a policy's kernels.
+
+    Raises:
+        NotCompiled: that fails.
+    """
+    with compiling(f"KV-cache policy {served.name}"):
+        _ready(services, served.policy, partial(warm, services, served))
 
 
 def _ready(services: Services, policy: Policy, warm: Callable[[], None]) -> None:

@@ -55,6 +55,7 @@ class Variants:
         self,
         shape: ModelShape,
         make: Callable[[Policy, Any], Served],
+        prepare: Callable[[Served], None],
         ranks: Ranks,
         stages: Stages,
         background: Background,
@@ -63,11 +64,12 @@ class Variants:
         Args:
             shape: of the model.
             make: from a policy and its binding to a `Served`.
+            prepare: compiles its kernels.
             ranks, stages: of which all keep the same variants.
             background: where variants are made that no request waits for yet.
         """
-        self._shape, self._make, self._ranks, self._stages = shape, make, ranks, stages
-        self._background = background
+        self._shape, self._make, self._prepare = shape, make, prepare
+        self._ranks, self._stages, self._background = ranks, stages, background
         self._kept: dict[VariantKey, Served] = {}
         self._wanted: OrderedDict[str, OrderedDict[VariantKey, None]] = (
             OrderedDict()
@@ -128,7 +130,10 @@ class Variants:
         begun = self._begun.pop(key, None)
         # What waits behind other variants in the background is made here and now instead.
         if begun is None or begun.future.cancel():
-            variant = self._on_all_ranks(base, partial(self._variant, base, key[1]))
+            # Other stages have taken the request or will, and cannot be told in time if kernels
+            # fail to compile here. If its policy fails, it fails on all.
+            make = self._unprepared if self._stages.several else self._variant
+            variant = self._on_all_ranks(base, partial(make, base, key[1]))
         else:
             variant = self._on_all_ranks(base, begun.future.result)
         variant.standing = base.standing
@@ -163,6 +168,11 @@ class Variants:
         return variant
 
     def _variant(self, base: Served, texts: Texts) -> Served:
+        variant = self._unprepared(base, texts)
+        self._prepare(variant)
+        return variant
+
+    def _unprepared(self, base: Served, texts: Texts) -> Served:
         policy = base.policy.with_settings(texts)
         return self._make(policy, policy.bind(self._shape))
 

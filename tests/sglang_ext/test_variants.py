@@ -70,9 +70,9 @@ def base(name="snapkv"):
     return SimpleNamespace(name=name, policy=policy, standing="standing")
 
 
-def variants_of(make, ranks=None, stages=None):
+def variants_of(make, ranks=None, stages=None, prepare=lambda variant: None):
     given = (ranks or Ranks(), stages or Stages(range(4)), Background(torch.device("cpu")))
-    return Variants(None, make, *given)
+    return Variants(None, make, prepare, *given)
 
 
 def until(happens):
@@ -133,17 +133,23 @@ def test_a_variant_is_there_when_all_stages_have_made_it():
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("error", [OSError("no space left on device"), NotCompiled("no kernel")])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_request_is_not_sent_if_a_stage_cannot_make_its_variant(stage):
-    """The next one asks anew."""
+def test_a_request_is_not_sent_if_a_stage_cannot_make_its_variant(stage, error):
+    """Or compile its kernels. The next one asks anew."""
     meeting, fails = Meeting(2), [stage]
 
-    def make(number, policy, bound):
+    def fail(number, *given):
         if number in fails:
-            raise OSError("no space left on device")
+            raise error
         return SimpleNamespace()
 
-    stages = [variants_of(partial(make, i), stages=meeting.of(i)) for i in range(2)]
+    def made(number):
+        if isinstance(error, NotCompiled):
+            return {"make": lambda *given: SimpleNamespace(), "prepare": partial(fail, number)}
+        return {"make": partial(fail, number)}
+
+    stages = [variants_of(**made(i), stages=meeting.of(i)) for i in range(2)]
     asked = (base(), {"window": 24}, "")
 
     def answers():
@@ -159,6 +165,19 @@ def test_a_request_is_not_sent_if_a_stage_cannot_make_its_variant(stage):
     until(lambda: FAILURE in str(answers()[0]))
     fails.clear()
     until(lambda: answers() == [True, True])
+
+
+def test_a_request_that_all_stages_have_is_not_refused_by_one_that_cannot_compile_its_kernels():
+    def fail(variant):
+        raise NotCompiled("no kernel")
+
+    def make(policy, bound):
+        return SimpleNamespace()
+
+    stage = variants_of(make, stages=Meeting(2).of(0), prepare=fail)
+    assert stage.of(base(), {"window": 24}).set == {"window": 24}
+    with pytest.raises(ValueError, match=FAILURE):
+        variants_of(make, prepare=fail).of(base(), {"window": 24})
 
 
 def test_nobody_waits_for_what_is_made_in_the_background():
