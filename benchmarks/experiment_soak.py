@@ -4,7 +4,8 @@ Random keys, streams and whole answers, requests aborted and connections dropped
 file's coverage changes, an arm is rolled back, policies are switched off and on, a policy is added,
 replaced and withdrawn. Each greedy answer must be that of its policy served alone, a key must have
 one arm, shares must be as the weights say, and at the end no slot may be in use. SGLang's strict
-memory checks run at every step and kill the server when a sum is off.
+memory checks run at every step and kill the server when a sum is off. With `--pp` stages have the
+model's layers.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import requests
 from kvpolicy.evaluation.serving import Server, serve
 from kvpolicy.experiments.definition import reading
 from kvpolicy.experiments.replica.assignment import assign
-from soak import CHECKS, leaked
+from soak import CHECKS, cores_of, leaked, untied
 from tqdm import tqdm
 
 ADMIN = "secret"
-POLICIES = ("lava", "h2o", "sinks-recent", "snapkv")
+POLICIES = ("cake", "h2o", "sinks-recent", "snapkv")
 EXPERIMENT = {
     "experiment": "soak",
     "targeting_key": ["header:x-smg-routing-key"],
@@ -40,7 +41,7 @@ EXPERIMENT = {
     "default": "snapkv",
     "arms": {
         "control": {"policy": "none", "weight": 2},
-        "lava": {"policy": "lava", "weight": 2, "set": {"capacity": 40, "window": 8}},
+        "cake": {"policy": "cake", "weight": 2, "set": {"capacity": 40, "window": 8}},
         "h2o": {"policy": "h2o", "weight": 1, "set": {"heavy": 20, "window": 20}},
         "tight": {"policy": "sinks-recent", "weight": 1, "set": {"capacity": 12}},
     },
@@ -220,6 +221,7 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--at-once", type=int, default=12)
+    parser.add_argument("--pp", type=int, default=1, help="--pp-size; on a CPU a core for each")
     options = parser.parse_args()
     flags = {"skip_tokenizer_init": True, "enable_metrics": True, "admin_api_key": ADMIN}
     files = [report.ROOT / "policies" / f"{name}.yaml" for name in POLICIES]
@@ -229,7 +231,11 @@ def main() -> None:
         file = Path(folder, "experiment.yaml")
         file.write_text(json.dumps(EXPERIMENT))
         flags |= {"kv_experiment": file, "kv_experiment_state": Path(folder, "state.json")}
-        with serve(options.model, files, settings, env=CHECKS, progress=True, **flags) as server:
+        model, env = options.model, CHECKS
+        if options.pp > 1:
+            model, env = untied(model, Path(folder, "model")), env | cores_of(options.pp)
+            flags["pp_size"] = options.pp
+        with serve(model, files, settings, env=env, progress=True, **flags) as server:
             server.session.headers["Authorization"] = f"Bearer {ADMIN}"
             soak = Soak(server, file, options.requests, options.at_once, options.seed)
             soak.learn()
@@ -273,7 +279,10 @@ def publish(options: Any, soak: Soak, document: dict, leaks: dict, seconds: floa
         "keys_by_arm": document["analysis"]["keys"]["counts"],
         "log": [each["what"] for each in document["log"][-20:]],
     }
-    report.publish("experiment_soak", "An experiment under load", text, data, options.save)
+    name, title = "experiment_soak", "An experiment under load"
+    if options.pp > 1:
+        name, title = f"{name}_pp{options.pp}", f"{title}, {options.pp} stages"
+    report.publish(name, title, text, data, options.save)
     wrong = seen.wrong or moved or foreign or leaks or min(p_values.values()) < 0.001
     sys.exit(bool(wrong or list(document["rolled_back"]) != [GIVEN_UP]))
 

@@ -205,8 +205,9 @@ def test_soak(more):
     assert int(compressed) > 3
 
 
-def test_experiment_soak():
-    output = run("benchmarks/experiment_soak.py", "--requests", "150")
+@pytest.mark.parametrize("more", [(), ("--pp", "2")])
+def test_experiment_soak(more):
+    output = run("benchmarks/experiment_soak.py", "--requests", "150", *more)
     found, _, counts = output.partition("\n\n| requests | count |")
     [row] = rows(found)
     assert row[0] == "150"
