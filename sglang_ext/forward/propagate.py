@@ -332,8 +332,9 @@ class PropagateStep:
             try:
                 second_rows = self._start_again(layer, inputs, layout)
             except Exception as raised:
+                if self._services.ranks.size > 1:
+                    raise  # the others' layers wait for what this rank will never send
                 error = raised
-            error = met(self._services.ranks, error)
         if error is not None:
             for batched, _ in starting:
                 self._services.failures.note(batched.request, PROPAGATION, error, whole=False)

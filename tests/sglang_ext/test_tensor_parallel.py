@@ -6,8 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 from collectives import GLOO
 from counted import assert_counted_once
+from faults_of_process import VARIABLE
+from plugins_of_process import installed
 from random_tokens import prompt
 from served_policies import COMPARING, GROWING, trial
 
@@ -209,6 +212,20 @@ def assert_nothing_is_left(server):
         assert time.monotonic() < end, loads
         time.sleep(0.2)
     assert "leak" not in server.log_text().lower()
+
+
+@pytest.mark.thorough
+def test_a_model_that_fails_on_one_rank_ends_the_server_at_once(model, tmp_path):
+    """In a second prefill, as in any forward: the other rank waits for it there."""
+    faults = {"stage": 0, "rank": 1, "points": {"second prefill": 1}}
+    path = installed(tmp_path, "faults_of_process")
+    failing = ranks_of(2)
+    failing["env"] |= {"PYTHONPATH": path, VARIABLE: json.dumps(faults)}
+    with start(model, **failing, watchdog_timeout=60) as server:
+        with pytest.raises(requests.ConnectionError):
+            ask(server, prompt(1, 200), "gemfilter")
+        assert "second prefill on purpose" in server.log_text()
+        assert "watchdog timeout" not in server.log_text()
 
 
 # Schedulers in lockstep, which compare what they hold after every step (scenarios_ranks.py).
