@@ -242,9 +242,10 @@ def test_policies_come_and_go_on_all_stages(server):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("number", "ranks"), [(2, 2), (3, 1)])
-def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ranks):
-    """Stages of two ranks each; and three stages, of which one has more layers than the others.
+@pytest.mark.parametrize(("number", "ranks", "ahead"), [(2, 2, 0), (3, 1, 0), (2, 1, 2)])
+def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ranks, ahead):
+    """Stages of two ranks each; three stages, of which one has more layers than the others; and
+    two more batches under way than there are stages.
 
     The pool is small: at times a fold is skipped for want of slots, or a retracted request has none
     for its copy and continues in full. Its facts say so, and its answer differs; all others answer
@@ -252,7 +253,8 @@ def test_what_is_retracted_goes_on_as_it_was(model, files, expected, number, ran
     """
     retracting = stages(number, ranks)
     retracting["env"] |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-    with start(model, files, **retracting, max_total_tokens=900) as server:
+    retracting |= {"pp_async_batch_depth": ahead, "max_total_tokens": 900}
+    with start(model, files, **retracting) as server:
         found, retractions = answers(server, longer_than(90, expected), alone=False)
         whole = {i: own for i, own in found.items() if not found_no_room(own[2])}
         assert len(whole) >= len(found) - 5, str(sorted(set(found) - set(whole)))
@@ -326,6 +328,29 @@ def test_prompts_go_to_the_host_and_come_back(
     assert copies == copies[:1] * number
     assert copies[0]["saved"] > 4000
     assert copies[0]["loaded"] > 500
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [1, 2])
+def test_prompts_come_from_what_an_earlier_server_has_stored(
+    server, model, files, tmp_path, number
+):
+    """Each stage stores its layers of a prompt and finds them again."""
+    storing = stages(number)
+    storing["env"] |= {"PYTHONPATH": installed(tmp_path, "copies_of_process")}
+    given = {"file_storage_path": str(tmp_path / "stored"), "prefetch_threshold": 16}
+    storing |= {"hicache_storage_backend_extra_config": json.dumps(given)}
+    storing |= {"hicache_storage_backend": "file", "hicache_write_policy": "write_through"}
+    storing |= {"hicache_storage_prefetch_policy": "wait_complete", "page_size": 4}
+    order = longer_than(90, range(len(list(requests()))))
+    expected = answers(server, order, alone=False)[0]
+    for loaded in (0, 2000):
+        with start(model, files, **HOST, **storing, max_total_tokens=6000) as stored:
+            assert answers(stored, order, alone=False)[0] == expected
+            assert_nothing_is_left(stored)
+            copies = list(copied(stored.log_text()).values())
+        assert copies == copies[:1] * number
+        assert copies[0]["loaded"] >= loaded
 
 
 # Of a prompt: scoring, choosing, taking slots, copying, remembering. While decoding: reading, the
