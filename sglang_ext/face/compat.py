@@ -1121,10 +1121,11 @@ def is_idle(manager: Any, most_used: float) -> bool:
     A paused server is not idle. With `--pp-size`, there is a running batch per stage, and a load
     says how many requests one of them has.
     """
-    loads, stages = manager.load_snapshot_reader.read_all(), manager.server_args.pp_size
+    loads, options = manager.load_snapshot_reader.read_all(), manager.server_args
+    batch, stages = options.pp_max_micro_batch_size, options.pp_size
     free = all(
         load.num_waiting_reqs == 0
-        and load.num_running_reqs < max(load.max_running_requests // stages, 1)
+        and load.num_running_reqs < (batch or max(load.max_running_requests // stages, 1))
         and load.token_usage < most_used
         for load in loads
     )

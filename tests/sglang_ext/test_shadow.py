@@ -111,18 +111,20 @@ def test_what_cannot_be_counted_stops_no_others(compare, caplog):
 
 
 @pytest.mark.parametrize(
-    ("stages", "waiting", "running", "used", "idle"),
-    [(1, 0, 3, 0.7, True), (1, 0, 4, 0.7, False), (1, 1, 3, 0.7, False), (1, 0, 3, 0.8, False),
-     (2, 0, 1, 0.7, True), (2, 0, 2, 0.7, False), (8, 0, 0, 0.7, True), (8, 0, 1, 0.7, False)],
+    ("stages", "batch", "waiting", "running", "used", "idle"),
+    [(1, None, 0, 3, 0.7, True), (1, None, 0, 4, 0.7, False), (1, None, 1, 3, 0.7, False),
+     (1, None, 0, 3, 0.8, False), (2, None, 0, 1, 0.7, True), (2, None, 0, 2, 0.7, False),
+     (8, None, 0, 0, 0.7, True), (8, None, 0, 1, 0.7, False),
+     (2, 1, 0, 0, 0.7, True), (2, 1, 0, 1, 0.7, False), (2, 3, 0, 2, 0.7, True)],
 )  # fmt: skip
-def test_a_server_is_idle_if_it_could_run_one_more(stages, waiting, running, used, idle):
-    """Of up to four requests, in as many batches as there are stages."""
+def test_a_server_is_idle_if_it_could_run_one_more(stages, batch, waiting, running, used, idle):
+    """Of up to four requests, in as many batches as there are stages, or in batches of `batch`."""
     load = SimpleNamespace(
         num_waiting_reqs=waiting, num_running_reqs=running, max_running_requests=4, token_usage=used
     )
     manager = SimpleNamespace(
         load_snapshot_reader=SimpleNamespace(read_all=lambda: [load]),
-        server_args=SimpleNamespace(pp_size=stages),
+        server_args=SimpleNamespace(pp_size=stages, pp_max_micro_batch_size=batch),
         is_pause=False,
     )
     assert compat.is_idle(manager, 0.8) is idle
