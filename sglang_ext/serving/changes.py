@@ -173,10 +173,9 @@ class Changes:
             tables = [DeviceTables.empty(*sizes, "meta", pairs=pairs) for pairs in (True, False)]
             raise _lacking(tables[0].bytes - tables[1].bytes, "tables of layers in pairs")
         if may_read(program) and self._captured and not services.queries.needed:
-            storage, shape = services.arena.storage, self._shape
-            heads = shape.heads // services.ranks.size
-            step = shape.layers * self._captured * heads * shape.head_dim
-            query_bytes = most_bytes(step * storage.element_size(), options.fold_interval())
+            heads = self._shape.heads // services.ranks.size
+            step = services.arena.layers * self._captured * heads * self._shape.head_dim
+            query_bytes = most_bytes(step * self._runner.dtype.itemsize, options.fold_interval())
             raise _lacking(query_bytes, "queries of decode steps")
 
     def _commit(self, ticket: str) -> dict[str, Any]:

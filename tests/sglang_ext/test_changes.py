@@ -27,7 +27,15 @@ from kvpolicy.sglang_ext.report.metrics import Metrics
 from kvpolicy.sglang_ext.request.request import Standing
 from kvpolicy.sglang_ext.serving.background import Background
 from kvpolicy.sglang_ext.serving.changes import Changes
-from kvpolicy.sglang_ext.serving.messages import COMMIT, LOOK, PREPARE, UNDO, WITHDRAW
+from kvpolicy.sglang_ext.serving.messages import (
+    COMMIT,
+    FAILED,
+    LOOK,
+    PREPARE,
+    PREPARING,
+    UNDO,
+    WITHDRAW,
+)
 from kvpolicy.sglang_ext.serving.served import ServedPolicies
 from prometheus_client import REGISTRY
 
@@ -112,6 +120,45 @@ def test_a_change_reaches_every_scheduler(request, several):
     asyncio.run(catalog.withdraw(None, "second"))
     assert [each.served() for each in schedulers] == [[after[0], after[2]]] * 2
     assert list(catalog.policies) == ["first", "third"]
+
+
+def test_a_change_whose_place_another_has_taken_does_not_take_up_the_other(fleet):
+    _, (scheduler, _) = fleet
+    body = {"action": PREPARE, "name": "third", "text": TEXT, "settings": {}}
+    for ticket in ("first", "second"):
+        scheduler.handle({**body, "ticket": ticket})
+    before = scheduler.served()
+    for action in (LOOK, COMMIT):
+        answer = scheduler.handle({"action": action, "ticket": "first"})
+        assert answer["state"] == FAILED
+        assert answer["problem"] == "another change has taken its place"
+    assert scheduler.served() == before
+
+
+# 32 rows of 65,536 slots; a number for each of 262,144 rows; 65 steps of 64 requests' queries.
+LACKING = [
+    ("fastkv", "8.0 MiB for 32 rows of SGLang's table of slots, in which tokens leave the prefill"),
+    ("minicache", "1.0 MiB for tables of layers in pairs"),
+    ("h2o", "1.0 MiB for queries of decode steps"),
+]
+
+
+@pytest.mark.parametrize(("name", "lacking"), LACKING)
+def test_a_policy_is_told_how_much_memory_was_not_reserved_for_it(fleet, name, lacking):
+    """On one of four stages, with entries of 8 bits beside queries of 16."""
+    scheduler = fleet[1][0]
+    changes = scheduler.changes
+    services, runner = changes._services, changes._runner
+    entries = torch.empty(0, dtype=torch.uint8)
+    services.arena = SimpleNamespace(layers=1, kv_heads=2, storage=entries)
+    services.store = SimpleNamespace(allocator=SimpleNamespace(size=100))
+    runner.dtype, changes._captured = torch.bfloat16, 64
+    runner.req_to_token_pool.req_to_token.shape = (1 << 18, 1 << 16)
+    body = {"name": name, "text": (FILE.parent / f"{name}.yaml").read_text(), "settings": {}}
+    answer = scheduler.handle({"action": PREPARE, "ticket": "a ticket", **body})
+    while answer["state"] == PREPARING:
+        answer = scheduler.handle({"action": LOOK, "ticket": "a ticket"})
+    assert f"it needs {lacking}, which this server did not reserve" in answer["problem"]
 
 
 class Meeting:
