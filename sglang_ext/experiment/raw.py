@@ -68,7 +68,7 @@ class Raw:
 
     def prepare(self, batch: Any) -> None:
         """Before a forward: note the rows whose candidates are taken."""
-        if not self._any or not batch.reqs:
+        if not self._any:
             return
         row_tops = [
             (row, getattr(request, RAW).top)
