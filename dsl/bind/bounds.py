@@ -364,8 +364,7 @@ class Bounds:
         if node.operation.shares_out:
             return repeats * max(0, self._numbers.of(node.args[0], 0)[1])
         if node.op == "divide" and self._numbers.normalises(node) and "layer" in node.args[1].axes:
-            summed = "kv" in node.args[1].axes
-            return 1 if summed and repeats == 1 else self._kv
+            return self._kv
         if node.op == "count" and node.args[0].op == "top" and "layer" not in node.axes:
             return self._all_wins(node)
         return math.inf
