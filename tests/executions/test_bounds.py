@@ -23,6 +23,9 @@ from recordings import tensors
 SHAPES = [(3, 4, 2, 2), (2, 6, 3, 2), (4, 4, 4, 2), (1, 4, 1, 2)]
 SCORE = "score: norm2[dim](value)\n"
 FIRST = "recent(2) then top(score)"
+UNSEEN = (
+    "min(1, count[token](max[kv](score) > 99))"  # 0, or 1 as far as is known before the prefill
+)
 # Who competes, by what is counted, and the axes of the score.
 SCORES = {
     "[token]": "max[kv](score)",
@@ -105,6 +108,13 @@ def _with_winners(random: Random) -> str:
             4 * 5 + 4 * 4 * 6,
         ),
         ("budget: 6\nkeep: top[layer, token](score)\n", 4 * 4 * 6),
+        ("budget: 2 where layer < 2 else 6\nkeep: top(score)\n", 4 * (2 + 2 + 6 + 6)),
+        # A budget below 0 takes nothing away from what others have.
+        (f"budget: 8 - 5 * layer - {UNSEEN}\nkeep: {FIRST}\n", 4 * (8 + 3 + 2 + 2)),
+        # The winners of the smaller numbers are among those of the largest one.
+        ("keep: top[layer, token](score, 1 + 4 * layer)\n", 4 * 13),
+        # None of its tokens may win in the first layer, and then all of them stay.
+        ("keep: not (top[layer, token](score, 6) where layer < 1 else recent(2))\n", 4 * 4 * 12),
         # Tokens, or heads, that choose by themselves.
         ("keep: sinks(1) where sinks(1) else recent(2)\n", 4 * 4 * 3),
         ("keep: sinks(1) where max[kv](score) > 0 else top[kv](score, 1)\n", 4 * (4 + 12)),
@@ -131,7 +141,7 @@ def test_contests_without_tokens(rules, most):
 )
 def test_what_looks_at_other_layers_is_bounded_by_them(other, number):
     """No score exceeds 99, though this is unknown before the prefill."""
-    second = "(5 + min(1, count[token](max[kv](score) > 99))) where layer == 1 else 0"
+    second = f"(5 + {UNSEEN}) where layer == 1 else 0"
     text = f"{SCORE}let: {{second: '{second}'}}\nbudget: '1 + {other}'\nkeep: top(score)\n"
     bound = written(text, (4, 4, 2, 8))
     assert kept(bound, 12, 0) == number <= max_entries(bound, 12)
