@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,48 @@ def test_nothing_leaves_where_one_stage_has_no_room_for_what_stays(slots, room):
         skipped = [("withdrawn", True), ("skipped", LENGTH - PROMPT)]
         assert bool(each.folded) == room
         assert each.told == ([] if room else skipped)
+
+
+def prompt_ends(stages, found=([[5, 6], [7, 8]], [[9, 1]]), finite=(True, True)):
+    """A prompt ends in the forward; `found` is None of a stage on which that has failed."""
+    for each, numbers, own in zip(stages, found, finite, strict=True):
+        part = SimpleNamespace(finite=own, stage_numbers=partial(torch.tensor, numbers))
+        parts = {} if numbers is None else {id(each.request): part}
+        if numbers is None:
+            each.state.failure_code = 3
+        each.state.served.program = SimpleNamespace(exchanged=())
+        each.services.detach = lambda requests, each=each: each.told.append("detached")
+        prefill = SimpleNamespace(ending=[(each.request, each.state)], parts=parts)
+        prefill.carry_out = lambda request, numbers, each=each, **told: each.told.append(
+            (numbers.tolist(), told)
+        )
+        each.step = SimpleNamespace(prefill=prefill, resume=None, decode=None)
+
+
+@pytest.mark.parametrize("finite", [(True, True), (True, False)])
+def test_all_stages_compress_a_prompt_by_the_numbers_of_the_whole_model(finite):
+    for each in run(before=partial(prompt_ends, finite=finite)):
+        assert each.told == [([[5, 6], [7, 8], [9, 1]], {"finite": all(finite)})]
+
+
+def test_no_stage_compresses_a_prompt_that_has_failed_on_one():
+    for each in run(before=partial(prompt_ends, found=([[5, 6], [7, 8]], None))):
+        assert each.state.failed
+        assert each.told == []
+
+
+@pytest.mark.parametrize("ready", [None, False, True])
+def test_a_prompt_that_was_offered_to_the_cache_before_is_left_to_it_once_it_is_copied(ready):
+    """As of a resumed request; None: everything stays."""
+
+    def offered(stages):
+        for each in stages:
+            prompt_ends(stages)
+            each.state.published = True
+            each.state.private = None if ready is None else SimpleNamespace(ready=ready)
+
+    for each in run(before=offered):
+        assert each.told[1:] == (["detached"] if ready else [])
 
 
 def test_nothing_is_written_of_what_has_failed_on_one_stage():

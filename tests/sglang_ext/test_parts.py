@@ -9,8 +9,10 @@ import pytest
 import torch
 from fake_allocator import Allocator, no_cache
 from kvpolicy.dsl.bind.bind import bind
+from kvpolicy.dsl.check.policy import load
 from kvpolicy.dsl.execute.program import TorchProgram
 from kvpolicy.dsl.ir.nodes import ModelShape
+from kvpolicy.dsl.syntax.source import Source
 from kvpolicy.sglang_ext.face.kernels_in_use import in_use
 from kvpolicy.sglang_ext.face.ranks import Ranks
 from kvpolicy.sglang_ext.forward import compress
@@ -27,6 +29,24 @@ from shipped_policies import shipped_program
 SHAPE = ModelShape(5, 4, 2, 8)
 SPANS = (range(2), range(2, 3), range(3, 5))
 PROMPT, ROW, SLOTS = 41, 1, 200
+TWO_NUMBERS = """policy: two-numbers
+language: 1
+about: A test, which compares layers by two numbers of each.
+let:
+  seen: max[head, query](attn(recent(3)))
+  peak: max[token](seen)
+  spread: var[token](seen)
+score: seen
+budget: floor(3 + 5 * peak / max[layer](peak) + 5 * spread / max[layer](spread))
+keep: top(score)
+"""
+
+
+def program_of(name):
+    """A shipped policy's program, or that of `TWO_NUMBERS`."""
+    if name == "two-numbers":
+        return load(Source(f"{name}.yaml", TWO_NUMBERS)).require()
+    return shipped_program(name)
 
 
 class Stage:
@@ -37,7 +57,7 @@ class Stage:
         self.arena = replace(self.arena, spans=SPANS, stage=stage)
         self.arena.storage.fill_(float("nan"))
         self.store = Store(self.arena, Allocator(SLOTS))
-        bound = bind(shipped_program(name), SHAPE, given)
+        bound = bind(program_of(name), SHAPE, given)
         program = TorchProgram(bound, layers=SPANS[stage])
         served = SimpleNamespace(
             name=name, bound=bound, program=program, kernels=in_use(torch.device("cpu")),
@@ -110,7 +130,7 @@ def carried_out(name, finite=True, before=lambda stages: None, **given):
 def whole_model(name, **given):
     """Entries that one process keeps, bool [L, G, N]."""
     q, k, v = prompt()
-    run = TorchProgram(bind(shipped_program(name), SHAPE, given)).start(PROMPT)
+    run = TorchProgram(bind(program_of(name), SHAPE, given)).start(PROMPT)
     for layer in range(SHAPE.layers):
         run.observe(layer, q[layer], k[layer], v[layer])
     return torch.stack(run.finish().kept)
@@ -118,6 +138,7 @@ def whole_model(name, **given):
 
 CASES = [
     ("cake", {"capacity": "12", "window": "3"}, Comparing),
+    ("two-numbers", {}, Comparing),
     ("h2o", {"heavy": "5", "window": "6"}, Chosen),
     ("snapkv", {"capacity": "11", "window": "4"}, Chosen),
 ]
@@ -130,6 +151,7 @@ def test_each_stage_holds_what_one_process_keeps_and_as_many_slots_as_the_others
     assert len({each.state.private.slots.numel() for each in stages}) == 1
     for each, layers in zip(stages, SPANS, strict=True):
         assert type(each.part) is kind
+        assert each.state.reported.kept is None  # nobody asked
         ((_, _, entries),) = each.reported
         assert entries == int(whole.sum())
         for layer, heads in zip(layers, each.entries(), strict=True):
@@ -218,8 +240,10 @@ def once(first, then):
     return lambda *given, **more: next(calls, then)(*given, **more)
 
 
-def test_everything_stays_where_tensors_of_one_stage_are_not_finite():
-    for each in carried_out("cake", finite=False, capacity="12", window="3"):
+@pytest.mark.parametrize(("name", "given", "kind"), CASES)
+def test_everything_stays_where_tensors_of_one_stage_are_not_finite(name, given, kind):
+    for each in carried_out(name, finite=False, **given):
+        assert not each.state.failure_code
         assert each.state.private is None
         assert each.store.held == 0
 
