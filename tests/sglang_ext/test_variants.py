@@ -32,7 +32,7 @@ from kvpolicy.sglang_ext.serving.messages import (
     READY,
     VARY,
 )
-from kvpolicy.sglang_ext.serving.variants import Variants
+from kvpolicy.sglang_ext.serving.variants import _MOST_FRONT_ENDS, Variants
 from shipped_policies import shipped_program
 from test_changes import Meeting
 
@@ -430,6 +430,16 @@ def test_what_nobody_asks_for_again_is_dropped():
         variants.is_ready(base(), {"window": window}, "worker")
     assert len(variants._begun) <= 8 * MOST_PENDING
     assert len(variants._kept) <= 2 * MOST_VARIANTS
+
+
+def test_what_front_ends_wanted_that_asked_longest_ago_is_dropped():
+    """There are so many only after some have ended."""
+    variants = variants_of(lambda policy, bound: SimpleNamespace(texts=bound))
+    for number in (*range(_MOST_FRONT_ENDS), 0, *range(_MOST_FRONT_ENDS, _MOST_FRONT_ENDS + 3)):
+        values = {"window": number}
+        until(partial(variants.is_ready, base(), values, f"front end {number}"))
+    kept = [dict(variant.set)["window"] for variant in variants._kept.values()]
+    assert kept == [0, *range(4, _MOST_FRONT_ENDS + 3)]
 
 
 def test_a_front_end_asks_for_few_variants_at_a_time(monkeypatch):
