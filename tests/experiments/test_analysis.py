@@ -20,7 +20,8 @@ from kvpolicy.experiments.definition.experiment import (
 from kvpolicy.experiments.replica.analysis import WORST, Analysis, pooled
 from kvpolicy.experiments.replica.assignment import assign, fraction
 from kvpolicy.experiments.replica.judge import breach_threshold, clear_threshold
-from kvpolicy.experiments.statistics import distinct_keys, heavy_keys
+from kvpolicy.experiments.replica.promotion import incomparable
+from kvpolicy.experiments.statistics import distinct_keys, heavy_keys, majority_key
 from kvpolicy.experiments.statistics.drift import Candidates, disagreements, divergence
 
 EXPERIMENT = Experiment(
@@ -152,6 +153,16 @@ def test_nothing_is_decided_before_enough_samples():
     traffic([analysis], 1_000, drift=0.5)
     assert {verdict.outcome for verdict in analysis.verdicts()} == {"undecided"}
     assert verdicts(analysis)["drift", "lava"].log_e_breach > breach_threshold(patient)
+
+
+def test_nothing_is_subtracted_before_control_has_values():
+    analysis = Analysis(EXPERIMENT)
+    nothing = {"failed": False, "ttft": None, "e2e": None, "key_hash": 1}
+    for arm in ("lava", "control"):
+        verdict = verdicts(analysis)["kv_bytes_per_prompt_token", "lava"]
+        assert (verdict.samples, verdict.mean) == (0, None)
+        analysis.finished(arm, kv_bytes_per_prompt_token=7.0, **nothing)
+    assert verdicts(analysis)["kv_bytes_per_prompt_token", "lava"].mean == 0.0
 
 
 def test_breaches_share_alpha_and_clearing_does_not():
@@ -353,12 +364,32 @@ def test_a_key_that_has_much_of_an_arm_is_noticed():
     assert whole.alarms() == []
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_counters_of_replicas_are_as_few_as_those_of_one_and_as_near(replicas):
+    """Also with every counter in use, as after a restart."""
+    documents, number = [], 0
+    for replica in range(replicas):
+        heavy = heavy_keys.HeavyKeys()
+        for key in range(heavy_keys.COUNTERS):
+            for _ in range(2 + key):
+                heavy.add(key or 100 * replica)
+        number += heavy.values
+        documents.append(heavy.as_document(with_keys=True))
+    pooled_keys = heavy_keys.HeavyKeys()
+    pooled_keys.take(documents)
+    assert len(pooled_keys.counts) <= heavy_keys.COUNTERS
+    true = replicas * (2 + heavy_keys.COUNTERS - 1)
+    assert true - number / (heavy_keys.COUNTERS + 1) <= pooled_keys.largest <= true
+    assert replicas > 1 or pooled_keys.as_document(with_keys=True) == documents[0]
+
+
 def test_it_is_noticed_also_when_it_begins_later():
     analysis = Analysis(EXPERIMENT)
     for number in range(10_000):
         analysis.assigned("control", number)
     assert not any("one key" in warning for warning in analysis.warnings())
-    for _ in range(1_300):
+    for count in range(majority_key.ENOUGH):
+        assert not any("one key" in warning for warning in analysis.warnings()), count
         analysis.assigned("control", 77)
     assert any("one key" in warning for warning in analysis.warnings())
 
@@ -423,6 +454,7 @@ def test_noise_of_control_is_noticed():
         analysis.shadowed("control", 0.02, 0.001, 10, number)
     [warning] = analysis.warnings()
     assert warning.startswith("noise in `drift`: control has 0.02 with full KV on both sides")
+    assert incomparable(analysis, {}, "lava") is None  # an arm may be promoted all the same
     arms = (Arm("control", "snapkv"), EXPERIMENT.arms[1])
     lossy = Analysis(replace(EXPERIMENT, arms=arms))
     for number in range(200):
@@ -656,6 +688,11 @@ def test_replicas_share_windows():
     )
     assert ours.samples == one.samples
     assert ours.mean == pytest.approx(1.0)
+    idle = Analysis(TURNS)
+    turn(idle, 10, lambda arm: 1.0 + (arm == "lava"))  # and nothing since
+    documents = [json.loads(json.dumps(each.as_document())) for each in (idle, replicas[0])]
+    ours = verdicts(pooled(TURNS, documents))["ttft_seconds", "lava"]
+    assert (ours.samples, ours.mean) == (one.samples, pytest.approx(1.0))
 
 
 def test_latency_without_a_time_of_day_is_left_out():

@@ -52,6 +52,13 @@ def test_candidates_that_full_kv_does_not_list():
     assert disagreements(p, q).tolist() == [True]
 
 
+def test_what_full_kv_may_well_have_given_is_no_divergence():
+    """It does not list the second candidate, which may have 0.25 of the 0.5 that it leaves."""
+    p = Candidates(np.array([[1, 2]]), np.log(np.array([[0.5, 0.25]])))
+    q = Candidates(np.array([[1, 3]]), np.log(np.array([[0.5, 0.3]])))
+    assert divergence(p, q) == pytest.approx([0.0], abs=1e-9)
+
+
 def test_nothing_at_all():
     empty = Candidates(np.empty((0, 4), dtype=np.int32), np.empty((0, 4), dtype=np.float32))
     assert divergence(empty, empty).shape == (0,)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from kvpolicy.experiments.definition.experiment import Arm, CoverageStep, Experiment, KeySource
-from kvpolicy.experiments.replica import state_file
+from kvpolicy.experiments.replica import lifecycle, state_file
 from kvpolicy.experiments.replica.assignment import AssignmentReason
 from kvpolicy.experiments.replica.lifecycle import ExperimentState, Lifecycle
 from kvpolicy.experiments.replica.state_file import StateFileError
@@ -124,6 +124,17 @@ def test_another_experiment_on_the_way_does_not_undo_it(clock):
     assert begin(clock, saved).state == ExperimentState.ABORTED
 
 
+def test_ends_of_the_latest_revisions_are_kept(clock):
+    life = begin(clock)
+    for number in range(lifecycle._MOST_LATCHED + 3):
+        life.replace(replace(EXPERIMENT, name=f"trial-{number}"))
+        assert life.abort(f"end {number}")
+    latched = life.saved()["latched"]
+    assert [end["reason"] for end in latched.values()] == [
+        f"end {number}" for number in range(3, lifecycle._MOST_LATCHED + 3)
+    ]
+
+
 def test_the_promoted_arm_serves_everybody(clock):
     life = begin(clock)
     assert life.promote("lava", "cleared")
@@ -148,6 +159,7 @@ def test_an_arm_that_fails_leaves_the_others_alone(clock):
         assert drawn.arm == (None if arm == "b" else arm)
         assert arm != "b" or drawn.reason == AssignmentReason.DISABLED
     assert (life.state, life.rolled_back) == (ExperimentState.RUNNING, {"b": "drift"})
+    assert life.log[-1]["what"] == "arm b rolled back: drift"
     again = begin(clock, json.loads(json.dumps(life.saved())), three)
     assert (again.state, again.rolled_back) == (ExperimentState.RUNNING, {"b": "drift"})
     assert again.roll_back("lava", "errors")

@@ -103,6 +103,19 @@ def test_an_arm_that_is_rolled_back_is_no_mismatch():
     assert again.ratios["finished"].p_value > 0.01
 
 
+def test_requests_that_end_after_their_arm_was_rolled_back_are_no_mismatch():
+    from kvpolicy.experiments.statistics.distinct_keys import DistinctKeys
+
+    keys = DistinctKeys({"a": 1.0, "b": 1.0, "c": 1.0})
+    for number, arm in enumerate("abc" * 5):
+        keys.assigned(arm, number)
+    keys.retire("c")
+    for number, arm in enumerate("abc" * 5):
+        keys.ended("finished", arm, number, reached=True)
+    assert keys.counts("finished") == {"a": 5, "b": 5, "c": 0}
+    assert all(ratio.p_value > ALARM for ratio in keys.ratios.values())
+
+
 def test_another_key_with_the_same_hash_stays_out_of_other_arms():
     """Arms of replicas would mix: keys of the second and third became some of a fourth."""
     from kvpolicy.experiments.statistics.distinct_keys import STAGES, DistinctKeys

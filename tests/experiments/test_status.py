@@ -104,6 +104,25 @@ def test_the_outlook_is_about_right(seed):
     assert needed / 2 < foretold < needed * 2
 
 
+@pytest.mark.parametrize(("drift", "outcome"), [(0.051, "breached"), (0.02, "cleared")])
+def test_the_outlook_is_right_where_values_are_alike(drift, outcome):
+    analysis, needed = Made().analysis, 0
+
+    def verdict():
+        found = [each for each in analysis.verdicts() if each.metric == "drift"]
+        return next(each for each in found if each.arm == "lava-25")
+
+    for _ in range(100):
+        analysis.shadowed("lava-25", drift, 0.0, 50, 1)
+    foretold = outlook(analysis, verdict())
+    while verdict().outcome == "undecided":
+        analysis.shadowed("lava-25", drift, 0.0, 50, 1)
+        needed += 1
+    assert foretold.outcome == verdict().outcome == outcome
+    assert foretold.missing == pytest.approx(needed, abs=1)
+    assert needed > analysis.experiment.analysis.min_samples
+
+
 def test_no_rate_where_nothing_comes_any_more():
     replica = made(500)
     replica.lifecycle.abort("an operator")
