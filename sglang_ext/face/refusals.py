@@ -97,7 +97,7 @@ def check_options(options: Any) -> None:
     """
     for name, harmless, why in OPTIONS:
         value = getattr(options, name, harmless)  # not every version has all
-        if value != harmless and not (value is None and harmless == "null"):
+        if value not in (harmless, None):
             raise _refusal(name, value, why)
     _check_cache_dtype(options)
     _check_attention(options)
