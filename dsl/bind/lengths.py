@@ -91,9 +91,9 @@ class _Lengths:
         return (low, high) if low else _hull([(min(1, input_range[0]), high), input_range])
 
     def _size(self, node: Node, layer: int) -> Range:
-        """Least and largest number of tokens in a set."""
+        """Least and largest number of tokens in a set, which has no axis but `token`."""
         low, high = self.ranges[layer]
-        if node.op == "top" and node.axes == ("token",):
+        if node.op == "top":
             fewest, most = self.numbers.of(node.args[1], layer)
             minimum = whole(fewest, low) if not node.args[0].type.absent else 0
             return minimum, whole(most, high)
@@ -106,7 +106,7 @@ class _Lengths:
         if node.op == "or":
             (a, b), (c, d) = (self._size(x, layer) for x in node.args)
             minimum = max(a, c)
-            if chooses_after(*node.args) and node.args[1].axes == ("token",):
+            if chooses_after(*node.args):
                 # The right side chooses among what the left one left over.
                 fewest = whole(self.numbers.of(node.args[1].args[1], layer)[0], low)
                 x = node.args[1].args[0].args[0]
