@@ -108,13 +108,15 @@ def _with_winners(random: Random) -> str:
             4 * 5 + 4 * 4 * 6,
         ),
         ("budget: 6\nkeep: top[layer, token](score)\n", 4 * 4 * 6),
-        ("budget: 2 where layer < 2 else 6\nkeep: top(score)\n", 4 * (2 + 2 + 6 + 6)),
+        ("budget: 2 where prompt > 99 else 6\nkeep: top(score)\n", 4 * 4 * 6),
+        ("budget: sum[token](1 where score >= 0 else 0)\nkeep: top(score)\n", 4 * 4 * 12),
+        ("budget: 1 + max[token](min(score, 3) where score > 1)\nkeep: top(score)\n", 4 * 4 * 4),
+        # The most of nothing is -inf, and what it is subtracted from then has no bound.
+        ("budget: 5 - max[token](score where score > 99)\nkeep: top(score)\n", 4 * 4 * 12),
         # A budget below 0 takes nothing away from what others have.
         (f"budget: 8 - 5 * layer - {UNSEEN}\nkeep: {FIRST}\n", 4 * (8 + 3 + 2 + 2)),
         # The winners of the smaller numbers are among those of the largest one.
         ("keep: top[layer, token](score, 1 + 4 * layer)\n", 4 * 13),
-        # None of its tokens may win in the first layer, and then all of them stay.
-        ("keep: not (top[layer, token](score, 6) where layer < 1 else recent(2))\n", 4 * 4 * 12),
         # Tokens, or heads, that choose by themselves.
         ("keep: sinks(1) where sinks(1) else recent(2)\n", 4 * 4 * 3),
         ("keep: sinks(1) where max[kv](score) > 0 else top[kv](score, 1)\n", 4 * (4 + 12)),
@@ -220,6 +222,7 @@ def test_scores_of_layers_that_there_are_not(score):
         ("not not recent(3)", 18),
         ("not recent(20)", 0),
         ("not (sinks(2) or not recent(3))", None),  # some entries may be in both
+        ("not (sinks(2) or top(norm2[dim](key), 3))", None),
         ("not top[kv, token](norm2[dim](key), 5)", None),  # of 2 heads of 3 layers
         ("not top(norm2[dim](key) where position < 2, 3)", None),
     ],
@@ -261,13 +264,29 @@ def test_tokens_that_choose_by_themselves_between_two_sets():
         ("recent(3) where layer == 0 else all", (9, 9)),
         ("recent(3) where prompt > 9 else sinks(5)", (5, 5)),
         ("recent(3) where max[kv, token, dim](key) > 0 else sinks(5)", (3, 5)),
+        ("recent(3) or top(max[kv](norm2[dim](value)), 4)", (4, 7)),  # which may be the same
         ("not recent(3)", (1, 9)),
+        ("recent(3) where max[kv, token, dim](key) > 0 else false", (1, 9)),  # of none all go on
     ],
 )
 def test_tokens_that_depend_on_the_layer_or_on_data(tokens, reach):
     bound = written(f"propagate: {{first: layer == 1, tokens: '{tokens}'}}\nkeep: all\n")
     assert lengths(bound, 9) == [(9, 9), (9, 9), reach]
     assert kept(bound, 9, 1) <= max_entries(bound, 9) == (9 + 9 + reach[1]) * 2
+
+
+def test_tokens_leave_once_by_a_rule_of_the_first_layer():
+    tokens = "top(max[kv](norm2[dim](value)), floor(length / 2))"
+    text = f"propagate: {{first: layer >= 1, tokens: '{tokens}'}}\nkeep: all\n"
+    bound = written(text, (4, 4, 2, 4))
+    assert lengths(bound, 9) == [(9, 9), (9, 9), (4, 4), (4, 4)]
+    assert kept(bound, 9, 1) == max_entries(bound, 9) == 52
+
+
+def test_what_one_of_several_layers_wins_is_not_known():
+    bound = written("keep: top[layer, token](norm2[dim](key), 5) where layer < 1 else recent(2)\n")
+    assert not Bounds(bound, 9).is_exact(keep_of(bound.lowered.prefill))
+    assert kept(bound, 9, 1) < max_entries(bound, 9)
 
 
 def test_a_count_is_exact_where_every_score_is_there():

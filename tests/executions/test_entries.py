@@ -54,6 +54,8 @@ def test_shipped_policies(name):
         "keep: sinks(3) or recent(4)",
         "keep: recent(3) then top(score)\nbudget: 2 + prompt * layer / 9\n" + SCORE,
         "keep: recent(3) then top(score)\nbudget: 6.9 + prompt / 10\n" + SCORE,
+        "keep: recent(3) then sinks(1) then top(score)\nbudget: 6\n"
+        "score: norm2[dim](value) where not recent(3)\n",
         "keep: recent(3) then top(score) where layer > 1 else all\nbudget: 5\n" + SCORE,
         "keep: top(score)\nbudget: 7 where prompt > 9 else 2 - layer * prompt\n" + SCORE,
     ],
@@ -74,6 +76,8 @@ def test_numbers_of_the_host(rules):
         "keep: recent(3) then top(score)\nbudget: max[kv, token](score)\n" + SCORE,
         "keep: top(score)\nbudget: 5\nscore: norm2[dim](value) where norm2[dim](value) > 2\n",
         "keep: top[kv, token](score)\nbudget: 5\n" + SCORE,
+        "keep: recent(2) or top(score, 3)\n" + SCORE,
+        "keep: recent(5) or recent(3)\n",
         "keep: score > 1\n" + SCORE,
         "keep: recent(3) where max[kv, token](score) > 2 else all\n" + SCORE,
         "keep: recent(3) then top(score)\nbudget: 3 + split[layer](9, 1 + layer)\n" + SCORE,

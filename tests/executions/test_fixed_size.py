@@ -61,6 +61,7 @@ def test_shipped_policies(name):
         ("score: heat\nbudget: 9\nkeep: recent(3) then top(score)", 3),
         ("score: heat\nbudget: 9\nkeep: sinks(2) then recent(3) then top(score)", 5),
         ("score: heat\nbudget: floor(prompt / 2)\nkeep: top(score)", 0),
+        ("score: heat\nbudget: 9\nkeep: all where prompt < 9 else recent(3) then top(score)", 3),
         # Infinite is a score, too.
         ("score: 1 / heat\nbudget: 9\nkeep: recent(3) then top(score)", 3),
         # Numbers that differ from step to step, or that data decide.
