@@ -206,6 +206,14 @@ def test_layers_choose_together_after_the_last_one(name, values):
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
+def test_a_layer_that_is_left_out_is_noticed_while_others_wait():
+    run, (q, k, v) = shipped("snapkv", **SMALL["snapkv"]).start(29), recorded(29)
+    run.together = 3
+    assert run.show(0, q[0], None) is None  # its keys are not asked for yet
+    with pytest.raises(RuntimeError, match="layer 1 comes before 2"):
+        run.show(2, q[2], lambda layers: (k[layers.start], v[layers.start]))
+
+
 def test_slots_count_tokens_that_did_not_arrive():
     program_ = program(
         "propagate: {first: layer == 1, tokens: 'sinks(2) or recent(3)'}\n"
