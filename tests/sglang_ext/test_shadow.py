@@ -29,7 +29,7 @@ def candidates():
 def compare(monkeypatch):
     """A function that runs samples by name; the server refuses each a given number of times."""
 
-    def run(refusals, error=NO_ROOM, uncounted=()):
+    def run(refusals, error=NO_ROOM, uncounted=(), rate=10**6):
         outcomes, tried, drifts = [], [], []
         known = {}
 
@@ -45,7 +45,7 @@ def compare(monkeypatch):
             clip=2.0,
             weights=0,
             compares=lambda assigned: True,
-            experiment=SimpleNamespace(shadow=SimpleNamespace(tokens_per_second=10**6)),
+            experiment=SimpleNamespace(shadow=SimpleNamespace(tokens_per_second=rate)),
             shadowed=lambda rid, assigned, drift, top1, tokens: drifts.append((rid, drift, tokens)),
         )
         left = dict(refusals)
@@ -101,6 +101,13 @@ def test_what_finds_no_room_for_long_is_left_out(compare, monkeypatch):
     outcomes, tried, _ = compare({"a": 100, "b": 0})
     assert tried == ["a", "b"]
     assert outcomes == [("a", "no_room"), ("b", "compared")]
+
+
+def test_what_the_budget_has_no_tokens_for_is_left_out(compare):
+    """What found no room has given its tokens back, for what comes next."""
+    outcomes, tried, _ = compare({"a": 1, "b": 0, "c": 0}, rate=0.5)
+    assert tried == ["a", "b"]
+    assert outcomes == [("b", "compared"), ("c", "over_budget"), ("a", "over_budget")]
 
 
 def test_what_cannot_be_counted_stops_no_others(compare, caplog):
