@@ -358,7 +358,7 @@ def test_prompts_come_from_what_an_earlier_server_has_stored(
 POINTS = {
     "scoring": 60, "choosing": 9, "end of choosing": 7, "layout": 11, "copy": 7, "memory": 11,
     "attention": 90, "following": 17, "fold in place": 9, "fold elsewhere": 3, "fold anew": 2,
-    "variant": 1,  # compiled ahead, for a request with its own parameters
+    "variant": 2,  # compiled ahead, for a request with its own parameters
 }  # fmt: skip
 
 
@@ -388,10 +388,13 @@ def test_what_fails_in_one_process_fails_for_one_request(model, files, expected,
         with ThreadPoolExecutor(8) as pool:
             outcomes = set(pool.map(answer, range(len(listed))))
         assert outcomes == {"ended", "in full", "as alone"}
-        own = {"kv_policy_set": {"capacity": 30}}
-        given = [ask(server, prompt(i, 90), "snapkv", **own) for i in range(12)]
+        sizes = range(30, 42)
+        given = [ask(server, prompt(n, 90), "snapkv", kv_policy_set={"capacity": n}) for n in sizes]
+        refused = [found for found in given if found.status_code == 400]
+        assert len(refused) == 6
+        assert all("failed with these values; the server's log says why" in x.text for x in refused)
         facts = [each.json()["meta_info"]["kv_policy"] for each in given if each.ok]
-        assert 4 * 2 * 30 in [each.get("entries_kept") for each in facts]
+        assert {each.get("entries_kept") for each in facts} & {4 * 2 * n for n in sizes}
         log = server.log_text()
         missed = {point for point in POINTS if f"{point} on purpose" not in log}
         assert missed <= {"fold elsewhere", "fold anew"}  # which few requests come to
