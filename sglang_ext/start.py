@@ -82,15 +82,16 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
         runtime.one_piece = options.one_piece(server_options.chunked_prefill_size)
     metrics = Metrics(compat.metric_labels(scheduler), names)
     services.start(metrics, runtime.max_failures)
-    _compile(services, scheduler, served_policies)
+    prepare = partial(_prepare, services, partial(warm, queries=runner.dtype))
+    _compile(services, scheduler, served_policies, prepare)
     make_later = partial(_made_later, services, make)
     prepare_variant = partial(_prepare, services, partial(warm_variant, queries=runner.dtype))
     runtime.background = background = Background(services.arena.storage.device)
-    together = (services.ranks, services.stages, background)
-    variants = Variants(shape, make_later, prepare_variant, *together)
+    variants = Variants(
+        shape, make_later, prepare_variant, services.ranks, services.stages, background
+    )
     runtime.policies = ServedPolicies(served_policies, variants, metrics)
     captured_requests = compat.captured_requests(server_options)
-    prepare = partial(_prepare, services, partial(warm, queries=runner.dtype))
 
     def make_served(policy: Policy, bound: Bound) -> Served:
         served = make_later(policy, bound)
@@ -101,12 +102,17 @@ def start(runtime: Runtime, scheduler: Any, targets: Sequence[str]) -> None:
     runtime.changes = Changes(services, runtime.policies, *arguments)
 
 
-def _compile(services: Services, scheduler: Any, served_policies: Sequence[Served]) -> None:
+def _compile(
+    services: Services,
+    scheduler: Any,
+    served_policies: Sequence[Served],
+    prepare: Callable[[Served], None],
+) -> None:
     """Compile every kernel known to be needed, before the server says that it is ready."""
     runner = scheduler.tp_worker.model_runner
     for served in served_policies:
         started = time.perf_counter()
-        _prepare(services, partial(warm, queries=runner.dtype), served)
+        prepare(served)
         params = ", ".join(f"{k}={_shown(v)}" for k, v in served.bound.params.items())
         logger.info(
             "KV-cache policy %s (%s): %s. digest=%s, ready in %.1f s",
@@ -143,19 +149,14 @@ def _prepare(services: Services, warm: Callable[[Services, Served], None], serve
     Raises:
         NotCompiled: that fails.
     """
-    with compiling(f"KV-cache policy {served.name}"):
-        _ready(services, served.policy, partial(warm, services, served))
-
-
-def _ready(services: Services, policy: Policy, warm: Callable[[], None]) -> None:
     try:
-        with services.ranks.alone():
-            warm()
+        with compiling(f"KV-cache policy {served.name}"), services.ranks.alone():
+            warm(services, served)
     except Exception as error:
         logger.exception("Compilation of kernels failed.")
         what = f"its kernels cannot be compiled: {type(error).__name__}: {error}"
         help_ = "--kv-policy-kernels torch serves it without them"
-        raise NotCompiled(f"{policy.option}: {what}; {help_}") from error
+        raise NotCompiled(f"{served.policy.option}: {what}; {help_}") from error
 
 
 def _shown(value: Any) -> str:
